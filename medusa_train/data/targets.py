@@ -1,0 +1,41 @@
+"""Which token each head has to predict at each position; knows nothing of heads, models or losses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+
+def shift(labels: Tensor, k: int, segments: Tensor | None = None) -> Tensor:
+    """Align labels with the positions that predict them: `out[b, t] = labels[b, t + k + 1]`.
+
+    k = 0 is the language model's own next token; head k >= 1 predicts one token further each. Only the label
+    decides whether a position counts: t itself may lie in a prompt. Targets never cross a document's end, and
+    the last k + 1 positions have none (SPEC: "Targets never cross a document boundary, for any head").
+
+        labels    a b c | d e f        (two documents, segments 0 0 0 1 1 1)
+        shift 0   b c - | e f -
+        shift 1   c - - | f - -
+
+    Args:
+        labels: [B, T] token ids, `IGNORE` where nothing is to be learnt.
+        k: how many tokens beyond the next one, 0 or more.
+        segments: [B, T] the document of each position, contiguous within a row (padding: -1); None: one each.
+
+    Returns:
+        [B, T], `IGNORE` where there is no target.
+    """
+    if k < 0:
+        raise ValueError(f"k must be 0 or more, not {k}")
+    ahead = k + 1
+    out = torch.full_like(labels, IGNORE)
+    if ahead >= labels.shape[1]:
+        return out
+    target = labels[:, ahead:]
+    if segments is not None:
+        same = segments[:, ahead:] == segments[:, :-ahead]
+        target = torch.where(same, target, IGNORE)
+    out[:, :-ahead] = target
+    return out
