@@ -1,0 +1,1 @@
+"""Backbones and the drafts that read them; knows nothing of data, losses, training or decoding loops."""

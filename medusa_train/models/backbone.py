@@ -1,0 +1,226 @@
+"""A stock transformers causal LM, loaded and run to hidden states; knows no draft, no loss and no tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from medusa_train.config.paths import resolve_path
+from medusa_train.errors import BackboneError
+from medusa_train.models.features import Features
+from medusa_train.models.unembedding import Unembedding
+from medusa_train.trees.kv_cache import TreeCache
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
+    """Find the backbone `name`, a directory or a hub name, and read its config without loading weights.
+
+    Returns:
+        What `from_pretrained` takes, and the transformers config.
+
+    Raises:
+        BackboneError: no such directory, or the hub has no such model or can't be reached.
+    """
+    local = resolve_path(name)
+    where = str(local) if local is not None else name
+    if local is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise BackboneError(f"base_model {name}: no such directory")
+    if local is not None and not (local / "config.json").is_file():
+        raise BackboneError(f"base_model {name}: the directory holds no config.json, so it is no model")
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if local is not None:
+            raise BackboneError(f"base_model {name}: config.json can't be used: {error}") from error
+        raise BackboneError(
+            f"base_model {name}: neither a directory here nor to be had from the Hugging Face hub "
+            f"(no network, a misspelt name, or a gated model without a token).\n"
+            f"Download it where there is a network (`hf download {name} --local-dir models/{Path(name).name}`) "
+            f"and set base_model: models/{Path(name).name}"
+        ) from error
+    return where, config
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    return name if isinstance(name, torch.dtype) else getattr(torch, name)
+
+
+class Backbone:
+    """The language model whose tokens are predicted and verified.
+
+    It is used as it comes: a 4-D additive mask, explicit position ids and our own cache are handed to the stock
+    forward; logits are made here from the hidden states, so that heads can share every transform.
+
+    Attributes:
+        name: as the user gave it. device, dtype, hidden_size (d), vocab_size (V), num_layers: plain facts.
+        max_context: positions the model was made for. eos_ids: tokens that end an answer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.body = model.base_model
+        self.config = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise BackboneError(f"{type(model).__name__} has no lm_head: not a causal language model")
+        self.head = head
+        self.device: torch.device = head.weight.device
+        self.dtype: torch.dtype = head.weight.dtype
+        self.vocab_size, self.hidden_size = head.weight.shape
+        self.num_layers: int = self.config.num_hidden_layers
+        self.max_context: int = self.config.max_position_embeddings
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.layer_types = _layer_types(self.config)
+        self.window: int | None = getattr(self.config, "sliding_window", None)
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.scale = _logit_scale(self.config)
+        model.eval().requires_grad_(False)
+        self._check_logits()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+    ) -> Backbone:
+        """Load a backbone and its tokenizer from a directory or the hub, frozen and in eval mode.
+
+        Raises:
+            BackboneError: it can't be found, read, or is of a kind that can't be verified by a tree.
+        """
+        where, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
+        # sdpa has no soft cap on attention scores; eager does, and takes our additive mask as it is
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                where,
+                dtype=_dtype(dtype),
+                attn_implementation="eager" if capped else "sdpa",
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            raise BackboneError(f"base_model {name}: can't be loaded: {error}") from error
+        return cls(model.to(device), tokenizer, name)
+
+    def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
+        """A second backbone of the same weights in another dtype (a copy in memory)."""
+        import copy
+
+        model = copy.deepcopy(self.model).to(_dtype(dtype))
+        return Backbone(model, self.tokenizer, self.name)
+
+    def run(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: TreeCache | None = None,
+    ) -> Features:
+        """One forward pass through the decoder layers, no logits.
+
+        Args:
+            tokens: [B, T] token ids.
+            positions: [B, T] position ids; by default they go on from the cache.
+            mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, of the model's
+                dtype; by default causal. Sliding windows are laid over it here.
+            cache: keys and values before `tokens`; the T new ones stay pending in it.
+        """
+        attention_mask: Any = mask
+        if mask is not None:
+            if positions is None:
+                raise ValueError("a mask of one's own needs position ids")
+            attention_mask = self._windowed(mask, positions, 0 if cache is None else cache.length)
+        out = self.body(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return Features(hidden=out.last_hidden_state)
+
+    def unembedding(self) -> Unembedding:
+        """lm_head with every transform that the model puts on its logits."""
+        return Unembedding(self.head.weight, getattr(self.head, "bias", None), self.softcap, self.scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> the backbone's own next-token logits [..., V]."""
+        if self.softcap is None and self.scale == 1.0:
+            return self.head(hidden)
+        return self.unembedding().transform(self.head(hidden))
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache for `capacity` positions."""
+        return TreeCache(self.num_layers, capacity)
+
+    def _windowed(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
+        """AND a 4-D mask with the model's sliding windows, per mask type where layers differ.
+
+        A 4-D mask replaces the model's own one, windows included, so they have to be put back.
+        """
+        if self.layer_types == {"full_attention"} or self.window is None:
+            return mask
+        keys = torch.cat([torch.arange(prefix, device=positions.device).expand(len(positions), -1), positions], dim=1)
+        too_far = positions[:, :, None] - keys[:, None, :] >= self.window
+        windowed = mask.masked_fill(too_far[:, None], float("-inf"))
+        if self.layer_types == {"sliding_attention"}:
+            return windowed
+        return {"full_attention": mask, "sliding_attention": windowed}
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """Refuse an architecture whose logits are made in a way that the heads would not follow."""
+        probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
+        theirs = self.model(input_ids=probe, use_cache=False).logits.float()
+        ours = self.logits(self.run(probe).hidden).float()
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max().clamp(min=1.0))):
+            raise BackboneError(
+                f"{type(self.model).__name__} makes its logits in a way that is not known here "
+                "(neither lm_head alone, nor with soft-capping or scaling); heads for it would be wrong"
+            )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends an answer: the generation config's, else the tokenizer's."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def _layer_types(config: Any) -> set[str]:
+    """The kinds of attention among the layers.
+
+    Raises:
+        BackboneError: a kind that tree verification can't mask (state-space, chunked or linear attention).
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        kinds = {"sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"}
+    if unknown := kinds - _KNOWN_LAYER_TYPES:
+        raise BackboneError(f"{config.model_type}: layers of type {sorted(unknown)} can't be verified by a tree")
+    return kinds
+
+
+def _logit_scale(config: Any) -> float:
+    """Granite divides its logits, Cohere multiplies them."""
+    divisor = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+    return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)

@@ -1,0 +1,1 @@
+"""Trees of guesses and the cache that verifies them; knows no model and no draft."""

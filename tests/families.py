@@ -1,0 +1,54 @@
+"""Small random backbones of real families, for tests of models and decoding."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from medusa_train.models.backbone import Backbone
+
+_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-bias-tied": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 7}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),
+}
+
+
+class NoTokenizer:
+    """Stands where decoding of bare ids needs no tokenizer."""
+
+    eos_token_id = None
+
+
+def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Backbone:
+    """A random model with weights large enough that its greedy text varies."""
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, name)(**{**_SHAPE, **extra})
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else "sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.35)
+    return Backbone(model.to(dtype), NoTokenizer(), family)

@@ -1,0 +1,195 @@
+"""Tree decoding gives the plain tokens: in float64 exactly, for every family, tree shape and edge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medusa_train.errors import MedusaError
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft, Proposal
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.features import Features
+from medusa_train.trees.tree import Tree
+from tests.families import FAMILIES, random_backbone
+
+TREES = {
+    "cartesian": Tree.cartesian([3, 2, 2]),
+    "sparse": Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (0, 0, 0, 1), (1, 0, 2)]),
+    "chain": Tree.chain(4),
+}
+
+
+class OracleDraft(Draft):
+    """Knows the continuation and hides it at a given rank path among wrong guesses, so that paths are accepted."""
+
+    num_heads = 4
+
+    def __init__(self, prompt: list[int], answer: list[int], vocab: int, *, wrong_every: int = 0) -> None:
+        super().__init__()
+        self.text = prompt + answer
+        self.start_at = len(prompt)
+        self.vocab = vocab
+        self.wrong_every = wrong_every
+        self.unused = nn.Parameter(torch.zeros(()))
+
+    def hidden(self, feats: Features):  # type: ignore[no-untyped-def]
+        yield feats.hidden
+
+    def unembed(self, k: int):  # type: ignore[no-untyped-def]
+        raise AssertionError("not for training")
+
+    def start(self, feats: Features) -> int:
+        return self.start_at
+
+    def propose(self, state: int, root: Tensor, tree: Tree) -> Proposal:
+        tokens = [int(root)]
+        for i, path in enumerate(tree.paths):
+            place = state + len(path)
+            truth = self.text[place] if place < len(self.text) else 0
+            last = [p for p in tree.paths if p[:-1] == path[:-1]][-1]
+            right = path == last and not (self.wrong_every and (state + i) % self.wrong_every == 0)
+            tokens.append(truth if right else (truth + 1 + path[-1]) % self.vocab)
+        return Proposal(torch.tensor(tokens), tree)
+
+    def advance(self, state: int, feats: Features, path: list[int]) -> int:
+        return state + len(path)
+
+
+def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
+    """Heads with random blocks: they guess differently from the backbone, and sometimes right."""
+    draft = MedusaDraft.from_backbone(backbone, num_heads=4)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for block in draft.blocks.parameters():
+            block.normal_(0, 0.05)
+    return draft
+
+
+def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
+    """Plain greedy decoding by whole forward passes of the stock model: no cache, no loop of ours."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = backbone.model(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_empty_tree_is_the_stock_models_greedy_decoding(family: str) -> None:
+    backbone = random_backbone(family)
+    prompt = [3, 14, 15, 9, 2, 6, 5, 35]
+    out = Decoder(backbone).generate(prompt, 24)
+    assert out.tokens == _plain(backbone, prompt, 24)
+    assert (out.steps, out.acceleration_rate, out.finish) == (23, 1.0, "length")
+    assert len(set(out.tokens)) > 4  # the text varies, so that the comparison can fail
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_decoding_equals_plain_decoding(family: str, tree: str) -> None:
+    backbone = random_backbone(family)
+    prompt = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9]
+    plain = Decoder(backbone).generate(prompt, 40)
+    medusa = Decoder(backbone, _trained_like(backbone), TREES[tree]).generate(prompt, 40)
+    assert medusa.tokens == plain.tokens
+    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size, wrong_every=5)
+    guided = Decoder(backbone, oracle, TREES[tree]).generate(prompt, 40)
+    assert guided.tokens == plain.tokens
+    assert guided.steps < plain.steps  # accepted nodes were moved in the cache
+    assert 1 + guided.steps + sum(guided.accepted) >= 40
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_right_draft_is_accepted_to_the_full_depth(tree: str) -> None:
+    backbone = random_backbone("llama")
+    prompt = [7, 7, 30]
+    plain = Decoder(backbone).generate(prompt, 33)
+    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
+    chain = Tree.chain(4)
+    out = Decoder(backbone, oracle, chain).generate(prompt, 31)
+    assert out.tokens == plain.tokens[:31]
+    assert out.accepted == [4] * 6
+    assert out.acceleration_rate == 5.0
+
+
+def test_nothing_leaks_past_an_eos_inside_an_accepted_path() -> None:
+    backbone = random_backbone("llama")
+    prompt = [5, 17, 40]
+    plain = Decoder(backbone).generate(prompt, 30)
+    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
+    for stop in range(1, 12):
+        eos = plain.tokens[stop]
+        expected = plain.tokens[: plain.tokens.index(eos) + 1]
+        out = Decoder(backbone, oracle, Tree.chain(4)).generate(prompt, 30, [eos])
+        assert (out.tokens, out.finish) == (expected, "eos")
+        assert Decoder(backbone).generate(prompt, 30, [eos]).tokens == expected
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_max_new_tokens_inside_an_accepted_path(count: int) -> None:
+    backbone = random_backbone("qwen3")
+    prompt = [5, 17, 40]
+    plain = Decoder(backbone).generate(prompt, 16)
+    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
+    out = Decoder(backbone, oracle, Tree.chain(4)).generate(prompt, count)
+    assert (out.tokens, out.finish) == (plain.tokens[:count], "length")
+
+
+def test_a_prompt_of_one_token() -> None:
+    backbone = random_backbone("mistral-window")
+    plain = Decoder(backbone).generate([11], 30)
+    assert plain.tokens == _plain(backbone, [11], 30)
+    assert Decoder(backbone, _trained_like(backbone), TREES["sparse"]).generate([11], 30).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_contexts_end(family: str) -> None:
+    backbone = random_backbone(family)
+    backbone.max_context = 24
+    prompt = list(range(2, 17))
+    plain = Decoder(backbone).generate(prompt, 50)
+    assert (len(plain.tokens), plain.finish) == (10, "context")
+    assert plain.tokens == _plain(backbone, prompt, 10)
+    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
+    for tree in TREES.values():
+        out = Decoder(backbone, oracle, tree).generate(prompt, 50)
+        assert (out.tokens, out.finish) == (plain.tokens, "context")
+    full = Decoder(backbone).generate(list(range(2, 26)), 5)
+    assert (len(full.tokens), full.finish) == (1, "context")
+    with pytest.raises(MedusaError, match="25 tokens"):
+        Decoder(backbone).generate(list(range(2, 27)), 5)
+
+
+def test_the_cache_is_reused_between_questions_without_a_trace() -> None:
+    backbone = random_backbone("llama")
+    draft = _trained_like(backbone)
+    decoder = Decoder(backbone, draft, TREES["cartesian"])
+    first = decoder.generate([1, 2, 3, 4, 5], 30).tokens
+    second = decoder.generate([9, 8, 7], 12).tokens
+    assert decoder.generate([1, 2, 3, 4, 5], 30).tokens == first
+    assert Decoder(backbone).generate([9, 8, 7], 12).tokens == second
+
+
+def test_the_empty_tree_computes_no_heads() -> None:
+    backbone = random_backbone("llama")
+
+    class Untouchable(MedusaDraft):
+        def start(self, feats: Features):  # type: ignore[no-untyped-def]
+            raise AssertionError("a head was computed")
+
+    draft = Untouchable(backbone.hidden_size, backbone.vocab_size)
+    assert Decoder(backbone, draft, Tree.empty()).generate([4, 5], 8).tokens == _plain(backbone, [4, 5], 8)
+
+
+def test_usage_errors_are_for_people() -> None:
+    backbone = random_backbone("llama")
+    with pytest.raises(MedusaError, match="empty"):
+        Decoder(backbone).generate([], 5)
+    with pytest.raises(MedusaError, match="max_new_tokens is 0"):
+        Decoder(backbone).generate([1], 0)
+    with pytest.raises(MedusaError, match="6 deep"):
+        Decoder(backbone, MedusaDraft.from_backbone(backbone), Tree.chain(6))

@@ -1,0 +1,79 @@
+"""The backbone: what is found, what is refused, and masks over windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_train.errors import BackboneError
+from medusa_train.models.backbone import Backbone, resolve_backbone
+from tests.families import FAMILIES, NoTokenizer, random_backbone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_causal_mask_of_ours_is_the_models_own(family: str) -> None:
+    """Windows included: a 4-D mask replaces the stock one, which the longer text would show."""
+    backbone = random_backbone(family)
+    tokens = torch.arange(2, 26)[None]
+    causal = torch.zeros(24, 24, dtype=torch.float64)
+    causal.masked_fill_(torch.ones(24, 24, dtype=torch.bool).triu(1), float("-inf"))
+    with torch.no_grad():
+        ours = backbone.run(tokens, positions=torch.arange(24)[None], mask=causal[None, None]).hidden
+        assert torch.allclose(ours, backbone.run(tokens).hidden, atol=1e-9)
+
+
+def test_a_missing_directory_and_an_unreachable_hub_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BackboneError, match="no such directory"):
+        resolve_backbone(str(tmp_path / "nothing"))
+    with pytest.raises(BackboneError, match=r"no config\.json"):
+        resolve_backbone(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BackboneError, match="hf download somebody/some-model"):
+        resolve_backbone("somebody/some-model")
+
+
+def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BackboneError, match="config.json can't be used"):
+        resolve_backbone(str(tmp_path))
+
+
+def test_logits_made_in_an_unknown_way_are_refused() -> None:
+    class Strange(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits * 1.5
+            return out
+
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=None,
+    )
+    with pytest.raises(BackboneError, match="makes its logits in a way"):
+        Backbone(Strange(config), NoTokenizer())
+
+
+def test_layers_that_a_tree_cannot_mask_are_refused() -> None:
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    model.config.layer_types = ["chunked_attention"]
+    with pytest.raises(BackboneError, match="chunked_attention"):
+        Backbone(model, NoTokenizer())
+
+
+def test_a_loaded_backbone_is_frozen_and_knows_itself(tmp_path: Path) -> None:
+    backbone = random_backbone("llama")
+    assert not any(p.requires_grad for p in backbone.model.parameters())
+    assert not backbone.model.training
+    assert (backbone.hidden_size, backbone.vocab_size, backbone.num_layers, backbone.max_context) == (32, 61, 3, 128)

@@ -1,0 +1,76 @@
+"""Medusa heads: the untrained head is the backbone, and nothing is shared between heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from medusa_train.errors import BackboneError
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
+from tests.families import FAMILIES, random_backbone
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_untrained_heads_give_the_backbones_logits_to_the_bit(family: str, layers: int) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = MedusaDraft.from_backbone(backbone, num_heads=3, num_layers=layers)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    feats = backbone.run(tokens)
+    theirs = backbone.model(tokens, use_cache=False).logits
+    assert torch.equal(backbone.logits(feats.hidden), theirs)
+    for k, hidden in enumerate(draft.hidden(feats), start=1):
+        assert torch.equal(draft.unembed(k).logits(hidden), theirs)
+
+
+def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
+    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
+    hidden = torch.randn(5, backbone.hidden_size)
+    assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
+
+
+def test_the_formula_with_trained_weights() -> None:
+    backbone = random_backbone("llama")
+    draft = MedusaDraft.from_backbone(backbone, num_heads=2, num_layers=2)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.normal_(0, 0.3)
+    h = torch.randn(4, backbone.hidden_size, dtype=torch.float64)
+    state = dict(draft.named_parameters())
+    x = h
+    for j in range(2):
+        x = x + silu(linear(x, state[f"blocks.1.{j}.linear.weight"], state[f"blocks.1.{j}.linear.bias"]))
+    expected = linear(x, state["lm_heads.1.weight"])
+    assert torch.allclose(draft.head_logits(h, 2), expected, atol=1e-12)
+
+
+def test_no_two_heads_or_blocks_share_a_tensor() -> None:
+    draft = MedusaDraft.from_backbone(random_backbone("llama"), num_heads=4, num_layers=3)
+    storages = [parameter.data_ptr() for parameter in draft.parameters()]
+    assert len(storages) == 4 * (3 * 2 + 1) == len(set(storages))
+
+
+def test_proposals_are_the_best_tokens_of_each_head() -> None:
+    backbone = random_backbone("qwen2")
+    draft = MedusaDraft.from_backbone(backbone, num_heads=3)
+    with torch.no_grad():
+        for parameter in draft.blocks.parameters():
+            parameter.normal_(0, 0.1)
+    feats = backbone.run(torch.tensor([[3, 1, 4, 1, 5]]))
+    tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
+    proposal = draft.propose(draft.start(feats), torch.tensor([42]), tree)
+    last = feats.hidden[0, -1]
+    best = [draft.head_logits(last, k).argsort(descending=True) for k in (1, 2, 3)]
+    expected = [42, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
+    assert proposal.tokens.tolist() == [int(token) for token in expected]
+
+
+def test_heads_of_another_backbone_are_refused() -> None:
+    with pytest.raises(BackboneError, match="hidden size 8"):
+        MedusaDraft(8, 61).check_fits(random_backbone("llama"))
