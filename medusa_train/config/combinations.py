@@ -1,0 +1,110 @@
+"""Sets of `medusa-train` keys that cannot hold together, and what to do about each. Knows values, not files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_train.config.base import Impossible
+
+
+def asks_for_joint_training(cfg: Any) -> bool:
+    """Whether the keys mean Medusa-2 where `recipe` is silent."""
+    if cfg.medusa_only_heads is not None:
+        return not cfg.medusa_only_heads
+    return bool(cfg.adapter or cfg.medusa_num_unfreeze_layers or cfg.medusa_self_distillation)
+
+
+def _quantised(cfg: Any) -> bool:
+    return bool(cfg.load_in_4bit or cfg.load_in_8bit)
+
+
+_RECIPE_KEYS = ("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers", "medusa_self_distillation")
+
+#: Looked at by `load_config` beside the checks of single keys, so that all mistakes show together.
+IMPOSSIBLE: tuple[Impossible, ...] = (
+    Impossible(
+        ("load_in_4bit", "load_in_8bit"),
+        lambda cfg: cfg.load_in_4bit and cfg.load_in_8bit,
+        "cannot be true together with load_in_8bit; choose one",
+    ),
+    Impossible(
+        ("adapter", "load_in_4bit"),
+        lambda cfg: cfg.adapter == "qlora" and not cfg.load_in_4bit,
+        "qlora is an adapter over a 4-bit backbone; set load_in_4bit: true, or adapter: lora",
+    ),
+    Impossible(
+        ("bf16", "fp16"),
+        lambda cfg: cfg.bf16 is True and cfg.fp16,
+        "cannot be true together with fp16; choose one",
+    ),
+    Impossible(
+        ("medusa_self_distillation", "adapter"),
+        lambda cfg: cfg.medusa_self_distillation and not cfg.adapter,
+        "its teacher is the backbone with the adapter switched off; set adapter: lora or qlora",
+    ),
+    Impossible(
+        ("medusa_distillation_regularization", "adapter"),
+        lambda cfg: cfg.medusa_distillation_regularization > 0 and not cfg.adapter,
+        "its teacher is the backbone with the adapter switched off; set adapter: lora or qlora, or 0",
+    ),
+    Impossible(
+        ("medusa_only_heads", "medusa_num_unfreeze_layers"),
+        lambda cfg: cfg.medusa_only_heads and cfg.medusa_num_unfreeze_layers > 0,
+        "only the heads are trained, so medusa_num_unfreeze_layers has to be 0",
+    ),
+    Impossible(
+        ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
+        lambda cfg: cfg.medusa_num_unfreeze_layers > 0 and _quantised(cfg),
+        "quantised layers cannot be trained; use an adapter, or load the backbone unquantised",
+    ),
+    Impossible(
+        ("recipe", "medusa_only_heads"),
+        lambda cfg: cfg.medusa_only_heads is not None
+        and cfg.recipe is not None
+        and (cfg.recipe == "medusa1") != cfg.medusa_only_heads,
+        "medusa1 is medusa_only_heads: true, medusa2 is false; leave one of the two keys out",
+    ),
+    Impossible(
+        ("recipe", "medusa_num_unfreeze_layers"),
+        lambda cfg: cfg.recipe == "medusa1" and cfg.medusa_num_unfreeze_layers > 0,
+        "medusa1 trains only the heads, so medusa_num_unfreeze_layers has to be 0",
+    ),
+    Impossible(
+        ("load_in_4bit", "load_in_8bit", *_RECIPE_KEYS),
+        lambda cfg: _quantised(cfg)
+        and not cfg.adapter
+        and not cfg.medusa_num_unfreeze_layers
+        and (cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg))),
+        "a quantised backbone can be trained jointly only through an adapter; set adapter, or recipe: medusa1",
+    ),
+    Impossible(
+        ("warmup_steps", "warmup_ratio"),
+        lambda cfg: cfg.warmup_steps is not None and cfg.warmup_ratio is not None,
+        "says the same as warmup_ratio; leave one of the two out",
+    ),
+    Impossible(
+        ("save_steps", "saves_per_epoch"),
+        lambda cfg: cfg.save_steps is not None and cfg.saves_per_epoch is not None,
+        "says the same as saves_per_epoch; leave one of the two out",
+    ),
+    Impossible(
+        ("eval_steps", "evals_per_epoch"),
+        lambda cfg: cfg.eval_steps is not None and cfg.evals_per_epoch is not None,
+        "says the same as evals_per_epoch; leave one of the two out",
+    ),
+    Impossible(
+        ("early_stopping_patience", "val_set_size"),
+        lambda cfg: cfg.early_stopping_patience is not None and cfg.val_set_size == 0,
+        "needs evaluations; hold some conversations out with val_set_size, for example 0.05",
+    ),
+    Impossible(
+        ("resume_from_checkpoint", "overwrite_output_dir"),
+        lambda cfg: cfg.resume_from_checkpoint is not None and cfg.overwrite_output_dir,
+        "goes on with the run that overwrite_output_dir would replace; choose one",
+    ),
+    Impossible(
+        ("sequence_len", "medusa_num_heads"),
+        lambda cfg: cfg.sequence_len < cfg.medusa_num_heads + 2,
+        "too short: head k learns the token k + 1 places on, so it has to exceed medusa_num_heads + 1",
+    ),
+)

@@ -1,0 +1,19 @@
+"""Where names in a configuration lead to on disk. Knows no configuration class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: The directory that holds `configs/` and `data/`: the parent of the package.
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+def resolve_path(name: str | Path) -> Path | None:
+    """Find the file or directory `name`: as given (from the working directory), else below the project root.
+
+    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. None where neither exists; a model
+    name of the hub is such a case.
+    """
+    given = Path(name).expanduser()
+    candidates = [given] if given.is_absolute() else [given, PROJECT_ROOT / given]
+    return next((path for path in candidates if path.exists()), None)

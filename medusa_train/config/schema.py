@@ -1,0 +1,237 @@
+"""Every key of every command: type, default, meaning. Knows neither files nor torch.
+
+Names are Axolotl's, so that its YAMLs work, and those of the Medusa fork of Axolotl (`medusa_*`). Where a YAML is
+silent the Medusa paper's settings hold. An empty key (null) means the default.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from medusa_train.config.base import Config, Impossible, key
+from medusa_train.config.combinations import IMPOSSIBLE, asks_for_joint_training
+from medusa_train.config.types import Bool, BoolOrAuto, Float, Int, Interval, Resume, Text, TextList, show
+
+#: Axolotl keys that mean nothing here: accepted whatever they hold, and listed as ignored.
+FOREIGN_KEYS = frozenset(
+    """is_llama_derived_model is_mistral_derived_model is_falcon_derived_model xformers_attention sdp_attention
+    strict debug local_rank fsdp fsdp_config group_by_length lora_fan_in_fan_out wandb_watch wandb_log_model
+    ddp_find_unused_parameters push_dataset_to_hub hub_model_id torchdistx_path gptq tokens eval_table_size
+    shuffle_merged_datasets""".split()
+)
+
+#: Known keys whose question this program answers by itself; listed as ignored where they are set.
+#: (The classes follow from the backbone's own config.json, attention is always torch's sdpa, batches are padded
+#: to their longest conversation, and data are encoded afresh in seconds.)
+SELF_ANSWERED_KEYS = (
+    "model_type",
+    "tokenizer_type",
+    "base_model_config",
+    "flash_attention",
+    "pad_to_sequence_len",
+    "dataset_prepared_path",
+    "special_tokens",
+)
+
+Optimizer = Literal[
+    "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"
+]
+
+
+#: Keys that ask, when they are set, for what this version does not do.
+LATER_KEYS = (
+    "load_in_4bit",
+    "load_in_8bit",
+    "adapter",
+    "lora_model_dir",
+    "medusa_self_distillation",
+    "medusa_distillation_regularization",
+    "medusa_num_unfreeze_layers",
+    "medusa_share_lm_head",
+    "sample_packing",
+    "fp16",
+    "deepspeed",
+    "wandb_project",
+)
+
+
+class DatasetConfig(BaseModel):
+    """One entry of `datasets`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: Text = key(..., "file (JSONL or JSON) or directory of them, or a dataset name on the hub")
+    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "form of a record; auto: by its keys")
+    conversation: Text | None = key(None, "chat template by name for this dataset (vicuna_v1.1, zephyr, ...)")
+    split: Text | None = key(None, "split of a hub dataset (default: train)")
+    name: Text | None = key(None, "configuration of a hub dataset")
+
+
+class TrainConfig(Config):
+    """Keys of `medusa-train`."""
+
+    # Backbone
+    base_model: Text = key(..., "the frozen backbone: a Hugging Face directory or a name on the hub")
+    base_model_config: Text | None = key(None, "ignored: the backbone's own config.json is read")
+    model_type: Text | None = key(None, "ignored: the class follows from config.json")
+    tokenizer_type: Text | None = key(None, "ignored: the class follows from the tokenizer's files")
+    trust_remote_code: Bool = key(False, "run Python code that the backbone's repository ships")
+    load_in_4bit: Bool = key(False, "quantise the backbone to NF4 (bitsandbytes)")
+    load_in_8bit: Bool = key(False, "quantise the backbone to 8 bits (bitsandbytes)")
+    special_tokens: dict[str, Any] | None = key(None, "ignored: the tokenizer's own special tokens are used")
+
+    # Draft heads
+    recipe: Literal["medusa1", "medusa2"] | None = key(
+        None, "medusa1: frozen backbone; medusa2: joint training. Default: medusa2 where a key asks for it"
+    )
+    draft: Literal["medusa"] = key("medusa", "the kind of draft that is trained")
+    medusa_num_heads: Int = key(5, "K: head k predicts k tokens beyond the next one", ge=1, le=32)
+    medusa_num_layers: Int = key(1, "residual blocks per head; 0: only the head's own lm_head", ge=0, le=32)
+    medusa_decay_coefficient: Float = key(0.8, "c: head k's loss counts c**k", gt=0, le=1)
+    medusa_heads_coefficient: Float = key(0.2, "lambda0: the heads' loss in joint training (medusa2 only)", ge=0)
+    medusa_scheduler: Text = key(
+        "constant",
+        "lambda0 over the run (medusa2): constant, linear, sine, or sine_R (sine until the share R, e.g. sine_0.5)",
+        pattern=r"^(constant|linear|sine|sine_(0?\.\d+|1(\.0*)?))$",
+    )
+    medusa_only_heads: Bool | None = key(None, "true: train the heads only (recipe medusa1)")
+    medusa_lr_multiplier: Float = key(4.0, "the heads' learning rate is learning_rate times this", gt=0)
+    medusa_self_distillation: Bool = key(False, "LM loss is KL to the backbone without adapter (medusa2)")
+    medusa_distillation_regularization: Float = key(0.0, "rho: share of the teacher in the LM target", ge=0, le=1)
+    medusa_num_unfreeze_layers: Int = key(0, "train the last N layers, final norm and lm_head too", ge=0)
+    medusa_logging: Bool = key(False, "log the top-k accuracy of each head while training")
+    medusa_share_lm_head: Bool = key(False, "heads use the backbone's lm_head, without a matrix of their own")
+    calibration_tokens: Int = key(6000, "greedy tokens on held-out prompts that fit the tree; 0: no tree", ge=0)
+
+    # Adapter
+    adapter: Literal["lora", "qlora"] | None = key(None, "train the backbone through an adapter (medusa2)")
+    lora_r: Int = key(32, "rank of the adapter", ge=1)
+    lora_alpha: Int = key(16, "scale of the adapter: lora_alpha / lora_r", ge=1)
+    lora_dropout: Float = key(0.05, "dropout before the adapter", ge=0, lt=1)
+    lora_target_modules: TextList | None = key(None, "names of the linear layers that get an adapter")
+    lora_target_linear: Bool = key(False, "every linear layer gets an adapter")
+    lora_modules_to_save: TextList | None = key(None, "modules trained whole beside the adapter")
+    lora_model_dir: Text | None = key(None, "adapter to start from")
+
+    # Data
+    datasets: list[DatasetConfig] = key(..., "what to train on", min_length=1)
+    dataset_prepared_path: Text | None = key(None, "ignored: data are encoded at each start")
+    sequence_len: Int = key(2048, "longest conversation in tokens; longer ones are cut at a turn's end", ge=4)
+    sample_packing: Bool = key(False, "several conversations in one row")
+    pad_to_sequence_len: Bool | None = key(None, "ignored: rows are padded to the longest of their batch")
+    chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
+    roles_to_train: list[Literal["assistant", "user", "system"]] = key(
+        ["assistant"], "whose words are learned", min_length=1
+    )
+    train_on_inputs: Bool = key(False, "learn every token, prompts included")
+    val_set_size: Float = key(0.05, "share of the conversations held out for evaluation", ge=0, lt=1)
+    skip_bad_records: Bool = key(False, "leave out records that cannot be read, instead of stopping")
+
+    # Optimisation
+    micro_batch_size: Int = key(1, "conversations per forward pass", ge=1)
+    gradient_accumulation_steps: Int = key(1, "forward passes per optimizer step", ge=1)
+    num_epochs: Float = key(2, "passes over the data", gt=0)
+    max_steps: Int | None = key(None, "stop after so many optimizer steps, whatever num_epochs says", ge=1)
+    optimizer: Optimizer = key("adamw_torch", "the optimizer")
+    lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
+        "cosine", "learning rate after the warm-up; constant: without one"
+    )
+    learning_rate: Float = key(5e-4, "peak learning rate of the backbone; the heads': medusa_lr_multiplier", gt=0)
+    warmup_steps: Int | None = key(None, "optimizer steps of linear warm-up", ge=0)
+    warmup_ratio: Float | None = key(None, "the same as a share of the run", ge=0, lt=1)
+    weight_decay: Float = key(0.0, "weight decay (matrices only)", ge=0)
+    max_grad_norm: Float = key(1.0, "clip the gradient to this norm; 0: never", ge=0)
+    seed: Int = key(42, "seed of every random choice", ge=0)
+
+    # Numbers and memory
+    bf16: BoolOrAuto = key("auto", "compute in bfloat16; auto: where the device does it well")
+    fp16: Bool = key(False, "compute in float16")
+    tf32: Bool = key(False, "let float32 products use TF32")
+    gradient_checkpointing: Bool = key(False, "recompute activations (medusa2; medusa1 keeps none)")
+    flash_attention: Bool = key(False, "ignored: attention is torch's sdpa, which has a flash kernel")
+    deepspeed: Text | dict[str, Any] | None = key(None, "DeepSpeed configuration")
+
+    # Run
+    output_dir: Text = key("runs/medusa", "the run directory")
+    overwrite_output_dir: Bool = key(False, "start anew in a directory that already holds a run")
+    resume_from_checkpoint: Resume = key(None, "true: go on from the newest checkpoint; or a checkpoint's path")
+    logging_steps: Int = key(10, "optimizer steps between lines of metrics", ge=1)
+    eval_steps: Interval | None = key(None, "optimizer steps (below 1: share of the run) between evaluations")
+    evals_per_epoch: Int | None = key(None, "the same by epochs; default: one per epoch", ge=1)
+    save_steps: Interval | None = key(None, "optimizer steps (below 1: share of the run) between checkpoints")
+    saves_per_epoch: Int | None = key(None, "the same by epochs; default: one per epoch", ge=1)
+    save_total_limit: Int = key(2, "checkpoints kept, the newest ones", ge=1)
+    early_stopping_patience: Int | None = key(None, "stop after so many evaluations without progress", ge=1)
+    wandb_project: Text | None = key(None, "report to this Weights & Biases project")
+    wandb_entity: Text | None = key(None, "team or user of that project")
+    wandb_run_id: Text | None = key(None, "run to go on with there")
+
+    foreign: ClassVar[frozenset[str]] = FOREIGN_KEYS
+    impossible: ClassVar[tuple[Impossible, ...]] = IMPOSSIBLE
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Foreign keys that the file set, and known ones whose question this program answers by itself."""
+        answered = (name for name in SELF_ANSWERED_KEYS if getattr(self, name) not in (None, False))
+        return tuple(sorted({*self._ignored, *answered}))
+
+    @property
+    def heads_learning_rate(self) -> float:
+        """Peak learning rate of the heads, in every recipe: `learning_rate` x `medusa_lr_multiplier`."""
+        return self.learning_rate * self.medusa_lr_multiplier
+
+    def resolved(self) -> TrainConfig:
+        """Fill in `recipe` and `medusa_only_heads`, each from the other or from the keys of joint training."""
+        recipe = self.recipe or ("medusa2" if asks_for_joint_training(self) else "medusa1")
+        resolved = self.model_copy(update={"recipe": recipe, "medusa_only_heads": recipe == "medusa1"})
+        return resolved
+
+
+def unsupported_keys(cfg: TrainConfig) -> list[str]:
+    """List the keys, as `key: value`, that ask for what this version cannot do yet; such a config is valid."""
+    asked = {name: getattr(cfg, name) for name in LATER_KEYS if getattr(cfg, name)}
+    if cfg.resolved().recipe == "medusa2":
+        asked = {"recipe": "medusa2", **asked}
+    return [f"{name}: {value if isinstance(value, str) else show(value)}" for name, value in asked.items()]
+
+
+class EvalConfig(Config):
+    """Keys of `medusa-eval`."""
+
+    bench: Text = key("tiny", "questions: tiny, mtbench, or a file in MT-Bench's form")
+    model: Text | None = key(None, "run directory, or directory of heads; default: the newest run under runs/")
+    base_model: Text | None = key(None, "backbone; default: the one that the run or the heads name")
+    tree: Text | None = key(None, "tree file; default: the tree.json beside the heads")
+    max_new_tokens: Int = key(256, "longest answer in tokens", ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest here for plain decoding")
+    limit: Int | None = key(None, "only the first so many questions", ge=1)
+    output_dir: Text | None = key(None, "where the report goes; default: eval/BENCH in the run directory")
+    warmup: Int = key(2, "questions answered beforehand, untimed", ge=0)
+    exactness: Bool = key(True, "compare all answers with plain decoding in float32 as well")
+    seed: Int = key(42, "seed of every random choice", ge=0)
+
+
+class SelfDistillConfig(Config):
+    """Keys of `medusa-selfdistill`."""
+
+    seed_dataset: Text = key("tiny", "prompts: tiny, sharegpt, or a file of conversations")
+    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "form of a record; auto: by its keys")
+    base_model: Text = key("data/tiny", "the model that answers: a Hugging Face directory or a name on the hub")
+    output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
+    temperature: Float = key(0.3, "of sampling; 0: greedy", ge=0)
+    top_p: Float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
+    max_new_tokens: Int = key(2048, "longest answer in tokens", ge=1)
+    drop_truncated: Bool = key(True, "drop an answer that hit max_new_tokens, and the turns after it")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest on this device")
+    limit: Int | None = key(None, "only the first so many conversations", ge=1)
+    seed: Int = key(42, "seed of sampling", ge=0)
+
+
+class ExportConfig(Config):
+    """Keys of `medusa-export`."""
+
+    run: Text | None = key(None, "run directory, or directory of heads; default: the newest run under runs/")
+    to: Literal["reference", "tgi"] = key("reference", "whose layout to write")
+    output_dir: Text | None = key(None, "where to; default: export/TO in the run directory")

@@ -1,0 +1,125 @@
+"""The value types of configuration keys: strict where a slip could hide, friendly where YAML is odd.
+
+Knows no key. PyYAML reads `1e-3` as text and `yes` as a boolean: a number key takes the first and refuses the
+second. Each type raises `PydanticCustomError`, whose text is shown to the user as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+
+def show(value: object) -> str:
+    """A value as a user would recognise it: YAML's spelling of booleans and null, long values shortened."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse(wanted: str, value: object) -> PydanticCustomError:
+    # Braces in the text would be taken for placeholders of the template, hence the context.
+    return PydanticCustomError("config_type", "{text}", {"text": f"expected {wanted}, got {show(value)}"})
+
+
+def _as_float(value: object) -> object:
+    number: float | None = None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = float(value)
+    elif isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if number is None or not math.isfinite(number):
+        raise _refuse("a number", value)
+    return number
+
+
+def _as_int(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, (float, str)):
+        try:
+            number = float(value)
+        except ValueError:
+            raise _refuse("a whole number", value) from None
+        if math.isfinite(number) and number.is_integer():
+            return int(number)
+    raise _refuse("a whole number", value)
+
+
+def _as_bool(value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise _refuse("true or false", value)
+
+
+def _as_text(value: object) -> object:
+    if isinstance(value, str):
+        if not value.strip():
+            raise PydanticCustomError("config_type", "is empty; leave the key out, or give it a value")
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise _refuse("text (put it in quotes)", value)
+
+
+def _as_bool_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return _as_bool(value)
+    except PydanticCustomError:
+        raise _refuse("true, false or auto", value) from None
+
+
+def _as_resume(value: object) -> object:
+    """True means the newest checkpoint, false means a new run; anything else is a path."""
+    if isinstance(value, bool):
+        return "latest" if value else None
+    return _as_text(value)
+
+
+def _as_interval(value: object) -> object:
+    """Axolotl's rule: a whole number counts steps, a number below 1 is a share of the run."""
+    try:
+        number = _as_float(value)
+    except PydanticCustomError:
+        raise _refuse("a number of steps, or a share of the run below 1", value) from None
+    assert isinstance(number, float)
+    if 0 < number < 1:
+        return number
+    if number >= 1 and number.is_integer():
+        return int(number)
+    raise _refuse("a number of steps (1 or more), or a share of the run below 1", value)
+
+
+def _as_list(value: object) -> object:
+    """One item may be written without the list around it."""
+    return value if isinstance(value, list) else [value]
+
+
+Float = Annotated[float, BeforeValidator(_as_float)]
+Int = Annotated[int, BeforeValidator(_as_int)]
+Bool = Annotated[bool, BeforeValidator(_as_bool)]
+Text = Annotated[str, BeforeValidator(_as_text)]
+#: true, false or "auto" (true where the device computes it well).
+BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
+#: None (a new run), "latest" or a path.
+Resume = Annotated[str | None, BeforeValidator(_as_resume)]
+#: int: every so many optimizer steps; float: every such share of the run.
+Interval = Annotated[int | float, BeforeValidator(_as_interval)]
+TextList = Annotated[list[Text], BeforeValidator(_as_list)]
