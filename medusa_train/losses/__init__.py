@@ -1,0 +1,1 @@
+"""Losses that never hold a [tokens, V] tensor, and the recipes' weighted sums of them."""
