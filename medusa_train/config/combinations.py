@@ -18,7 +18,13 @@ def _quantised(cfg: Any) -> bool:
     return bool(cfg.load_in_4bit or cfg.load_in_8bit)
 
 
-_RECIPE_KEYS = ("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers", "medusa_self_distillation")
+_RECIPE_KEYS = (
+    "recipe",
+    "medusa_only_heads",
+    "adapter",
+    "medusa_num_unfreeze_layers",
+    "medusa_self_distillation",
+)
 
 #: Looked at by `load_config` beside the checks of single keys, so that all mistakes show together.
 IMPOSSIBLE: tuple[Impossible, ...] = (
@@ -59,9 +65,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     ),
     Impossible(
         ("recipe", "medusa_only_heads"),
-        lambda cfg: cfg.medusa_only_heads is not None
-        and cfg.recipe is not None
-        and (cfg.recipe == "medusa1") != cfg.medusa_only_heads,
+        lambda cfg: (
+            cfg.medusa_only_heads is not None
+            and cfg.recipe is not None
+            and (cfg.recipe == "medusa1") != cfg.medusa_only_heads
+        ),
         "medusa1 is medusa_only_heads: true, medusa2 is false; leave one of the two keys out",
     ),
     Impossible(
@@ -71,10 +79,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     ),
     Impossible(
         ("load_in_4bit", "load_in_8bit", *_RECIPE_KEYS),
-        lambda cfg: _quantised(cfg)
-        and not cfg.adapter
-        and not cfg.medusa_num_unfreeze_layers
-        and (cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg))),
+        lambda cfg: (
+            _quantised(cfg)
+            and not cfg.adapter
+            and not cfg.medusa_num_unfreeze_layers
+            and (cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg)))
+        ),
         "a quantised backbone can be trained jointly only through an adapter; set adapter, or recipe: medusa1",
     ),
     Impossible(

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,10 +24,10 @@ from medusa_train.errors import ConfigError
 C = TypeVar("C", bound=Config)
 
 _LIMITS = {
-    "greater_than_equal": ("ge", "has to be {} or more"),
-    "greater_than": ("gt", "has to be more than {}"),
-    "less_than_equal": ("le", "has to be {} or less"),
-    "less_than": ("lt", "has to be less than {}"),
+    "greater_than_equal": ("ge", "has to be {:g} or more"),
+    "greater_than": ("gt", "has to be more than {:g}"),
+    "less_than_equal": ("le", "has to be {:g} or less"),
+    "less_than": ("lt", "has to be less than {:g}"),
     "too_short": ("min_length", "needs {} or more items"),
 }
 
@@ -65,7 +65,8 @@ def load_config(
 def dump_config(cfg: Config) -> str:
     """Write the resolved values as YAML that `load_config` reads again; keys without a value are left out."""
     values = cfg.resolved().model_dump(mode="json", exclude_none=True)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
+    ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
+    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _read(path: Path) -> Source:
@@ -79,13 +80,14 @@ def _read(path: Path) -> Source:
 
 def _nearby_files(path: Path) -> str:
     """Say what may have been meant: files of the same directory, else of `configs/`."""
-    for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
+    shipped = PROJECT_ROOT / "configs"
+    for directory in (path.parent, PROJECT_ROOT / path.parent, shipped):
         names = sorted(file.name for file in directory.glob("*.y*ml"))
-        if names and (directory != Path() or path.suffix in (".yaml", ".yml")):
-            shown = directory.relative_to(PROJECT_ROOT) if directory.is_relative_to(PROJECT_ROOT) else directory
+        if names and directory not in (Path(), PROJECT_ROOT):
+            inside = directory.is_relative_to(PROJECT_ROOT)
+            shown = directory.relative_to(PROJECT_ROOT) if inside else directory
             near = difflib.get_close_matches(path.name, names, n=1)
-            hint = f"; did you mean {shown / near[0]}?" if near else ""
-            return f"{hint or ';'} {shown}/ holds {', '.join(names)}"
+            return (f"; did you mean {shown / near[0]}?" if near else ";") + f" {shown}/ holds {', '.join(names)}"
     return ""
 
 
@@ -110,6 +112,7 @@ def _put(source: Source, path: KeyPath, value: object, place: str) -> None:
     for depth, part in enumerate(path[:-1]):
         if isinstance(target, dict) and target.get(str(part)) is None and isinstance(path[depth + 1], str):
             target[str(part)] = {}
+            source.places[path[: depth + 1]] = place
         child = _child(target, part)
         if not isinstance(child, (dict, list)):
             above = spell(path[: depth + 1])
@@ -135,8 +138,8 @@ def _child(target: Any, part: str | int) -> Any:
 def _validate(cls: type[C], source: Source) -> C:
     """Check key by key, then the combinations of the keys that are usable, so that no mistake hides another."""
     problems: list[tuple[KeyPath, str]] = list(source.problems)
-    cfg = cls.model_construct()
-    unusable: set[str] = {str(path[0]) for path, _ in problems if path}
+    cfg = cast(C, cls.model_construct())
+    unusable: set[str] = set()
     given: set[str] = set()
     ignored: list[str] = []
     for name, value in source.values.items():
@@ -155,7 +158,7 @@ def _validate(cls: type[C], source: Source) -> C:
         if info.is_required() and name not in given:
             unusable.add(name)
             problems.append(((name,), f"is missing; it names {info.description}"))
-    problems.extend(_combinations(cfg, given, unusable))
+    problems.extend(_combinations(cfg, given, unusable, source))
     if problems:
         raise ConfigError([_line_of(path, why, source) for path, why in _in_file_order(problems, source)])
     cfg._ignored = tuple(sorted(ignored))
@@ -171,11 +174,12 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _combinations(cfg: Config, given: set[str], unusable: set[str]) -> Iterable[tuple[KeyPath, str]]:
+def _combinations(cfg: Config, given: set[str], unusable: set[str], source: Source) -> Iterable[tuple[KeyPath, str]]:
     for rule in type(cfg).impossible:
         if unusable.isdisjoint(rule.keys) and rule.when(cfg):
-            shown = next((name for name in rule.keys if name in given), rule.keys[0])
-            yield (shown,), f"{show(getattr(cfg, shown))}: {rule.why}"
+            shown, *others = [name for name in rule.keys if name in given] or rule.keys[:1]
+            also = ", ".join(f"{name}: {source.place((name,))}" for name in others)
+            yield (shown,), f"{show(getattr(cfg, shown))}: {rule.why}" + (f" ({also})" if also else "")
 
 
 def _unknown(name: str, owner: type[BaseModel]) -> str:

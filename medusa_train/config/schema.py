@@ -12,14 +12,46 @@ from pydantic import BaseModel, ConfigDict
 
 from medusa_train.config.base import Config, Impossible, key
 from medusa_train.config.combinations import IMPOSSIBLE, asks_for_joint_training
-from medusa_train.config.types import Bool, BoolOrAuto, Float, Int, Interval, Resume, Text, TextList, show
+from medusa_train.config.types import (
+    Bool,
+    BoolOrAuto,
+    Float,
+    Int,
+    Interval,
+    Resume,
+    Schedule,
+    Text,
+    TextList,
+    TextOrMapping,
+    show,
+)
 
 #: Axolotl keys that mean nothing here: accepted whatever they hold, and listed as ignored.
 FOREIGN_KEYS = frozenset(
-    """is_llama_derived_model is_mistral_derived_model is_falcon_derived_model xformers_attention sdp_attention
-    strict debug local_rank fsdp fsdp_config group_by_length lora_fan_in_fan_out wandb_watch wandb_log_model
-    ddp_find_unused_parameters push_dataset_to_hub hub_model_id torchdistx_path gptq tokens eval_table_size
-    shuffle_merged_datasets""".split()
+    {
+        "is_llama_derived_model",
+        "is_mistral_derived_model",
+        "is_falcon_derived_model",
+        "xformers_attention",
+        "sdp_attention",
+        "strict",
+        "debug",
+        "local_rank",
+        "fsdp",
+        "fsdp_config",
+        "group_by_length",
+        "lora_fan_in_fan_out",
+        "wandb_watch",
+        "wandb_log_model",
+        "ddp_find_unused_parameters",
+        "push_dataset_to_hub",
+        "hub_model_id",
+        "torchdistx_path",
+        "gptq",
+        "tokens",
+        "eval_table_size",
+        "shuffle_merged_datasets",
+    }
 )
 
 #: Known keys whose question this program answers by itself; listed as ignored where they are set.
@@ -35,9 +67,7 @@ SELF_ANSWERED_KEYS = (
     "special_tokens",
 )
 
-Optimizer = Literal[
-    "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"
-]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"]
 
 
 #: Keys that ask, when they are set, for what this version does not do.
@@ -91,10 +121,9 @@ class TrainConfig(Config):
     medusa_num_layers: Int = key(1, "residual blocks per head; 0: only the head's own lm_head", ge=0, le=32)
     medusa_decay_coefficient: Float = key(0.8, "c: head k's loss counts c**k", gt=0, le=1)
     medusa_heads_coefficient: Float = key(0.2, "lambda0: the heads' loss in joint training (medusa2 only)", ge=0)
-    medusa_scheduler: Text = key(
+    medusa_scheduler: Schedule = key(
         "constant",
-        "lambda0 over the run (medusa2): constant, linear, sine, or sine_R (sine until the share R, e.g. sine_0.5)",
-        pattern=r"^(constant|linear|sine|sine_(0?\.\d+|1(\.0*)?))$",
+        "lambda0 over the run (medusa2): constant, linear, sine, or sine_R (sine until the share R)",
     )
     medusa_only_heads: Bool | None = key(None, "true: train the heads only (recipe medusa1)")
     medusa_lr_multiplier: Float = key(4.0, "the heads' learning rate is learning_rate times this", gt=0)
@@ -151,7 +180,7 @@ class TrainConfig(Config):
     tf32: Bool = key(False, "let float32 products use TF32")
     gradient_checkpointing: Bool = key(False, "recompute activations (medusa2; medusa1 keeps none)")
     flash_attention: Bool = key(False, "ignored: attention is torch's sdpa, which has a flash kernel")
-    deepspeed: Text | dict[str, Any] | None = key(None, "DeepSpeed configuration")
+    deepspeed: TextOrMapping | None = key(None, "DeepSpeed configuration")
 
     # Run
     output_dir: Text = key("runs/medusa", "the run directory")
@@ -185,8 +214,7 @@ class TrainConfig(Config):
     def resolved(self) -> TrainConfig:
         """Fill in `recipe` and `medusa_only_heads`, each from the other or from the keys of joint training."""
         recipe = self.recipe or ("medusa2" if asks_for_joint_training(self) else "medusa1")
-        resolved = self.model_copy(update={"recipe": recipe, "medusa_only_heads": recipe == "medusa1"})
-        return resolved
+        return self.model_copy(update={"recipe": recipe, "medusa_only_heads": recipe == "medusa1"})
 
 
 def unsupported_keys(cfg: TrainConfig) -> list[str]:

@@ -7,7 +7,8 @@ second. Each type raises `PydanticCustomError`, whose text is shown to the user 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
@@ -28,8 +29,11 @@ def show(value: object) -> str:
 
 
 def _refuse(wanted: str, value: object) -> PydanticCustomError:
+    text = f"expected {wanted}, got {show(value)}"
+    if isinstance(value, bool):
+        text += " (YAML reads yes, no, on and off as true and false)"
     # Braces in the text would be taken for placeholders of the template, hence the context.
-    return PydanticCustomError("config_type", "{text}", {"text": f"expected {wanted}, got {show(value)}"})
+    return PydanticCustomError("config_type", "{text}", {"text": text})
 
 
 def _as_float(value: object) -> object:
@@ -107,6 +111,17 @@ def _as_interval(value: object) -> object:
     raise _refuse("a number of steps (1 or more), or a share of the run below 1", value)
 
 
+def _as_text_or_mapping(value: object) -> object:
+    return value if isinstance(value, dict) else _as_text(value)
+
+
+def _as_schedule(value: object) -> object:
+    """lambda0's schedule (the Medusa fork's names): sine_R rises until the share R of the run."""
+    if isinstance(value, str) and re.fullmatch(r"constant|linear|sine|sine_(0?\.\d*[1-9]\d*|1(\.0*)?)", value):
+        return value
+    raise _refuse("constant, linear, sine, or sine_R with a share R of the run such as sine_0.5", value)
+
+
 def _as_list(value: object) -> object:
     """One item may be written without the list around it."""
     return value if isinstance(value, list) else [value]
@@ -123,3 +138,6 @@ Resume = Annotated[str | None, BeforeValidator(_as_resume)]
 #: int: every so many optimizer steps; float: every such share of the run.
 Interval = Annotated[int | float, BeforeValidator(_as_interval)]
 TextList = Annotated[list[Text], BeforeValidator(_as_list)]
+TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_as_text_or_mapping)]
+#: "constant", "linear", "sine" or "sine_R".
+Schedule = Annotated[str, BeforeValidator(_as_schedule)]

@@ -1,0 +1,1 @@
+"""The four commands; thin, and everything heavy is imported inside the command."""
