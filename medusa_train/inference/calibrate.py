@@ -1,0 +1,160 @@
+"""The best tree for these heads on this machine: rank-path counts and measured latency; knows no data set."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_train.errors import MedusaError
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.ranks import Trace, head_accuracy, tokens_per_step, trace_answers
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Ranks, Tree
+
+SIZES = (0, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM takes 63 at most
+_REFITS = 3
+_LATENCY_TOKENS = 48
+_LATENCY_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """One candidate: a tree of n nodes, what it brings and what it costs.
+
+    Attributes:
+        tokens_per_step: simulated on answers that the tree was not fitted to. step_ms: measured latency.
+    """
+
+    tree: Tree
+    tokens_per_step: float
+    step_ms: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What decoding would reach, prefill left out."""
+        return 1000 * self.tokens_per_step / self.step_ms
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Every candidate, the chosen one, and how well the heads guess.
+
+    Attributes:
+        choices: by rising size. accuracy: top-1 .. top-10 per head on greedy continuations, [K][10].
+        answers, tokens: how much text this rests on.
+    """
+
+    choices: list[TreeChoice]
+    accuracy: list[list[float]]
+    answers: int
+    tokens: int
+
+    @property
+    def best(self) -> TreeChoice:
+        """The candidate with the most expected tokens per second."""
+        return max(self.choices, key=lambda choice: choice.tokens_per_s)
+
+    def save(self, path: Path) -> None:
+        """Write tree.json: `medusa_choices`, and how they came about."""
+        best = self.best
+        best.tree.save(
+            path,
+            nodes=best.tree.size,
+            tokens_per_step=round(best.tokens_per_step, 4),
+            step_ms=round(best.step_ms, 4),
+            head_accuracy=[[round(share, 4) for share in row] for row in self.accuracy],
+            calibration={"answers": self.answers, "tokens": self.tokens},
+            sizes=[
+                {
+                    "nodes": c.tree.size,
+                    "tokens_per_step": round(c.tokens_per_step, 4),
+                    "step_ms": round(c.step_ms, 4),
+                    "tokens_per_s": round(c.tokens_per_s, 1),
+                }
+                for c in self.choices
+            ],
+        )
+
+
+def count_paths(traces: Sequence[Trace], starts: Iterable[Sequence[int]] | None = None) -> Counter[Ranks]:
+    """How often each rank path is a prefix of what came next, over all positions or those in `starts`."""
+    counts: Counter[Ranks] = Counter()
+    places = starts if starts is not None else [range(len(trace.ranks) - 1) for trace in traces]
+    for trace, chosen in zip(traces, places, strict=True):
+        for place in chosen:
+            path = trace.path(place)
+            counts.update(path[:depth] for depth in range(1, len(path) + 1))
+    return counts
+
+
+def most_frequent(counts: Counter[Ranks], size: int) -> Tree:
+    """The `size` most frequent paths, ties to the shallower.
+
+    A path is counted whenever a longer one below it is, so the result is prefix-closed, and it maximises the mean
+    accepted length over the counted positions without assuming that heads err independently.
+    """
+    ranked = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return Tree.from_paths(ranked[:size])
+
+
+def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int) -> Tree:
+    """The best tree of `size` nodes found from `fit`, chosen on `held_out`.
+
+    Steps start only where the step before ended, so after a first count over all positions the paths are counted
+    again where decoding with the last tree would start. Rare paths overfit, so held-out steps decide.
+    """
+    tree = most_frequent(count_paths(fit), size)
+    found = [tree]
+    for _ in range(_REFITS - 1):
+        tree = most_frequent(count_paths(fit, [trace.walk(tree) for trace in fit]), size)
+        if tree.size == size and tree not in found:
+            found.append(tree)
+    return max(found, key=lambda candidate: tokens_per_step(held_out, candidate))
+
+
+def step_latency(backbone: Backbone, draft: MedusaDraft, trees: Sequence[Tree], prompt: list[int]) -> list[float]:
+    """Median milliseconds of a decoding step with each of `trees`, measured in turns so that drift hits all alike."""
+    decoders = [Decoder(backbone, draft, tree) for tree in trees]
+    tokens = min(_LATENCY_TOKENS, backbone.max_context - len(prompt))
+    times: list[list[float]] = [[] for _ in trees]
+    for round_ in range(_LATENCY_ROUNDS + 1):
+        for decoder, seen in zip(decoders, times, strict=True):
+            out = decoder.generate(prompt, tokens, eos_ids=())
+            if round_:  # the first round warms up
+                seen.append(1000 * (out.seconds - out.prefill_seconds) / max(out.steps, 1))
+    return [statistics.median(seen) for seen in times]
+
+
+def calibrate(
+    backbone: Backbone,
+    draft: MedusaDraft,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int = 256,
+    token_budget: int = 6000,
+    sizes: Sequence[int] = SIZES,
+    on_answer: Callable[[int], None] | None = None,
+) -> Calibration:
+    """Find the tree with the most expected tokens per second for `draft` on this machine.
+
+    Two of three answers are fitted to, the third judges (DESIGN: joint rank paths, SPEC 1: sparse tree search).
+
+    Raises:
+        MedusaError: fewer than three prompts with an answer of two tokens or more.
+    """
+    traces = trace_answers(
+        backbone, draft, prompts, max_new_tokens=max_new_tokens, token_budget=token_budget, on_answer=on_answer
+    )
+    if len(traces) < 3:
+        raise MedusaError(f"only {len(traces)} answers to choose a tree from; it takes three or more held-out prompts")
+    held_out = traces[2::3]
+    fit = [trace for i, trace in enumerate(traces) if i % 3 != 2]
+    trees = {tree.size: tree for tree in (fit_tree(fit, held_out, size) for size in sizes)}
+    ordered = [trees[size] for size in sorted(trees)]
+    latency = step_latency(backbone, draft, ordered, list(prompts[0]))
+    choices = [TreeChoice(tree, tokens_per_step(held_out, tree), ms) for tree, ms in zip(ordered, latency, strict=True)]
+    return Calibration(choices, head_accuracy(traces), len(traces), sum(len(trace.ranks) for trace in traces))

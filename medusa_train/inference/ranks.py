@@ -1,0 +1,117 @@
+"""At which rank the heads guess what the backbone goes on to say; knows no tree search and no timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Ranks, Tree
+
+MAX_RANK = 10  # guesses past the tenth are never worth a node (reference trees end at rank 9)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One greedy answer of the backbone as the heads saw it coming.
+
+    Attributes:
+        ranks: per position p of the answer, and per head k, the rank of token p + k among head k's guesses made
+            where token p is the root; -1 where it is past `MAX_RANK` or past the answer's end. [tokens][K].
+        known: per position how many heads have a target at all, [tokens].
+    """
+
+    ranks: list[list[int]]
+    known: list[int]
+
+    def path(self, start: int) -> Ranks:
+        """The ranks of what came next, down to the first miss: the path that a full tree would accept."""
+        ranks = self.ranks[start]
+        return tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks)
+
+    def walk(self, tree: Tree) -> list[int]:
+        """Decode with `tree` on paper: the positions at which its steps start."""
+        nodes = set(tree.paths)
+        starts, place = [], 0
+        while place < len(self.ranks) - 1:
+            starts.append(place)
+            path = self.path(place)
+            accepted = 0
+            while accepted < len(path) and path[: accepted + 1] in nodes:
+                accepted += 1
+            place += accepted + 1
+        return starts
+
+
+def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
+    """Acceleration rate that `tree` would have had on `traces` (the first token comes from the prefill)."""
+    steps = sum(len(trace.walk(tree)) for trace in traces)
+    return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
+
+
+def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
+    """Top-1 .. top-10 accuracy of every head over all positions that have a target, [K][10]."""
+    heads = len(traces[0].ranks[0]) if traces else 0
+    table = []
+    for k in range(heads):
+        column = [row[k] for trace in traces for row, known in zip(trace.ranks, trace.known, strict=True) if known > k]
+        table.append([sum(0 <= rank < top for rank in column) / max(len(column), 1) for top in range(1, MAX_RANK + 1)])
+    return table
+
+
+def trace_answers(
+    backbone: Backbone,
+    draft: MedusaDraft,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int = 256,
+    token_budget: int = 6000,
+    on_answer: Callable[[int], None] | None = None,
+) -> list[Trace]:
+    """Let the backbone answer `prompts` greedily, until `token_budget` tokens are written, and rank them.
+
+    The tree has to fit what the backbone itself says, not the text of a data set (SPEC 1, sparse tree search).
+
+    Args:
+        prompts: token ids, each ending where an answer starts. on_answer: told the length of each answer.
+    """
+    decoder = Decoder(backbone)
+    traces: list[Trace] = []
+    written = 0
+    for prompt in prompts:
+        room = min(max_new_tokens, backbone.max_context - len(prompt))
+        if room < 1:
+            continue
+        answer = decoder.generate(prompt, room).tokens
+        written += len(answer)
+        if len(answer) > 1:
+            traces.append(trace_answer(backbone, draft, prompt, answer))
+        if on_answer is not None:
+            on_answer(len(answer))
+        if written >= token_budget:
+            break
+    return traces
+
+
+@torch.inference_mode()
+def trace_answer(backbone: Backbone, draft: MedusaDraft, prompt: list[int], answer: list[int]) -> Trace:
+    """Rank `answer` under the heads by one forward pass over prompt and answer."""
+    tokens = torch.tensor([prompt + answer], device=backbone.device)
+    states = backbone.run(tokens[:, :-1]).hidden[0, len(prompt) - 1 :]  # row p: where answer[p] is the root
+    count, heads = len(answer), draft.num_heads
+    ranks = torch.full((count, heads), -1, dtype=torch.long)
+    for k in range(1, min(heads, count - 1) + 1):
+        logits = draft.head_logits(states[: count - k], k)
+        ranks[: count - k, k - 1] = _rank_of(logits, tokens[0, len(prompt) + k :]).cpu()
+    return Trace(ranks.tolist(), [min(heads, count - 1 - place) for place in range(count)])
+
+
+def _rank_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """How many of the [N, V] logits beat their row's target; -1 from `MAX_RANK` on."""
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)
+    return ranks.masked_fill(ranks >= MAX_RANK, -1)
