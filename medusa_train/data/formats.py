@@ -101,9 +101,7 @@ def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool =
     return _collect(_read_raw(Path(path)), type, name=str(path), skip_bad=skip_bad)
 
 
-def read_records(
-    records: Iterable[object], type: str = "auto", *, name: str, skip_bad: bool = False
-) -> ReadResult:
+def read_records(records: Iterable[object], type: str = "auto", *, name: str, skip_bad: bool = False) -> ReadResult:
     """Read chats from records already in memory; problems are located as `name:number`, counted from 1.
 
     Raises:

@@ -1,0 +1,129 @@
+"""Chat templates by name, written for this project from the published prompt formats; knows no tokenizer.
+
+Each is a Jinja template in the form of Hugging Face tokenizers. What the assistant writes, its end-of-answer
+token included, stands between `{% generation %}` marks, which is what the loss mask is read from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from medusa_train.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A named template and the token that ends its answers (None: the tokenizer's own eos token)."""
+
+    source: str
+    answer_end: str | None = None
+
+
+# The system prompt that Vicuna v1.1 and later were trained with; without it they answer worse.
+_VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+# `turns` is the chat without its system message, `system` that message's text or ''.
+_SPLIT_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+    "{% else %}"
+    "{% set system = '' %}{% set turns = messages %}"
+    "{% endif %}"
+)
+
+_VICUNA = (
+    "{{ bos_token }}"
+    + _SPLIT_SYSTEM
+    + "{{ (system or "
+    + repr(_VICUNA_SYSTEM)
+    + ") + ' ' }}"
+    + "{% for message in turns %}"
+    "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] }}"
+    "{% else %}"
+    "{{ ' ASSISTANT:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+
+_ZEPHYR = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>\\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_LLAMA_2 = (
+    _SPLIT_SYSTEM + "{% for message in turns %}"
+    "{% if message['role'] == 'user' %}"
+    "{{ bos_token }}{{ '[INST] ' }}"
+    "{% if loop.first and system %}{{ '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' }}{% endif %}"
+    "{{ message['content'] | trim + ' [/INST]' }}"
+    "{% else %}"
+    "{% generation %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endgeneration %}"
+    "{% endif %}"
+    "{% endfor %}"
+)
+
+_LLAMA_3 = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+
+_MISTRAL = (
+    "{{ bos_token }}" + _SPLIT_SYSTEM + "{% for message in turns %}"
+    "{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' }}{% if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}"
+    "{{ message['content'] | trim + ' [/INST]' }}"
+    "{% else %}"
+    "{% generation %}{{ ' ' + message['content'] | trim + eos_token }}{% endgeneration %}"
+    "{% endif %}"
+    "{% endfor %}"
+)
+
+TEMPLATES: dict[str, Template] = {
+    "vicuna_v1.1": Template(_VICUNA),
+    "zephyr": Template(_ZEPHYR),
+    "chatml": Template(_CHATML, answer_end="<|im_end|>"),
+    "llama-2": Template(_LLAMA_2),
+    "llama-3": Template(_LLAMA_3, answer_end="<|eot_id|>"),
+    "mistral": Template(_MISTRAL),
+}
+
+
+def named_template(name: str) -> Template:
+    """Return the template of that name.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    near = difflib.get_close_matches(name, TEMPLATES, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise ConfigError(f"chat template '{name}' is unknown; {hint}Known are {', '.join(TEMPLATES)}")
