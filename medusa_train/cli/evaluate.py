@@ -1,0 +1,88 @@
+"""`medusa-eval`: measures a trained model, or a backbone alone, on a bench. Thin: the work is in `evaluation`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from medusa_train.cli.common import read_arguments, run_command
+from medusa_train.config.schema import EvalConfig
+
+if TYPE_CHECKING:
+    from medusa_train.evaluation.benches import Bench
+    from medusa_train.evaluation.subject import SubjectPaths
+
+#: A log file or a pipe has no width; the table needs this much.
+PIPE_WIDTH = 120
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@run_command
+def evaluate(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
+    ] = None,
+    bench: Annotated[str | None, typer.Option(help="tiny, mtbench, specbench, or a question file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Run directory or heads; default: the newest run.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, the baselines alone.")] = None,
+    tree: Annotated[str | None, typer.Option(help="Tree file; default: the run's tree.json.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto: the fastest here for plain decoding.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask only this many questions, of all categories.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Where the report goes; default: RUN/eval/BENCH.")] = None,
+) -> None:
+    """Measure speed and exactness: the tree, the same loop without it, and transformers' generate."""
+    flags = {
+        "bench": bench,
+        "model": model,
+        "base_model": base_model,
+        "tree": tree,
+        "max_new_tokens": max_new_tokens,
+        "dtype": dtype,
+        "limit": limit,
+        "output_dir": output_dir,
+    }
+    cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
+
+    from medusa_train.evaluation.benches import load_bench
+    from medusa_train.evaluation.subject import locate
+
+    questions = load_bench(cfg.bench).limited(cfg.limit)
+    paths = locate(cfg.model, cfg.base_model, None if cfg.tree is None else Path(cfg.tree))
+    console = _console()
+    console.print(_first_line(cfg, questions, paths), highlight=False, soft_wrap=True)
+
+    from medusa_train.evaluation.evaluate import evaluate as measure
+
+    written = measure(cfg, questions, paths, shlex.join(["medusa-eval", *sys.argv[1:]]), console)[1]
+    console.print(f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def _first_line(cfg: EvalConfig, bench: Bench, paths: SubjectPaths) -> str:
+    """What was taken, defaults included."""
+    asked = f"{bench.name}: {len(bench.questions)} questions of {bench.path}"
+    if paths.name is None:
+        return f"medusa-eval: backbone {paths.base_model} alone, no heads; bench {asked}"
+    newest = " (the newest run)" if cfg.model is None else ""
+    return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}; bench {asked}"
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

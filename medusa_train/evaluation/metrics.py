@@ -1,0 +1,98 @@
+"""The figures of an evaluation, as pure functions of measured answers (SPEC 1, terms). Knows no model and no clock.
+
+Every rate is a ratio of sums (total tokens over total time), never a mean of ratios; a ratio whose denominator is
+zero, because nothing of the kind was measured, is None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
+
+Figures = dict[str, float | int | None]
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    if numerator is None or denominator is None or denominator <= 0:
+        return None
+    return numerator / denominator
+
+
+def acceleration_rate(answers: Sequence[TimedAnswer]) -> float | None:
+    """Tokens per decoding step; 1.0 for plain decoding.
+
+    The first token of an answer comes from the prefill, which is not a step, so it does not count.
+    """
+    return _ratio(sum(len(answer.tokens) - 1 for answer in answers), sum(answer.steps for answer in answers))
+
+
+def step_seconds(answers: Sequence[TimedAnswer]) -> float | None:
+    """Mean latency of one decoding step in seconds, prefill excluded."""
+    return _ratio(sum(answer.decode_seconds for answer in answers), sum(answer.steps for answer in answers))
+
+
+def overhead(tree: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> float | None:
+    """Latency of a step with the tree over the latency of a plain step."""
+    return _ratio(step_seconds(tree), step_seconds(plain))
+
+
+def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
+    """Total tokens over total wall time, prefill included."""
+    return _ratio(sum(len(answer.tokens) for answer in answers), sum(answer.seconds for answer in answers))
+
+
+def is_looping(tokens: Sequence[int], length: int = 8, times: int = 3) -> bool:
+    """Whether some sequence of `length` tokens occurs `times` times or more (occurrences may overlap).
+
+    Loops are easy to guess and flatter every speedup, so answers that hold them are counted.
+    """
+    windows = Counter(tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1))
+    return any(count >= times for count in windows.values())
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Index of the first token in which two answers differ (where one ends, if it is the other's beginning)."""
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return None if len(first) == len(second) else min(len(first), len(second))
+
+
+def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
+    """Answers with that verdict; None when the dtype was not run."""
+    verdicts = [record.exact[dtype] for record in records if dtype in record.exact]
+    return sum(found is verdict for found in verdicts) if verdicts else None
+
+
+def summarize(records: Sequence[TurnRecord]) -> Figures:
+    """All figures of one group of answers (a category, or the whole bench)."""
+    tree = [record.tree for record in records if record.tree is not None]
+    plain = [record.plain for record in records]
+    generate = [record.generate for record in records]
+    speed, baseline, stock = tokens_per_second(tree), tokens_per_second(plain), tokens_per_second(generate)
+    fastest = max((rate for rate in (baseline, stock) if rate is not None), default=None)
+    return {
+        "acceleration_rate": acceleration_rate(tree),
+        "overhead": overhead(tree, plain),
+        "speedup": _ratio(speed, baseline),
+        "speedup_over_generate": _ratio(speed, stock),
+        "speedup_over_fastest": _ratio(speed, fastest),
+        "tokens_per_s": speed,
+        "baseline_tokens_per_s": baseline,
+        "generate_tokens_per_s": stock,
+        "answers": len(records),
+        "equal_answers": _count(records, "float32", Verdict.EQUAL),
+        "tie_answers": _count(records, "float32", Verdict.TIE),
+        "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
+        "looping_answers": sum(is_looping(record.answer.tokens) for record in records),
+    }
+
+
+def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
+    """`summarize` for each category, in the order in which the categories first appear."""
+    groups: dict[str, list[TurnRecord]] = {}
+    for record in records:
+        groups.setdefault(record.category, []).append(record)
+    return {category: summarize(group) for category, group in groups.items()}

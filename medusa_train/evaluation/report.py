@@ -1,0 +1,212 @@
+"""Shows and writes an evaluation: terminal table, report.json, report.md, answers.jsonl.
+
+Knows no model and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from medusa_train.evaluation.metrics import Figures, by_category, summarize
+from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished evaluation: what was run (`meta`, plain JSON values), and its figures overall and per category."""
+
+    meta: dict[str, Any]
+    overall: Figures
+    categories: dict[str, Figures]
+
+    @classmethod
+    def from_records(cls, records: Sequence[TurnRecord], meta: dict[str, Any]) -> Report:
+        """Compute the figures of the records."""
+        return cls(meta, summarize(records), by_category(records))
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of report.json."""
+        return {"meta": self.meta, "overall": self.overall, "categories": self.categories}
+
+    @property
+    def has_tree(self) -> bool:
+        """False for a baseline-only run."""
+        return self.overall["tokens_per_s"] is not None
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cell: Callable[[Figures], str]
+    needs_tree: bool = True
+    in_terminal: bool = True
+
+
+def _number(key: str, digits: int, suffix: str = "") -> Callable[[Figures], str]:
+    def cell(figures: Figures) -> str:
+        value = figures[key]
+        return "-" if value is None else f"{value:.{digits}f}{suffix}"
+
+    return cell
+
+
+def _float32_cell(figures: Figures) -> str:
+    """Equal answers of all, ties as "+n"."""
+    equal, ties = figures["equal_answers"], figures["tie_answers"]
+    if equal is None:
+        return "-"
+    return f"{equal}+{ties}/{figures['answers']}" if ties else f"{equal}/{figures['answers']}"
+
+
+def _bfloat16_cell(figures: Figures) -> str:
+    equal = figures["equal_answers_bf16"]
+    return "-" if equal is None else f"{equal}/{figures['answers']}"
+
+
+COLUMNS = (
+    _Column("answers", _number("answers", 0), needs_tree=False, in_terminal=False),
+    _Column("tokens per step", _number("acceleration_rate", 2)),
+    _Column("overhead", _number("overhead", 2)),
+    _Column("speedup", _number("speedup", 2, "x")),
+    _Column("over generate", _number("speedup_over_generate", 2, "x")),
+    _Column("tokens /s", _number("tokens_per_s", 0)),
+    _Column("plain /s", _number("baseline_tokens_per_s", 0), needs_tree=False),
+    _Column("generate /s", _number("generate_tokens_per_s", 0), needs_tree=False),
+    _Column("equal fp32", _float32_cell),
+    _Column("equal bf16", _bfloat16_cell),
+    _Column("loops", _number("looping_answers", 0), needs_tree=False, in_terminal=False),
+)
+
+
+def _rows(report: Report, *, terminal: bool) -> tuple[list[str], list[list[str]]]:
+    """Titles, and one row of cells per category with the overall row last.
+
+    A terminal may be 80 columns wide, so what the caption says is left out there.
+    """
+    columns = [
+        column
+        for column in COLUMNS
+        if (report.has_tree or not column.needs_tree) and (column.in_terminal or not terminal)
+    ]
+    named = [*report.categories.items(), ("overall", report.overall)]
+    rows = [[name, *(column.cell(figures) for column in columns)] for name, figures in named]
+    return ["category", *(column.title for column in columns)], rows
+
+
+def terminal_table(report: Report) -> Group:
+    """Title, the table per category and overall, and what it comes to in one sentence."""
+    titles, rows = _rows(report, terminal=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(title.replace(" ", "\n"), justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows[:-1]:
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*rows[-1], style="bold")
+    return Group(Text(_title(report), style="bold"), table, Text(_summary(report)))
+
+
+def _title(report: Report) -> str:
+    meta = report.meta
+    return f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
+
+
+def _summary(report: Report) -> str:
+    overall, meta = report.overall, report.meta
+    counted = f"{overall['answers']} answers, {overall['looping_answers']} of them loop."
+    if not report.has_tree:
+        return f"Baselines only: no draft heads were given. {counted}"
+    fastest = overall["speedup_over_fastest"]
+    shown = "-" if fastest is None else f"{fastest:.2f}x"
+    return (
+        f"{shown} the speed of the faster baseline (total tokens per second, prefill included); "
+        f"tree of {meta['tree_nodes']} nodes, {meta['heads']} heads; {counted}"
+    )
+
+
+def markdown(report: Report) -> str:
+    """The content of report.md."""
+    titles, rows = _rows(report, terminal=False)
+    table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
+    table += ["| " + " | ".join(row) + " |" for row in rows[:-1]]
+    table.append("| " + " | ".join(f"**{cell}**" for cell in rows[-1]) + " |")
+    facts = [f"- {key.replace('_', ' ')}: {_fact(value)}" for key, value in report.meta.items()]
+    blocks = [[f"# {_title(report)}"], [_summary(report)], table, _definitions(report), ["## Run"], facts]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {item}" for key, item in value.items()) or "-"
+    return "-" if value is None else str(value)
+
+
+def _definitions(report: Report) -> list[str]:
+    lines = ["- **plain**: our decoding loop with the empty tree. **generate**: greedy `generate` of transformers."]
+    if report.has_tree:
+        lines += [
+            "- **tokens per step** (acceleration rate): over decoding steps; the first token comes from the prefill.",
+            "- **overhead**: latency of a step with the tree over that of a plain step, prefill excluded.",
+            "- **speedup**: total tokens per second with the tree over plain, prefill included.",
+            "- **equal fp32, bf16**: answers equal to the plain ones token for token, in float32 and in bfloat16; "
+            "+n counts ties, which first differ where the two best logits lie within 1e-4.",
+        ]
+    lines.append("- **loops**: answers that hold an 8-token sequence three times or more; loops flatter a speedup.")
+    return lines
+
+
+def _answer_line(record: TurnRecord) -> dict[str, Any]:
+    timed = record.answer
+    return {
+        "question_id": record.question_id,
+        "category": record.category,
+        "turn": record.turn,
+        "text": record.text,
+        "prompt_tokens": len(record.prompt_ids),
+        "tokens": len(timed.tokens),
+        "steps": timed.steps,
+        "accepted": list(timed.accepted),
+        "seconds": {
+            "tree": None if record.tree is None else record.tree.seconds,
+            "plain": record.plain.seconds,
+            "generate": record.generate.seconds,
+        },
+        "exact": {dtype: verdict.value for dtype, verdict in record.exact.items()},
+    }
+
+
+def write_report(
+    report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
+) -> list[Path]:
+    """Write report.json, report.md and answers.jsonl into `directory` (made if absent); returns their paths."""
+    answers = [_answer_line(record) for record in records]
+    answers += [
+        {"question_id": turn.question_id, "turn": turn.turn, "prompt_tokens": turn.prompt_tokens, "skipped": True}
+        for turn in skipped
+    ]
+    contents = {
+        "report.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n",
+        "report.md": markdown(report),
+        "answers.jsonl": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        _replace(directory / name, content)
+    return [directory / name for name in contents]
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a file so that an interruption leaves the old one or the new one, never half of one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content, encoding="utf-8")
+    os.replace(temporary, path)

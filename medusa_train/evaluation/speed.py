@@ -1,0 +1,191 @@
+"""Times decoders on questions: the tree, the empty tree and transformers' generate, interleaved in one process.
+
+Knows nothing of files, reports or exactness. A busy machine shifts all decoders alike when they take turns, so each
+prompt is decoded by all of them before the next one, in an order that rotates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from transformers import GenerationConfig
+
+from medusa_train.data.chat import ChatEncoder
+from medusa_train.data.conversation import Message
+from medusa_train.errors import DataError
+from medusa_train.evaluation.benches import Question
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
+from medusa_train.evaluation.subject import Subject, SubjectPaths
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+
+WARM_UP_TOKENS = 64
+PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
+PROBE_ROUNDS = 3
+
+
+class Answerer(Protocol):
+    """Anything that answers a prompt greedily and says what it cost."""
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """Decode up to `max_new_tokens` tokens, the first eos included."""
+
+
+class LoopAnswerer:
+    """This project's decoding loop, with a tree or (draft None) with the empty one."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """See `Answerer`."""
+        started = time.perf_counter()
+        made = self._decoder.generate(list(prompt_ids), max_new_tokens)
+        seconds = time.perf_counter() - started
+        return TimedAnswer(tuple(made.tokens), seconds, made.prefill_seconds, made.steps, tuple(made.accepted))
+
+
+class GenerateAnswerer:
+    """`generate` of transformers: greedy, with its own cache, and with nothing else switched on.
+
+    The backbone's generation config is replaced by a bare one, since a checkpoint may bring a repetition penalty or
+    a sampling temperature, and `generate` fills gaps from there: it would no longer be greedy decoding of this model.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+        eos = list(backbone.eos_ids) or None
+        pad = backbone.tokenizer.pad_token_id
+        if pad is None:
+            pad = eos[0] if eos else 0
+        backbone.model.generation_config = GenerationConfig(
+            do_sample=False, num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad
+        )
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """See `Answerer`."""
+        started = time.perf_counter()
+        prompt = torch.tensor([list(prompt_ids)], device=self._backbone.device)
+        with torch.inference_mode():
+            made = self._backbone.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens
+            )
+        tokens = made[0, len(prompt_ids) :].tolist()
+        return TimedAnswer(tuple(tokens), time.perf_counter() - started)
+
+
+def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:
+    """The dtype in which plain decoding has the fastest steps on this machine.
+
+    Measures float32 and bfloat16, and float16 on a GPU only (CPUs emulate it), one after the other, keeping one
+    backbone in memory at a time. `prompt_of` makes a prompt to continue; `note` takes the line that says what was
+    found.
+    """
+    candidates = ["float32", "bfloat16"] + (["float16"] if torch.cuda.is_available() else [])
+    seconds: dict[str, float] = {}
+    for dtype in candidates:
+        backbone = Backbone.load(paths.base_model, dtype=dtype)
+        seconds[dtype] = plain_step_seconds(backbone, prompt_of(backbone))
+        del backbone
+    best = min(seconds, key=lambda dtype: seconds[dtype])
+    shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
+    note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step)")
+    return best
+
+
+def plain_step_seconds(backbone: Backbone, prompt_ids: list[int]) -> float:
+    """Latency of a plain decoding step in seconds: the fastest of a few short continuations, after a warm-up."""
+    decoder = Decoder(backbone)
+    tokens = min(PROBE_TOKENS, backbone.max_context)
+    prompt = prompt_ids[-max(1, backbone.max_context - tokens) :]
+    decoder.generate(prompt, tokens, eos_ids=())
+    rounds = [decoder.generate(prompt, tokens, eos_ids=()) for _ in range(PROBE_ROUNDS)]
+    return min((made.seconds - made.prefill_seconds) / max(made.steps, 1) for made in rounds)
+
+
+class SpeedTest:
+    """Asks the questions and times every decoder on every turn."""
+
+    def __init__(self, subject: Subject, chat: ChatEncoder, max_new_tokens: int) -> None:
+        self._backbone = subject.backbone
+        self._chat = chat
+        self._max_new_tokens = max_new_tokens
+        self._answerers: dict[str, Answerer] = {
+            "plain": LoopAnswerer(Decoder(subject.backbone)),
+            "generate": GenerateAnswerer(subject.backbone),
+        }
+        if subject.draft is not None:
+            self._answerers["tree"] = LoopAnswerer(Decoder(subject.backbone, subject.draft, subject.tree))
+
+    def warm_up(self, questions: Sequence[Question]) -> None:
+        """Let every decoder answer the first turns once, briefly, unmeasured."""
+        tokens = min(self._max_new_tokens, WARM_UP_TOKENS)
+        for question in questions:
+            prompt = self._chat.prompt([Message("user", question.turns[0])])
+            if self._fits(prompt):
+                for answerer in self._answerers.values():
+                    answerer.answer(prompt, tokens)
+
+    def run(
+        self, questions: Sequence[Question], on_turn: Callable[[TurnRecord | SkippedTurn], None]
+    ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
+        """Ask every turn of every question.
+
+        The plain pass's answers are the history of later turns, for all decoders, so that all see one prompt. A turn
+        whose prompt and answer (`max_new_tokens`) do not fit the context is skipped, with the turns that follow it.
+        `on_turn` is told of each turn when it is done.
+
+        Raises DataError when no turn fits.
+        """
+        records: list[TurnRecord] = []
+        skipped: list[SkippedTurn] = []
+        for question in questions:
+            history: list[Message] = []
+            for turn, text in enumerate(question.turns, start=1):
+                history.append(Message("user", text))
+                prompt = self._chat.prompt(history)
+                if not self._fits(prompt):
+                    for later in range(turn, len(question.turns) + 1):
+                        skipped.append(SkippedTurn(question.question_id, later, len(prompt)))
+                        on_turn(skipped[-1])
+                    break
+                record = self._measure(question, turn, prompt, rotation=len(records))
+                records.append(record)
+                on_turn(record)
+                history.append(Message("assistant", self._text(record.plain.tokens)))
+        if not records:
+            shortest = min(turn.prompt_tokens for turn in skipped)
+            raise DataError(
+                f"no question fits: the model reads {self._backbone.max_context} tokens, of which "
+                f"{self._max_new_tokens} are kept for the answer, and the shortest prompt has {shortest}.\n"
+                "Set --max-new-tokens lower, or use shorter questions."
+            )
+        return records, skipped
+
+    def _fits(self, prompt: Sequence[int]) -> bool:
+        return len(prompt) + self._max_new_tokens <= self._backbone.max_context
+
+    def _measure(self, question: Question, turn: int, prompt: list[int], rotation: int) -> TurnRecord:
+        names = sorted(self._answerers)
+        first = rotation % len(names)
+        timed = {
+            name: self._answerers[name].answer(prompt, self._max_new_tokens) for name in names[first:] + names[:first]
+        }
+        tree = timed.get("tree")
+        reported = timed["plain"] if tree is None else tree
+        return TurnRecord(
+            question.question_id,
+            question.category,
+            turn,
+            tuple(prompt),
+            tree,
+            timed["plain"],
+            timed["generate"],
+            text=self._text(reported.tokens),
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._backbone.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()

@@ -1,0 +1,178 @@
+"""What is measured: finds the run, the backbone and the tree that a user named, and loads them. Times nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from medusa_train.models.backbone import Backbone
+    from medusa_train.models.drafts.medusa import MedusaDraft
+    from medusa_train.trees.tree import Tree
+
+HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+@dataclass(frozen=True)
+class SubjectPaths:
+    """Where everything lies. Without heads (`heads is None`) only the baselines are measured.
+
+    `home` is the directory that results go under; `base_model` a directory or a hub name; `tree` a tree.json.
+    """
+
+    home: Path
+    base_model: str
+    heads: Path | None
+    tree: Path | None
+    chat_template: str | None
+
+    @property
+    def name(self) -> str | None:
+        """How the heads are called in reports; None without heads."""
+        return None if self.heads is None else str(self.home)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded backbone with its draft heads and tree; both are None in a baseline-only run."""
+
+    backbone: Backbone
+    draft: MedusaDraft | None
+    tree: Tree | None
+
+
+def runs_directory() -> Path:
+    """`runs/` of the current directory, or the project's."""
+    return resolve_path("runs") or PROJECT_ROOT / "runs"
+
+
+def newest_run(runs: Path) -> Path:
+    """The run whose heads were written last.
+
+    Raises CheckpointError when no run under `runs` has heads yet.
+    """
+    found = [directory for directory in runs.glob("*") if _has_heads(directory / "heads")]
+    if not found:
+        raise CheckpointError(
+            f"no model was named, and no trained run lies under {runs}.\n"
+            "Run `make demo` or `medusa-train CONFIG.yaml` first, or name one with --model RUN_DIR "
+            "(or --base-model NAME for the baselines alone)."
+        )
+    return max(found, key=lambda directory: (_heads_written(directory / "heads"), directory.name))
+
+
+def _has_heads(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in HEADS_FILES)
+
+
+def _heads_written(directory: Path) -> float:
+    return max((directory / name).stat().st_mtime for name in HEADS_FILES if (directory / name).is_file())
+
+
+def locate(model: str | None, base_model: str | None, tree: Path | None) -> SubjectPaths:
+    """Resolve what the user named: a run, a directory of heads, a backbone alone, or nothing (the newest run).
+
+    Raises CheckpointError, saying what to do, when something is missing.
+    """
+    if model is None and base_model is not None:
+        local = resolve_path(base_model)
+        base = base_model if local is None else str(local)
+        return SubjectPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
+    directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
+    if _has_heads(directory) and (directory.parent / "config.yaml").is_file() and directory.name == "heads":
+        directory = directory.parent  # RUN/heads was named: the run it belongs to
+    if _has_heads(directory / "heads"):
+        return _locate_run(directory, base_model, tree)
+    if _has_heads(directory):
+        return _locate_heads(directory, base_model, tree)
+    raise CheckpointError(
+        f"{directory}: neither a run (no heads/{HEADS_FILES[0]}) nor a directory of heads (no {HEADS_FILES[0]}).\n"
+        "If the run was interrupted, finish it with medusa-train; for a backbone alone use --base-model."
+    )
+
+
+def _existing_directory(name: str) -> Path:
+    path = resolve_path(name)
+    if path is None or not path.is_dir():
+        raise CheckpointError(f"model {name!r}: no such directory. Name a run directory or a directory of heads.")
+    return path
+
+
+def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> SubjectPaths:
+    config = _read_mapping(run / "config.yaml")
+    base = base_model or config.get("base_model")
+    if not isinstance(base, str):
+        raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
+    template = config.get("chat_template")
+    return SubjectPaths(
+        run, _local_or_hub(base), run / "heads", _find_tree(tree, run), template if isinstance(template, str) else None
+    )
+
+
+def _locate_heads(heads: Path, base_model: str | None, tree: Path | None) -> SubjectPaths:
+    base = base_model or _read_mapping(heads / "config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{heads}: its config.json names no base model; give it with --base-model NAME")
+    return SubjectPaths(heads, _local_or_hub(base), heads, _find_tree(tree, heads), None)
+
+
+def _local_or_hub(name: str) -> str:
+    local = resolve_path(name)
+    return name if local is None else str(local)
+
+
+def _find_tree(named: Path | None, home: Path) -> Path | None:
+    if named is not None:
+        found = resolve_path(str(named))
+        if found is None:
+            raise CheckpointError(f"tree {str(named)!r}: no such file")
+        return found
+    return home / "tree.json" if (home / "tree.json").is_file() else None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file's mapping; empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: a mapping of keys is expected")
+    return content
+
+
+def load_tree(paths: SubjectPaths, num_heads: int) -> Tree:
+    """The tree to decode with: the file's, or the chain of the heads' first guesses where there is none.
+
+    Raises CheckpointError when the tree is deeper than there are heads.
+    """
+    from medusa_train.trees.tree import Tree
+
+    if paths.tree is None:
+        return Tree.chain(num_heads)
+    tree = Tree.load(paths.tree)
+    if tree.max_depth > num_heads:
+        raise CheckpointError(f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads")
+    return tree
+
+
+def load_subject(paths: SubjectPaths, dtype: str) -> Subject:
+    """Load the backbone and, where there are any, heads and tree. Raises BackboneError and CheckpointError."""
+    from medusa_train.checkpoint.layouts import load_heads
+    from medusa_train.models.backbone import Backbone
+
+    backbone = Backbone.load(paths.base_model, dtype=dtype)
+    if paths.heads is None:
+        return Subject(backbone, None, None)
+    draft = load_heads(paths.heads, backbone, backbone.dtype)
+    return Subject(backbone, draft, load_tree(paths, draft.num_heads))

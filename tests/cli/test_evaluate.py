@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from medusa_train.cli.evaluate import app
+from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a backbone, one run under runs/ and a bench file."""
+    home = tmp_path_factory.mktemp("workplace")
+    backbone = write_backbone(home / "backbone")
+    write_run(home / "runs" / "first", backbone)
+    write_bench(home / "small.jsonl")
+    return home
+
+
+def test_without_a_model_the_newest_run_is_named_in_the_first_line_and_measured(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    flags = ["--bench", "small.jsonl", "--max-new-tokens", "8", "--limit", "2"]
+    result = runner.invoke(app, [*flags, "dtype=float32", "warmup=0"])
+    assert result.exit_code == 0, result.output
+    first = result.output.splitlines()[0]
+    assert "runs/first (the newest run)" in first
+    assert "small: 2 questions" in first
+    report = json.loads((workplace / "runs" / "first" / "eval" / "small" / "report.json").read_text())
+    assert report["overall"]["answers"] == 4
+    assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
+    assert report["overall"]["equal_answers_bf16"] is not None
+    assert report["meta"]["model"] == "runs/first"
+    assert report["meta"]["base_model"] == "backbone"
+
+
+def test_a_yaml_gives_the_keys_and_flags_come_over_it(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    (workplace / "eval.yaml").write_text(
+        "bench: absent\nbase_model: backbone\ndtype: float32\nmax_new_tokens: 4\nwarmup: 0\noutput_dir: out\n"
+    )
+    result = runner.invoke(app, ["eval.yaml", "--bench", "small.jsonl", "limit=1"])
+    assert result.exit_code == 0, result.output
+    assert "alone, no heads" in result.output.splitlines()[0]
+    report = json.loads((workplace / "out" / "report.json").read_text())
+    assert report["overall"]["speedup"] is None
+    assert (report["meta"]["questions"], report["meta"]["max_new_tokens"]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
+        (["--bench", "no-such-bench"], 1, "no bench of that name"),
+        (["--bench", "small.jsonl"], 1, "make demo"),
+        (["--bench", "small.jsonl", "--model", "absent"], 1, "no such directory"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_their_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("medusa_train.evaluation.subject.PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
+    write_bench(tmp_path / "small.jsonl")
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output

@@ -1,0 +1,126 @@
+import pytest
+
+from medusa_train.evaluation.metrics import (
+    acceleration_rate,
+    by_category,
+    first_difference,
+    is_looping,
+    overhead,
+    summarize,
+    tokens_per_second,
+)
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
+
+
+def timed(tokens: int, seconds: float, prefill: float = 0.0, steps: int = 0) -> TimedAnswer:
+    return TimedAnswer(tuple(range(tokens)), seconds, prefill, steps)
+
+
+def record(
+    category: str = "a",
+    tree: TimedAnswer | None = None,
+    plain: TimedAnswer | None = None,
+    generate: TimedAnswer | None = None,
+    **exact: Verdict,
+) -> TurnRecord:
+    return TurnRecord(
+        1,
+        category,
+        1,
+        (1, 2),
+        tree,
+        plain or timed(11, 3.0, prefill=1.0, steps=10),
+        generate or timed(11, 2.2),
+        exact=exact,
+    )
+
+
+def test_acceleration_rate_leaves_the_prefills_token_out_and_divides_sums() -> None:
+    # (10 + 2) tokens in (4 + 2) steps; the mean of 2.5 and 1.0 would be 1.75
+    assert acceleration_rate([timed(11, 1.0, steps=4), timed(3, 1.0, steps=2)]) == 2.0
+    assert acceleration_rate([timed(11, 1.0, steps=10)]) == 1.0
+
+
+def test_an_answer_without_steps_counts_for_nothing() -> None:
+    assert acceleration_rate([timed(1, 1.0, prefill=1.0, steps=0)]) is None
+    assert acceleration_rate([timed(1, 1.0, steps=0), timed(7, 1.0, steps=3)]) == 2.0
+
+
+def test_overhead_compares_step_latencies_without_prefill() -> None:
+    tree = [timed(9, 5.0, prefill=2.0, steps=2)]  # 1.5 s a step
+    plain = [timed(9, 10.0, prefill=2.0, steps=8)]  # 1.0 s a step
+    assert overhead(tree, plain) == 1.5
+
+
+def test_tokens_per_second_holds_the_prefill() -> None:
+    assert tokens_per_second([timed(10, 2.0, prefill=1.0), timed(20, 4.0)]) == 5.0
+    assert tokens_per_second([]) is None
+
+
+def test_summary_gives_every_ratio_and_count() -> None:
+    tree = timed(11, 2.0, prefill=1.0, steps=4)
+    records = [
+        record(tree=tree, float32=Verdict.EQUAL, bfloat16=Verdict.EQUAL),
+        record(tree=tree, float32=Verdict.TIE, bfloat16=Verdict.DIFFERENT),
+        record(tree=tree, float32=Verdict.DIFFERENT, bfloat16=Verdict.DIFFERENT),
+    ]
+    figures = summarize(records)
+    assert figures["acceleration_rate"] == pytest.approx(2.5)
+    assert figures["overhead"] == pytest.approx(0.25 / 0.2)
+    assert figures["tokens_per_s"] == pytest.approx(5.5)
+    assert figures["baseline_tokens_per_s"] == pytest.approx(11 / 3)
+    assert figures["generate_tokens_per_s"] == pytest.approx(5.0)
+    assert figures["speedup"] == pytest.approx(1.5)
+    assert figures["speedup_over_generate"] == pytest.approx(1.1)
+    assert figures["speedup_over_fastest"] == pytest.approx(1.1)
+    counts = ("answers", "equal_answers", "tie_answers", "equal_answers_bf16", "looping_answers")
+    assert [figures[key] for key in counts] == [3, 1, 1, 1, 0]
+
+
+def test_speedup_over_fastest_takes_the_plain_loop_where_that_is_faster() -> None:
+    figures = summarize([record(tree=timed(11, 2.0, steps=4), generate=timed(11, 4.0))])
+    assert figures["speedup_over_fastest"] == figures["speedup"] == pytest.approx(1.5)
+
+
+def test_without_a_tree_only_the_baselines_have_figures() -> None:
+    figures = summarize([record()])
+    absent = ["acceleration_rate", "overhead", "speedup", "speedup_over_generate", "speedup_over_fastest"]
+    absent += ["tokens_per_s", "equal_answers", "tie_answers", "equal_answers_bf16"]
+    assert [figures[key] for key in absent] == [None] * len(absent)
+    assert figures["answers"] == 1
+    assert figures["baseline_tokens_per_s"] == pytest.approx(11 / 3)
+
+
+def test_categories_keep_their_order_and_their_own_records() -> None:
+    categories = by_category([record("b"), record("a"), record("b")])
+    assert {name: figures["answers"] for name, figures in categories.items()} == {"b": 2, "a": 1}
+    assert list(categories) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "looping"),
+    [
+        (list(range(8)) * 3, True),
+        (list(range(8)) * 2 + list(range(7)), False),
+        ([*range(8), 50, *range(8), 51, 52, *range(8)], True),
+        ([7] * 10, True),
+        ([7] * 9, False),
+        ([], False),
+        (list(range(200)), False),
+    ],
+)
+def test_looping_is_an_8_token_sequence_three_times(tokens: list[int], looping: bool) -> None:
+    assert is_looping(tokens) is looping
+
+
+def test_loops_are_counted_in_the_trees_answers() -> None:
+    loop = TimedAnswer((1,) * 30, 1.0, steps=3)
+    assert summarize([record(tree=loop), record(tree=timed(30, 1.0, steps=3))])["looping_answers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [], None), ([], [5], 0)],
+)
+def test_first_difference(first: list[int], second: list[int], place: int | None) -> None:
+    assert first_difference(first, second) == place

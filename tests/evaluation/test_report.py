@@ -1,0 +1,112 @@
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.report import Report, markdown, terminal_table, write_report
+
+KEYS = {
+    "acceleration_rate",
+    "overhead",
+    "speedup",
+    "tokens_per_s",
+    "baseline_tokens_per_s",
+    "generate_tokens_per_s",
+    "answers",
+    "equal_answers",
+    "tie_answers",
+    "equal_answers_bf16",
+    "looping_answers",
+    "speedup_over_generate",
+    "speedup_over_fastest",
+}
+
+
+def meta(**changes: Any) -> dict[str, Any]:
+    return {
+        "bench": "tiny",
+        "model": "runs/demo",
+        "base_model": "data/tiny",
+        "dtype": "bfloat16",
+        "tree_nodes": 16,
+        "heads": 5,
+        "baselines": {"generate_tokens_per_s": "transformers generate"},
+        **changes,
+    }
+
+
+def records(with_tree: bool = True) -> list[TurnRecord]:
+    tokens = tuple(range(11))
+    tree = TimedAnswer(tokens, 2.0, 1.0, 4, (3, 3, 0, 0)) if with_tree else None
+    exact = {"float32": Verdict.TIE, "bfloat16": Verdict.EQUAL} if with_tree else {}
+    plain, generate = TimedAnswer(tokens, 3.0, 1.0, 10), TimedAnswer(tokens, 2.2)
+    return [
+        TurnRecord(7, category, 1, (1, 2, 3), tree, plain, generate, text="Twelve — dollars.", exact=dict(exact))
+        for category in ("math", "code")
+    ]
+
+
+def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Path) -> None:
+    report = Report.from_records(records(), meta())
+    write_report(report, records(), [], tmp_path / "eval" / "tiny")
+    content = json.loads((tmp_path / "eval" / "tiny" / "report.json").read_text())
+    assert set(content) == {"meta", "overall", "categories"}
+    assert set(content["overall"]) == KEYS
+    assert set(content["categories"]) == {"math", "code"}
+    assert all(set(figures) == KEYS for figures in content["categories"].values())
+    assert content["overall"]["answers"] == 2
+    assert content["overall"]["tie_answers"] == 2
+    assert content["meta"]["base_model"] == "data/tiny"
+
+
+def test_answers_are_kept_with_their_accepted_lengths_and_the_skipped_turns(tmp_path: Path) -> None:
+    write_report(Report.from_records(records(), meta()), records(), [SkippedTurn(9, 2, 5000)], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert lines[0]["accepted"] == [3, 3, 0, 0]
+    assert lines[0]["text"] == "Twelve — dollars."
+    assert (lines[0]["question_id"], lines[0]["turn"], lines[0]["tokens"]) == (7, 1, 11)
+    assert lines[0]["exact"] == {"float32": "tie", "bfloat16": "equal"}
+    assert lines[2] == {"question_id": 9, "turn": 2, "prompt_tokens": 5000, "skipped": True}
+
+
+def test_a_second_report_replaces_the_first_and_leaves_nothing_else(tmp_path: Path) -> None:
+    for bench in ("first", "second"):
+        write_report(Report.from_records(records(), meta(bench=bench)), records(), [], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "report.json", "report.md"]
+    assert json.loads((tmp_path / "report.json").read_text())["meta"]["bench"] == "second"
+
+
+def test_markdown_holds_a_well_formed_table_with_the_overall_row_last() -> None:
+    text = markdown(Report.from_records(records(), meta()))
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) == 1
+    assert [row.split("|")[1].strip() for row in rows] == ["category", "---", "math", "code", "**overall**"]
+    assert "2.50" in rows[-1]  # (11 - 1) tokens in 4 steps
+    assert "1.50x" in rows[-1]
+    assert "0+2/2" in rows[-1]
+    assert "1.10x the speed of the faster baseline" in text
+
+
+def shown(report: Report) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(terminal_table(report))
+    return console.export_text()
+
+
+def test_the_terminal_table_shows_categories_and_overall() -> None:
+    text = shown(Report.from_records(records(), meta()))
+    assert "tiny: runs/demo in bfloat16" in text
+    assert all(name in text for name in ("math", "code", "overall", "speedup", "generate"))
+    assert "tree of 16 nodes, 5 heads" in text
+
+
+def test_a_baseline_only_report_shows_no_tree_columns() -> None:
+    report = Report.from_records(records(with_tree=False), meta(model=None, heads=None, tree_nodes=None))
+    text = shown(report)
+    assert "data/tiny in bfloat16" in text
+    assert "speedup" not in text
+    assert "Baselines only" in text
+    assert "speedup" not in next(line for line in markdown(report).splitlines() if line.startswith("|"))

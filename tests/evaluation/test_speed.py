@@ -1,0 +1,128 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from medusa_train.data.chat import ChatEncoder
+from medusa_train.errors import DataError
+from medusa_train.evaluation.benches import Question, load_bench
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
+from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest, fastest_dtype
+from medusa_train.evaluation.subject import Subject, load_subject, locate
+
+
+@pytest.fixture(scope="module")
+def subject(run_dir: Path) -> Subject:
+    return load_subject(locate(str(run_dir), None, None), "float32")
+
+
+def speed_test(subject: Subject, max_new_tokens: int) -> SpeedTest:
+    return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens)
+
+
+def test_every_decoder_answers_every_turn_and_all_agree(subject: Subject, bench_file: Path) -> None:
+    told: list[Any] = []
+    test = speed_test(subject, 24)
+    test.warm_up(load_bench(str(bench_file)).questions)
+    records, skipped = test.run(load_bench(str(bench_file)).questions, told.append)
+    assert [(record.question_id, record.turn) for record in records] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    for record in records:
+        assert record.tree is not None
+        # the checkpoint's generation config holds a repetition penalty, which must not reach `generate`
+        assert record.tree.tokens == record.plain.tokens == record.generate.tokens
+        assert len(record.plain.tokens) == 24
+        assert record.plain.steps == 23
+        assert sum(record.tree.accepted) + record.tree.steps == 23
+        assert 0 < record.plain.prefill_seconds < record.plain.seconds
+    assert skipped == [SkippedTurn(3, 1, skipped[0].prompt_tokens), SkippedTurn(3, 2, skipped[0].prompt_tokens)]
+    assert told == [*records, *skipped]
+
+
+def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: Subject, bench_file: Path) -> None:
+    first, second = speed_test(subject, 12).run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0]
+    tokenizer = subject.backbone.tokenizer
+    answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
+    text = tokenizer.decode(list(second.prompt_ids))
+    assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in text
+    assert first.text == answer
+
+
+class StubChat:
+    """A prompt of one token per character."""
+
+    def prompt(self, messages: Any) -> list[int]:
+        return [1] * sum(len(message.content) for message in messages)
+
+
+def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTest:
+    class Stub:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def answer(self, prompt_ids: Any, max_new_tokens: int) -> TimedAnswer:
+            order.append(self.name)
+            return TimedAnswer((5,), 1.0)
+
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "ab")
+    test: Any = SpeedTest.__new__(SpeedTest)
+    test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context)
+    test._chat, test._max_new_tokens = StubChat(), 4
+    test._answerers = {name: Stub(name) for name in names}
+    return test
+
+
+def test_the_decoders_take_turns_in_an_order_that_rotates() -> None:
+    order: list[str] = []
+    test = stub_test(100, order, ("plain", "generate", "tree"))
+    test.run([Question(1, "a", ("q", "r"), ""), Question(2, "a", ("q",), "")], lambda turn: None)
+    assert [tuple(order[i : i + 3]) for i in (0, 3, 6)] == [
+        ("generate", "plain", "tree"),
+        ("plain", "tree", "generate"),
+        ("tree", "generate", "plain"),
+    ]
+
+
+def test_a_turn_fits_when_prompt_and_answer_together_do() -> None:
+    # turn 1 has 6 tokens, turn 2 has 6 + 2 (the answer) + 3; answers take 4
+    question = Question(1, "a", ("x" * 6, "y" * 3), "")
+    records, skipped = stub_test(15, [], ("plain", "generate")).run([question], lambda turn: None)
+    assert (len(records), skipped) == (2, [])
+    records, skipped = stub_test(14, [], ("plain", "generate")).run([question], lambda turn: None)
+    assert (len(records), skipped) == (1, [SkippedTurn(1, 2, 11)])
+
+
+def test_when_nothing_fits_the_message_says_why() -> None:
+    with pytest.raises(DataError, match=r"the model reads 9 tokens, of which 4 are kept.*shortest prompt has 6"):
+        stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
+
+
+def test_without_a_draft_only_the_baselines_answer(subject: Subject, bench_file: Path) -> None:
+    test = speed_test(Subject(subject.backbone, None, None), 4)
+    record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]
+    assert record.tree is None
+    assert record.answer is record.plain
+    assert record.plain.tokens == record.generate.tokens
+
+
+def test_generate_stops_after_the_first_eos(subject: Subject) -> None:
+    made = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
+    stop = made.tokens[5]
+    stopping = SimpleNamespace(
+        device=subject.backbone.device,
+        model=subject.backbone.model,
+        tokenizer=subject.backbone.tokenizer,
+        eos_ids=(stop,),
+    )
+    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
+    assert again.tokens == made.tokens[: made.tokens.index(stop) + 1]
+    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
+
+
+def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None:
+    said: list[str] = []
+    chosen = fastest_dtype(locate(str(run_dir), None, None), lambda backbone: [1, 50, 60], said.append)
+    assert chosen in ("float32", "bfloat16", "float16")
+    assert said[0].startswith(f"dtype: {chosen}, the fastest")
+    assert "float32" in said[0]
+    assert "bfloat16" in said[0]

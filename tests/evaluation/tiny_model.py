@@ -1,0 +1,82 @@
+"""A random two-layer Llama with a byte-level tokenizer and untrained heads, as a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from medusa_train.checkpoint.layouts import save_heads
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONTEXT = 256
+
+
+def write_tokenizer(directory: Path) -> None:
+    specials = ["<pad>", "<bos>", "<eos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
+    )
+    wrapped.save_pretrained(directory)
+
+
+def write_backbone(directory: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)  # large enough that greedy text varies
+    model.generation_config.repetition_penalty = 1.7  # must not reach the baseline
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_run(run: Path, backbone_dir: Path, num_heads: int = 3) -> Path:
+    backbone = Backbone.load(str(backbone_dir), dtype="float32")
+    draft = MedusaDraft.from_backbone(backbone, num_heads=num_heads)
+    (run / "heads").mkdir(parents=True)
+    save_heads(draft, run / "heads", str(backbone_dir))
+    (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
+    Tree.cartesian([2, 2]).save(run / "tree.json")
+    return run
+
+
+def write_bench(path: Path) -> Path:
+    questions = [
+        {"question_id": 1, "category": "sums", "turns": ["1+1?", "And 2+2?"]},
+        {"question_id": 2, "category": "words", "turns": ["Say ay.", "Say oh."]},
+        {"question_id": 3, "category": "words", "turns": ["x" * (CONTEXT + 1), "never asked"]},
+    ]
+    path.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
+    return path
