@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import read_arguments, run_command
+from medusa_train.cli.common import error_console, read_arguments, run_command
 from medusa_train.config.schema import EvalConfig
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def evaluate(
     from medusa_train.evaluation.benches import load_bench
     from medusa_train.evaluation.subject import locate
 
-    questions = load_bench(cfg.bench).limited(cfg.limit)
+    questions = load_bench(cfg.bench, error_console().print).limited(cfg.limit)
     paths = locate(cfg.model, cfg.base_model, None if cfg.tree is None else Path(cfg.tree))
     console = _console()
     console.print(_first_line(cfg, questions, paths), highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,17 +79,19 @@ KNOWN = {
 }
 
 
-def load_bench(name_or_file: str) -> Bench:
+def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
     """Find and read a bench given by name (`tiny`, `mtbench`, `specbench`, a folder of your own) or by file.
+
+    `note` is told when the hub is asked, which takes a while where there is no network.
 
     Raises DataError when there is no such bench (the message says which file to put where) or its file is broken.
     """
-    path = find_bench(name_or_file)
+    path = find_bench(name_or_file, note)
     is_file = name_or_file not in KNOWN and resolve_path(name_or_file) == path
     return Bench(_name_of_file(path) if is_file else name_or_file, path, read_questions(path))
 
 
-def find_bench(name_or_file: str) -> Path:
+def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
     """Path of a bench's question file; see `load_bench`."""
     if name_or_file not in KNOWN:
         path = resolve_path(name_or_file)
@@ -102,6 +105,7 @@ def find_bench(name_or_file: str) -> Path:
     if known is None:
         raise DataError(_unknown_bench(name_or_file, candidates))
     if known.hub_repo is not None and known.hub_file is not None:
+        note(f"bench {name_or_file}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
         downloaded = _from_hub(known.hub_repo, known.hub_file)
         if downloaded is not None:
             return downloaded

@@ -143,7 +143,9 @@ def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, mo
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(benches, "_from_hub", fetch)
-    assert load_bench("mtbench") == Bench("mtbench", fetched, read_questions(fetched))
+    told: list[str] = []
+    assert load_bench("mtbench", told.append) == Bench("mtbench", fetched, read_questions(fetched))
+    assert "HuggingFaceH4/mt_bench_prompts" in told[0]
     assert asked == [("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")]
 
 
