@@ -56,9 +56,9 @@ def read_yaml(text: str, name: str) -> Source:
     Raises:
         ConfigError: it is no YAML, holds no mapping, or is empty.
     """
-    loader = yaml.SafeLoader(text)
     source = Source(name)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`")
@@ -70,8 +70,6 @@ def read_yaml(text: str, name: str) -> Source:
         raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
     return source
 
 

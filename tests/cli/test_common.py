@@ -1,0 +1,169 @@
+"""Arguments in, messages and exit codes out, the same for every command."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from medusa_train.cli.common import quiet_libraries, read_arguments, run_command, split_arguments
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import EvalConfig, TrainConfig
+from medusa_train.errors import ConfigError, DataError
+
+# A command as the real ones are, with nothing behind it; it reports what was imported.
+PROGRAM = """
+import sys
+import typer
+from medusa_train.cli.common import read_arguments, run_command
+from medusa_train.config.schema import TrainConfig
+
+app = typer.Typer()
+
+@app.command()
+@run_command
+def train(arguments: list[str] = typer.Argument(None), steps: int = typer.Option(None)) -> None:
+    cfg = read_arguments(TrainConfig, arguments or [], flags={"max_steps": steps})
+    print(cfg.base_model, cfg.max_steps)
+
+try:
+    app()
+finally:
+    print("heavy:", sorted({"torch", "transformers", "datasets"} & set(sys.modules)))
+"""
+
+
+def run_program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT_ROOT,
+        env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT), **variables},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_three_mistakes_print_with_lines_exit_2_and_load_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "base_model: data/tiny\nlearning_rte: 1e-3\ndatasets:\n  - path: a.jsonl\nnum_epochs: few\nadapter: qlora\n"
+    )
+    done = run_program(str(path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: 3 problems in the configuration:",
+        f"  {path}:2: learning_rte: unknown key; did you mean learning_rate?",
+        f"  {path}:5: num_epochs: expected a number, got 'few'",
+        f"  {path}:6: adapter: 'qlora': qlora is an adapter over a 4-bit backbone; "
+        "set load_in_4bit: true, or adapter: lora",
+    ]
+    assert done.stdout == "heavy: []\n"
+
+
+def test_a_good_configuration_runs_and_lists_what_it_ignores() -> None:
+    done = run_program("configs/tiny_m1.yaml", "strict=false", "--steps", "7")
+    assert (done.returncode, done.stdout) == (0, "data/tiny 7\nheavy: []\n")
+    assert done.stderr == "ignored, they change nothing here: strict\n"
+
+
+def test_debugging_shows_the_trace() -> None:
+    done = run_program("absent.yaml", MEDUSA_DEBUG="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ConfigError" in done.stderr
+
+
+# --- exit codes ---------------------------------------------------------------------------------------------------
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    try:
+        run_command(command)()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else -1
+    return 0
+
+
+def test_what_a_command_returns_is_the_exit_code() -> None:
+    assert exit_code(lambda: None) == 0
+    assert exit_code(lambda: 0) == 0
+    assert exit_code(lambda: 130) == 130
+
+
+def test_a_failure_prints_its_message_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise DataError("data/[a].jsonl:3: no messages")
+
+    assert exit_code(command) == 1
+    assert capsys.readouterr() == ("", "error: data/[a].jsonl:3: no messages\n")
+
+
+def test_long_messages_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise DataError("word " * 100)
+
+    exit_code(command)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interruption_exits_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    assert exit_code(command) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_a_bug_keeps_its_trace() -> None:
+    def command() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_command(command)()
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "overrides"),
+    [
+        ([], None, []),
+        (["configs/x.yaml"], Path("configs/x.yaml"), []),
+        (
+            ["seed=1", "configs/x.yaml", "datasets[0].path=a=b"],
+            Path("configs/x.yaml"),
+            ["seed=1", "datasets[0].path=a=b"],
+        ),
+        (["./a=b.yaml"], Path("./a=b.yaml"), []),
+    ],
+)
+def test_arguments_are_a_file_and_overrides(arguments: list[str], path: Path | None, overrides: list[str]) -> None:
+    assert split_arguments(arguments) == (path, overrides)
+
+
+def test_two_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one configuration file at a time, got a\.yaml and seed; overrides"):
+        split_arguments(["a.yaml", "seed", "x=1"])
+
+
+def test_ignored_keys_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    read_arguments(TrainConfig, ["base_model=m", "datasets=[{path: a}]", "gptq=1", "debug=1"])
+    assert capsys.readouterr().err == "ignored, they change nothing here: debug, gptq\n"
+    read_arguments(EvalConfig, [])
+    assert capsys.readouterr().err == ""
+
+
+def test_libraries_are_quiet_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATASETS_VERBOSITY", "info")
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    with warnings.catch_warnings():
+        quiet_libraries()
+    assert os.environ["DATASETS_VERBOSITY"] == "info"
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+    monkeypatch.undo()

@@ -1,0 +1,220 @@
+"""One validated configuration, or every problem at once."""
+
+from pathlib import Path
+
+import pytest
+
+from medusa_train.config.load import dump_config, load_config
+from medusa_train.config.schema import EvalConfig, TrainConfig
+from medusa_train.errors import ConfigError
+
+GOOD = "base_model: data/tiny\ndatasets:\n  - path: a.jsonl\n"
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "x.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems(path: Path | None, *overrides: str) -> list[str]:
+    """The problems of a training configuration, with the file's directory cut off."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, path, overrides)
+    return [
+        problem.replace(f"{path.parent}/", "") if path and path.is_absolute() else problem
+        for problem in caught.value.problems
+    ]
+
+
+def test_three_kinds_of_mistakes_show_together_with_their_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "learning_rte: 1e-3\nmicro_batch_size: many\nadapter: qlora\n")
+    assert problems(path) == [
+        "x.yaml:4: learning_rte: unknown key; did you mean learning_rate?",
+        "x.yaml:5: micro_batch_size: expected a whole number, got 'many'",
+        "x.yaml:6: adapter: 'qlora': qlora is an adapter over a 4-bit backbone; "
+        "set load_in_4bit: true, or adapter: lora",
+    ]
+
+
+def test_a_combination_names_both_places(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "load_in_8bit: true\nseed: 1\nload_in_4bit: true\n")
+    assert problems(path) == [
+        "x.yaml:6: load_in_4bit: true: cannot be true together with load_in_8bit; choose one (load_in_8bit: x.yaml:4)"
+    ]
+
+
+def test_a_combination_waits_for_usable_values(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "adapter: qlora\nload_in_4bit: perhaps\n")
+    assert problems(path) == ["x.yaml:5: load_in_4bit: expected true or false, got 'perhaps'"]
+
+
+def test_missing_keys_show_beside_other_mistakes(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: x\nwarmup_steps: 4\nwarmup_ratio: 0.1\n")
+    found = problems(path)
+    assert found[0] == "x.yaml:1: seed: expected a whole number, got 'x'"
+    assert found[1].startswith("x.yaml:2: warmup_steps: 4: says the same as warmup_ratio")
+    assert found[2].startswith("x.yaml: base_model: is missing; ")
+    assert found[3].startswith("x.yaml: datasets: is missing; ")
+    assert len(found) == 4
+
+
+def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, "base_model: m\ndatasets:\n  - pth: a\n    type: sharegtp\n  - just-a-name\n  -\n")
+    assert problems(path) == [
+        "x.yaml:3: datasets[0].path: is missing",
+        "x.yaml:3: datasets[0].pth: unknown key; did you mean path?",
+        "x.yaml:4: datasets[0].type: has to be auto, sharegpt, messages or alpaca, got 'sharegtp'",
+        "x.yaml:5: datasets[1]: expected `key: value` lines, got 'just-a-name'",
+        "x.yaml:6: datasets[2]: expected `key: value` lines, got null",
+    ]
+
+
+def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "seed: 1\nseed: two\n")
+    assert problems(path) == [
+        "x.yaml:5: seed: is set twice, on lines 4 and 5; keep one",
+        "x.yaml:5: seed: expected a whole number, got 'two'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("medusa_num_heads: 0", "medusa_num_heads: has to be 1 or more, got 0"),
+        ("val_set_size: 1.5", "val_set_size: has to be less than 1, got 1.5"),
+        ("learning_rate: 0", "learning_rate: has to be more than 0, got 0"),
+        ("medusa_decay_coefficient: 2", "medusa_decay_coefficient: has to be 1 or less, got 2"),
+        (
+            "lr_scheduler: cosin",
+            "lr_scheduler: has to be cosine, linear, constant or constant_with_warmup, got 'cosin'",
+        ),
+        ("roles_to_train: []", "roles_to_train: needs 1 or more items, got a list"),
+        ("roles_to_train: assistant", "roles_to_train: expected a list, got 'assistant'"),
+        ("special_tokens: 3", "special_tokens: expected `key: value` lines, got 3"),
+        ("lora_target_modules: [1.5]", "lora_target_modules[0]: expected text (put it in quotes), got 1.5"),
+        ("gibberish_xyz: 3", "gibberish_xyz: unknown key; the README lists the keys"),
+        ("3: 4", "3: unknown key; the README lists the keys"),
+    ],
+)
+def test_bad_values_say_what_is_allowed(tmp_path: Path, line: str, message: str) -> None:
+    assert problems(write(tmp_path, f"{GOOD}{line}\n")) == [f"x.yaml:4: {message}"]
+
+
+def test_exponents_and_nulls_are_read_as_meant(tmp_path: Path) -> None:
+    cfg = load_config(TrainConfig, write(tmp_path, GOOD + "learning_rate: 1e-3\nseed:\nwarmup_steps: ~\n"))
+    assert (cfg.learning_rate, cfg.seed, cfg.warmup_steps) == (0.001, 42, None)
+
+
+def test_a_null_in_a_dataset_means_the_default(tmp_path: Path) -> None:
+    cfg = load_config(TrainConfig, write(tmp_path, GOOD + "    type:\n"))
+    assert cfg.datasets[0].type == "auto"
+
+
+def test_a_null_does_not_stand_for_a_required_key(tmp_path: Path) -> None:
+    assert problems(write(tmp_path, GOOD.replace("data/tiny", "")))[0].startswith("x.yaml:1: base_model: is missing")
+
+
+def test_foreign_keys_are_taken_and_listed(tmp_path: Path) -> None:
+    text = GOOD + "strict: false\nfsdp:\nwandb_watch: gradients\nmodel_type: LlamaForCausalLM\nflash_attention: false\n"
+    cfg = load_config(TrainConfig, write(tmp_path, text))
+    assert cfg.ignored == ("model_type", "strict", "wandb_watch")
+
+
+# --- overrides and flags ------------------------------------------------------------------------------------------
+
+
+def test_overrides_go_over_the_file_and_flags_over_both(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "seed: 1\nnum_epochs: 1\n")
+    cfg = load_config(
+        TrainConfig,
+        path,
+        ["seed=2", "learning_rate=5e-4", "datasets.0.path=b.jsonl", "output_dir=runs/a=b", "num_epochs=2"],
+        flags={"num_epochs": 3, "max_steps": None},
+    )
+    assert (cfg.seed, cfg.learning_rate, cfg.datasets[0].path, cfg.output_dir) == (2, 5e-4, "b.jsonl", "runs/a=b")
+    assert (cfg.num_epochs, cfg.max_steps) == (3, None)
+
+
+def test_an_override_mends_a_mistake_of_the_file(tmp_path: Path) -> None:
+    assert load_config(TrainConfig, write(tmp_path, GOOD + "seed: x\n"), ["seed=3"]).seed == 3
+
+
+def test_an_empty_override_means_the_default(tmp_path: Path) -> None:
+    assert load_config(TrainConfig, write(tmp_path, GOOD + "seed: 5\n"), ["seed="]).seed == 42
+
+
+def test_an_override_reaches_into_mappings_that_do_not_exist_yet(tmp_path: Path) -> None:
+    cfg = load_config(TrainConfig, write(tmp_path, GOOD), ["deepspeed.zero.stage=2", "datasets[0].type=alpaca"])
+    assert cfg.deepspeed == {"zero": {"stage": 2}}
+    assert cfg.datasets[0].type == "alpaca"
+
+
+def test_a_whole_configuration_without_a_file() -> None:
+    cfg = load_config(TrainConfig, None, ["base_model=m", "datasets=[{path: a}]"])
+    assert (cfg.base_model, cfg.datasets[0].path) == ("m", "a")
+
+
+def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(EvalConfig, None, ["limt=3", "a.b=1", "seed", "=3", "bench.x=1"], flags={"max_new_tokens": 0})
+    assert sorted(caught.value.problems) == [
+        "--max-new-tokens: max_new_tokens: has to be 1 or more, got 0",
+        "override '=3': overrides are written key=value, or a.b=value",
+        "override 'a.b=1': a: unknown key; the README lists the keys",
+        "override 'bench.x=1': bench: expected text (put it in quotes), got a mapping",
+        "override 'limt=3': limt: unknown key; did you mean limit?",
+        "override 'seed': overrides are written key=value, or a.b=value",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("datasets.3.path=x", "datasets[3] holds nothing that datasets[3].path could be set in"),
+        ("datasets.1={path: x}", "datasets has 1 items, counted from 0"),
+        ("datasets.path=x", "datasets has 1 items, counted from 0"),
+        ("base_model.x=1", "base_model holds nothing that base_model.x could be set in"),
+    ],
+)
+def test_an_override_that_leads_nowhere_says_so(tmp_path: Path, override: str, message: str) -> None:
+    assert problems(write(tmp_path, GOOD), override) == [f"override '{override}': {message}"]
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (message,) = problems(Path("configs/tiny-m1.yml"))
+    assert message.startswith("configs/tiny-m1.yml: no such file; did you mean configs/tiny_m1.yaml? configs/ holds ")
+    (message,) = problems(Path("x"))
+    assert message.startswith("x: no such file; configs/ holds ")
+
+
+def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    with pytest.raises(ConfigError, match=r"is a directory, not a YAML file; .* holds x\.yaml"):
+        load_config(TrainConfig, tmp_path)
+
+
+# --- dump ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
+    text = GOOD + (
+        "learning_rate: 3e-5\nbf16: true\neval_steps: 0.25\nresume_from_checkpoint: true\nadapter: lora\n"
+        "special_tokens: {pad_token: '<pad>'}\nchat_template: 'ünïcode: #1'\ndeepspeed: {zero: {stage: 2}}\n"
+    )
+    cfg = load_config(TrainConfig, write(tmp_path, text))
+    again = load_config(TrainConfig, write(tmp_path, dump_config(cfg)))
+    assert again.model_dump() == cfg.model_dump()
+    assert dump_config(again) == dump_config(cfg)
+
+
+def test_a_dump_holds_what_was_derived_and_leaves_out_what_has_no_value() -> None:
+    lines = dump_config(TrainConfig(base_model="m", datasets=[{"path": "a"}])).splitlines()
+    assert lines[0] == "base_model: m"
+    assert "recipe: medusa1" in lines
+    assert "medusa_only_heads: true" in lines
+    assert not any(line.startswith("warmup_steps") for line in lines)

@@ -1,0 +1,173 @@
+"""The keys themselves: defaults, combinations, shipped files."""
+
+from pathlib import Path
+
+import pytest
+
+from medusa_train.config.base import Config
+from medusa_train.config.load import dump_config, load_config
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import (
+    FOREIGN_KEYS,
+    LATER_KEYS,
+    SELF_ANSWERED_KEYS,
+    EvalConfig,
+    ExportConfig,
+    SelfDistillConfig,
+    TrainConfig,
+    unsupported_keys,
+)
+from medusa_train.errors import ConfigError
+
+MINIMAL = ["base_model=m", "datasets=[{path: a}]"]
+
+# What an Axolotl YAML, one of its Medusa fork, or one of ours may hold.
+KNOWN = """base_model load_in_4bit load_in_8bit adapter lora_r lora_alpha lora_dropout lora_target_modules
+lora_target_linear lora_modules_to_save lora_model_dir sequence_len sample_packing pad_to_sequence_len datasets
+dataset_prepared_path val_set_size output_dir micro_batch_size gradient_accumulation_steps num_epochs max_steps
+optimizer lr_scheduler learning_rate warmup_steps warmup_ratio weight_decay bf16 fp16 tf32 gradient_checkpointing
+flash_attention train_on_inputs logging_steps eval_steps save_steps save_total_limit resume_from_checkpoint
+early_stopping_patience seed deepspeed wandb_project wandb_entity wandb_run_id special_tokens trust_remote_code
+model_type tokenizer_type base_model_config medusa_num_heads medusa_num_layers medusa_heads_coefficient
+medusa_decay_coefficient medusa_scheduler medusa_only_heads medusa_lr_multiplier medusa_self_distillation
+medusa_distillation_regularization medusa_num_unfreeze_layers medusa_logging recipe draft chat_template
+roles_to_train saves_per_epoch evals_per_epoch medusa_share_lm_head""".split()  # noqa: SIM905 (a list of 70 lines reads worse)
+
+
+def train(*overrides: str) -> TrainConfig:
+    return load_config(TrainConfig, None, [*MINIMAL, *overrides])
+
+
+def test_every_promised_key_exists() -> None:
+    assert set(KNOWN) <= set(TrainConfig.model_fields)
+    assert not FOREIGN_KEYS & set(TrainConfig.model_fields)
+    assert {*SELF_ANSWERED_KEYS, *LATER_KEYS} <= set(TrainConfig.model_fields)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, EvalConfig, SelfDistillConfig, ExportConfig])
+def test_every_key_has_a_meaning_in_one_line(cls: type[Config]) -> None:
+    for name, info in cls.model_fields.items():
+        assert info.description, name
+        assert "\n" not in info.description, name
+
+
+@pytest.mark.parametrize("cls", [EvalConfig, SelfDistillConfig, ExportConfig])
+def test_commands_work_without_any_key_and_defaults_are_valid(cls: type[Config], tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(dump_config(cls()))
+    assert load_config(cls, path).model_dump() == load_config(cls, None).model_dump()
+
+
+def test_silent_yamls_get_the_papers_settings() -> None:
+    cfg = train()
+    assert (cfg.medusa_num_heads, cfg.medusa_num_layers, cfg.medusa_decay_coefficient) == (5, 1, 0.8)
+    assert (cfg.medusa_heads_coefficient, cfg.medusa_lr_multiplier, cfg.medusa_scheduler) == (0.2, 4, "constant")
+    assert cfg.heads_learning_rate == pytest.approx(2e-3)
+    assert (cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout) == (32, 16, 0.05)
+
+
+def test_every_foreign_key_is_taken_whatever_it_holds() -> None:
+    cfg = train(*(f"{name}={{odd: [1]}}" for name in FOREIGN_KEYS))
+    assert set(cfg.ignored) == FOREIGN_KEYS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recipe"),
+    [
+        ([], "medusa1"),
+        (["recipe=medusa2"], "medusa2"),
+        (["medusa_only_heads=true"], "medusa1"),
+        (["medusa_only_heads=false"], "medusa2"),
+        (["adapter=lora"], "medusa2"),
+        (["adapter=lora", "medusa_only_heads=true"], "medusa1"),
+        (["adapter=lora", "recipe=medusa1"], "medusa1"),
+        (["medusa_num_unfreeze_layers=2"], "medusa2"),
+        (["load_in_4bit=true"], "medusa1"),
+    ],
+)
+def test_the_recipe_follows_from_the_keys(overrides: list[str], recipe: str) -> None:
+    cfg = train(*overrides)
+    assert (cfg.recipe, cfg.medusa_only_heads) == (recipe, recipe == "medusa1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["load_in_4bit=true", "load_in_8bit=true"], "load_in_4bit: true: cannot be true together"),
+        (["adapter=qlora"], "set load_in_4bit: true"),
+        (["bf16=true", "fp16=true"], "bf16: true: cannot be true together with fp16"),
+        (["medusa_self_distillation=true"], "medusa_self_distillation: true: its teacher"),
+        (["medusa_distillation_regularization=0.5"], "its teacher"),
+        (["medusa_only_heads=true", "medusa_num_unfreeze_layers=1"], "medusa_num_unfreeze_layers has to be 0"),
+        (["recipe=medusa1", "medusa_num_unfreeze_layers=1"], "medusa_num_unfreeze_layers has to be 0"),
+        (["load_in_4bit=true", "medusa_num_unfreeze_layers=1"], "quantised layers cannot be trained"),
+        (["recipe=medusa1", "medusa_only_heads=false"], "leave one of the two keys out"),
+        (["recipe=medusa2", "medusa_only_heads=true"], "leave one of the two keys out"),
+        (["recipe=medusa2", "load_in_8bit=true"], "only through an adapter"),
+        (["medusa_only_heads=false", "load_in_4bit=true"], "only through an adapter"),
+        (["warmup_steps=0", "warmup_ratio=0.1"], "warmup_steps: 0: says the same as warmup_ratio"),
+        (["save_steps=5", "saves_per_epoch=1"], "save_steps: 5: says the same"),
+        (["eval_steps=0.5", "evals_per_epoch=1"], "eval_steps: 0.5: says the same"),
+        (["early_stopping_patience=2", "val_set_size=0"], "needs evaluations"),
+        (["resume_from_checkpoint=true", "overwrite_output_dir=true"], "choose one"),
+        (["sequence_len=6", "medusa_num_heads=5"], "sequence_len: 6: too short"),
+    ],
+)
+def test_impossible_combinations(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(*overrides)
+    (problem,) = caught.value.problems
+    assert words in problem
+    assert problem.startswith("override '")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["adapter=qlora", "load_in_4bit=true"],
+        ["bf16=auto", "fp16=true"],
+        ["medusa_self_distillation=true", "adapter=lora"],
+        ["recipe=medusa1", "medusa_only_heads=true"],
+        ["load_in_4bit=true", "medusa_only_heads=true"],
+        ["sequence_len=7", "medusa_num_heads=5"],
+        ["resume_from_checkpoint=false", "overwrite_output_dir=true"],
+    ],
+)
+def test_possible_combinations(overrides: list[str]) -> None:
+    train(*overrides)
+
+
+def test_unsupported_keys_are_named_with_their_values() -> None:
+    cfg = train("adapter=qlora", "load_in_4bit=true", "sample_packing=true", "wandb_project=p")
+    expected = ["recipe: medusa2", "load_in_4bit: true", "adapter: qlora", "sample_packing: true", "wandb_project: p"]
+    assert unsupported_keys(cfg) == expected
+    assert unsupported_keys(train("recipe=medusa1")) == []
+
+
+SHIPPED = sorted((PROJECT_ROOT / "configs").glob("*.yaml"))
+
+
+def test_configurations_are_shipped() -> None:
+    assert {"tiny_m1.yaml", "vicuna7b_m1.yaml", "vicuna7b_m2.yaml"} <= {path.name for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_configuration_is_valid_and_names_its_run(path: Path) -> None:
+    cfg = load_config(TrainConfig, path)
+    assert cfg.ignored == ()
+    assert cfg.output_dir == f"runs/{path.stem}"
+    assert (cfg.recipe == "medusa2") == path.stem.endswith("m2")
+
+
+def test_medusa_1_configurations_need_nothing_of_a_later_version() -> None:
+    for name in ("tiny_m1", "vicuna7b_m1"):
+        assert unsupported_keys(load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")) == []
+
+
+def test_the_vicuna_configurations_hold_the_papers_numbers() -> None:
+    for name in ("vicuna7b_m1", "vicuna7b_m2"):
+        cfg = load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")
+        assert cfg.micro_batch_size * cfg.gradient_accumulation_steps == 64
+        assert (cfg.num_epochs, cfg.sequence_len, cfg.warmup_steps, cfg.weight_decay) == (2, 4096, 40, 0)
+        assert (cfg.learning_rate, cfg.heads_learning_rate) == pytest.approx((5e-4, 2e-3))
+    assert (cfg.medusa_heads_coefficient, cfg.adapter, cfg.lora_r, cfg.lora_alpha) == (0.2, "qlora", 32, 16)
