@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from medusa_train.config.base import Config
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.source import KeyPath, Source, read_yaml_file, spell
+from medusa_train.config.source import KeyPath, PlainLoader, Source, read_yaml_file, spell
 from medusa_train.config.types import show
 from medusa_train.errors import ConfigError
 
@@ -99,8 +99,8 @@ def _apply_override(source: Source, override: str) -> None:
         source.problems.append(((), f"{place}: overrides are written key=value, or a.b=value"))
         return
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, PlainLoader)
+    except (yaml.YAMLError, ValueError):
         value = text  # a file name or a word that happens to be no YAML
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in keys)
     _put(source, path, value, place)

@@ -185,7 +185,7 @@ class TrainConfig(Config):
     # Run
     output_dir: Text = key("runs/medusa", "the run directory")
     overwrite_output_dir: Bool = key(False, "start anew in a directory that already holds a run")
-    resume_from_checkpoint: Resume = key(None, "true: go on from the newest checkpoint; or a checkpoint's path")
+    resume_from_checkpoint: Resume = key(None, "true or auto: go on from the newest checkpoint; or its path")
     logging_steps: Int = key(10, "optimizer steps between lines of metrics", ge=1)
     eval_steps: Interval | None = key(None, "optimizer steps (below 1: share of the run) between evaluations")
     evals_per_epoch: Int | None = key(None, "the same by epochs; default: one per epoch", ge=1)

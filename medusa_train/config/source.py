@@ -14,6 +14,16 @@ import yaml
 
 from medusa_train.errors import ConfigError
 
+
+class PlainLoader(yaml.SafeLoader):
+    """SafeLoader that leaves dates as the text they are: no key holds one, and run names often look like one."""
+
+
+PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
 #: A place in the tree of values: ("datasets", 0, "path").
 KeyPath = tuple[str | int, ...]
 
@@ -58,7 +68,7 @@ def read_yaml(text: str, name: str) -> Source:
     """
     source = Source(name)
     try:
-        loader = yaml.SafeLoader(text)
+        loader = PlainLoader(text)
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`")
@@ -108,9 +118,15 @@ class _Walk:
                 return dict(self._entries(node, path))
             if isinstance(node, yaml.SequenceNode):
                 return [self._item(item, (*path, i)) for i, item in enumerate(node.value)]
-            return self.loader.construct_object(node)
+            return self._scalar(node, path)
         finally:
             self.open.discard(id(node))
+
+    def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except ValueError:  # looks like a number to YAML and is none: 0b_, or thousands of digits
+            raise ConfigError(f"{self.source.name}:{_line(node)}: {spell(path)}: cannot be read as a value") from None
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self.source.places[path] = f"{self.source.name}:{_line(node)}"

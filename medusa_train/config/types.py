@@ -93,9 +93,11 @@ def _as_bool_or_auto(value: object) -> object:
 
 
 def _as_resume(value: object) -> object:
-    """True means the newest checkpoint, false means a new run; anything else is a path."""
+    """True and auto mean the newest checkpoint, false means a new run; anything else is a path."""
     if isinstance(value, bool):
         return "latest" if value else None
+    if value == "auto":
+        return "latest"
     return _as_text(value)
 
 

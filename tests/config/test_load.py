@@ -140,6 +140,11 @@ def test_an_override_mends_a_mistake_of_the_file(tmp_path: Path) -> None:
     assert load_config(TrainConfig, write(tmp_path, GOOD + "seed: x\n"), ["seed=3"]).seed == 3
 
 
+@pytest.mark.parametrize("text", ["2024-13-45", "0b_", "a: b: c", "[open", "=", "@home", "%x"])
+def test_an_override_that_is_no_yaml_is_text(text: str) -> None:
+    assert load_config(EvalConfig, None, [f"bench={text}"]).bench == text
+
+
 def test_an_empty_override_means_the_default(tmp_path: Path) -> None:
     assert load_config(TrainConfig, write(tmp_path, GOOD + "seed: 5\n"), ["seed="]).seed == 42
 

@@ -63,6 +63,7 @@ def test_merged_keys_are_no_duplicates_and_give_way() -> None:
         ("a: *unknown\n", "x.yaml:1: not valid YAML"),
         ("a: &a\n  b: *a\n", "x.yaml:1: a.b: an alias that holds itself"),
         ("? [1, 2]\n: 3\n", "x.yaml:1: a key has to be a plain name"),
+        ("a: 0b_\n", "x.yaml:1: a: cannot be read as a value"),
         ("a: \x00\n", "x.yaml: not valid YAML"),
     ],
 )
@@ -70,6 +71,10 @@ def test_what_is_no_configuration_says_so(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_yaml(text, "x.yaml")
     assert str(caught.value).startswith(message)
+
+
+def test_dates_stay_text() -> None:
+    assert read_yaml("a: 2024-13-45\nb: 2024-01-02\n", "x.yaml").values == {"a": "2024-13-45", "b": "2024-01-02"}
 
 
 def test_tags_build_no_objects() -> None:

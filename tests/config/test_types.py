@@ -22,6 +22,7 @@ TAKEN = [
     (types.BoolOrAuto, "auto", "auto"),
     (types.BoolOrAuto, True, True),
     (types.Resume, True, "latest"),
+    (types.Resume, "auto", "latest"),
     (types.Resume, False, None),
     (types.Resume, "runs/x/checkpoints/step-5", "runs/x/checkpoints/step-5"),
     (types.Interval, 20, 20),
