@@ -125,7 +125,7 @@ def _collect(records: Iterable[_Raw], type: str, *, name: str, skip_bad: bool) -
         except RecordError as error:
             problems.append(f"{raw.source}: {error}")
     if problems and not skip_bad:
-        raise DataError(_report(problems, name))
+        raise DataError(bad_records(problems, name))
     if not conversations:
         why = "it holds no records"
         if problems:
@@ -134,7 +134,8 @@ def _collect(records: Iterable[_Raw], type: str, *, name: str, skip_bad: bool) -
     return ReadResult(conversations, problems)
 
 
-def _report(problems: list[str], name: str) -> str:
+def bad_records(problems: list[str], name: str) -> str:
+    """Say which records of `name` are bad: the first few one by one, the others counted."""
     lines = [f"{name}: {len(problems)} bad record{'s' if len(problems) > 1 else ''}"]
     lines += [f"  {problem}" for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:

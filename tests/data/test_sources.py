@@ -1,0 +1,64 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.sources import read_source
+from medusa_train.errors import DataError
+
+RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+LINE = json.dumps(RECORD) + "\n"
+
+
+def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(LINE * 2)
+    (tmp_path / "a.json").write_text(json.dumps([RECORD]))
+    (tmp_path / "notes.md").write_text("not read")
+    one = read_source(DatasetConfig(path=str(tmp_path / "b.jsonl")))
+    assert [c.source for c in one.conversations] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]
+    all_of_them = read_source(DatasetConfig(path=str(tmp_path)))
+    assert [c.source.rpartition("/")[2] for c in all_of_them.conversations] == ["a.json:1", "b.jsonl:1", "b.jsonl:2"]
+
+
+def test_bad_records_of_a_directory_are_gathered(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINE + "x\n")
+    (tmp_path / "b.jsonl").write_text("y\n" + LINE)
+    result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
+    assert len(result.conversations) == 2
+    assert len(result.skipped) == 2
+
+
+@pytest.mark.parametrize("name", ["data/seeds/none.jsonl", "none.json", "./none", "/none", "~/none", "a.parquet"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match="no such file or directory"):
+        read_source(DatasetConfig(path=name))
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no \.jsonl or \.json file in this directory"):
+        read_source(DatasetConfig(path=str(tmp_path)))
+    (tmp_path / "a.parquet").write_text("x")
+    with pytest.raises(DataError, match="only JSON and JSONL files are read"):
+        read_source(DatasetConfig(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path) -> None:
+    """In a process of its own: the library reads HF_HUB_OFFLINE only once, when it is first imported."""
+    program = (
+        "from medusa_train.config.schema import DatasetConfig\n"
+        "from medusa_train.data.sources import read_source\n"
+        "from medusa_train.errors import DataError\n"
+        "try:\n"
+        "    read_source(DatasetConfig(path='nobody/nothing'))\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "nobody/nothing: no file or directory of that name is here, and the hub gave no dataset" in done.stdout
+    assert "Couldn't reach 'nobody/nothing' on the Hub" in done.stdout
+    assert "give the path of a JSONL file" in done.stdout
