@@ -1,0 +1,149 @@
+"""The layout of Medusa heads that the public code and TGI read, as a pure map of names. Knows no files and no model.
+
+{i}.{j}.linear.weight|bias   residual block j of head i (0-based), d x d
+{i}.{n}.weight               the head's own unembedding, V x d; n = number of blocks
+{i}.{n}.bias                 only where the backbone's lm_head has one; our extension, others skip it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from medusa_train.errors import CheckpointError
+
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+_HEAD = re.compile(r"(\d+)\.(\d+)\.(weight|bias)")
+_OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """The weights of a Medusa draft without a model.
+
+    Attributes:
+        num_heads: K. num_layers: residual blocks per head.
+        state: `MedusaDraft`'s own state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`.
+        base_model: the backbone that they were trained on, as config.json names it.
+    """
+
+    num_heads: int
+    num_layers: int
+    state: dict[str, Tensor]
+    base_model: str | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """d."""
+        return self.state["lm_heads.0.weight"].shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.state["lm_heads.0.weight"].shape[0]
+
+    def with_base_model(self, name: str | None) -> HeadTensors:
+        """The same heads for the backbone `name`."""
+        return replace(self, base_model=name)
+
+
+def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """A `MedusaDraft`'s state dict under the reference's names, the very same tensors.
+
+    Raises:
+        CheckpointError: a name that is none of a Medusa draft's.
+    """
+    renamed = {}
+    for name, tensor in state.items():
+        match = _OURS.fullmatch(name)
+        if match is None:
+            raise CheckpointError(f"{name}: no such weight in Medusa heads")
+        head, block, block_kind, own, own_kind = match.groups()
+        key = f"{own}.{num_layers}.{own_kind}" if own is not None else f"{head}.{block}.linear.{block_kind}"
+        renamed[key] = tensor
+    return renamed
+
+
+def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file") -> HeadTensors:
+    """Read the reference's names; the numbers of heads and blocks are those of the tensors.
+
+    Raises:
+        CheckpointError: unknown, missing or misshapen tensors; `source` is named in the message.
+    """
+    state: dict[str, Tensor] = {}
+    blocks: dict[int, set[int]] = {}
+    tops: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if match := _BLOCK.fullmatch(name):
+            head, block, kind = int(match[1]), int(match[2]), match[3]
+            blocks.setdefault(head, set()).add(block)
+            state[f"blocks.{head}.{block}.linear.{kind}"] = tensor
+        elif match := _HEAD.fullmatch(name):
+            head, tops[head] = int(match[1]), int(match[2])
+            state[f"lm_heads.{head}.{match[3]}"] = tensor
+        else:
+            raise CheckpointError(f"{source}: {name} is no weight of Medusa heads in the reference's layout")
+    if blocks and not tops:
+        raise CheckpointError(
+            f"{source}: no head has an unembedding matrix of its own ('version 2', which shares the backbone's "
+            "lm_head); this version reads heads that have one each"
+        )
+    heads = HeadTensors(len(tops), next(iter(tops.values()), 0), state)
+    _check_complete(heads, blocks, tops, source)
+    _check_shapes(heads, source)
+    return heads
+
+
+def shared_block_warning(heads: HeadTensors) -> str | None:
+    """What is lost when the public Medusa loader reads these heads; None when nothing is.
+
+    It builds one block object per head and repeats it, so of several distinct blocks only the last one counts.
+    """
+    distinct = any(
+        not torch.equal(heads.state[f"blocks.{i}.0.linear.{kind}"], heads.state[f"blocks.{i}.{j}.linear.{kind}"])
+        for i in range(heads.num_heads)
+        for j in range(1, heads.num_layers)
+        for kind in ("weight", "bias")
+    )
+    if not distinct:
+        return None
+    return (
+        f"these heads have {heads.num_layers} distinct blocks each; the public Medusa loader shares one block among "
+        "all layers of a head and will not compute what was trained (TGI does)"
+    )
+
+
+def _check_complete(heads: HeadTensors, blocks: Mapping[int, set[int]], tops: Mapping[int, int], source: str) -> None:
+    if not tops:
+        raise CheckpointError(f"{source}: holds no heads")
+    if len(set(tops.values())) > 1:
+        raise CheckpointError(f"{source}: the heads have different numbers of blocks: {sorted(set(tops.values()))}")
+    with_bias = any(name.startswith("lm_heads.") and name.endswith(".bias") for name in heads.state)
+    wanted = {f"lm_heads.{i}.weight" for i in range(heads.num_heads)}
+    wanted |= {f"lm_heads.{i}.bias" for i in range(heads.num_heads) if with_bias}
+    for i in range(heads.num_heads):
+        for j in range(heads.num_layers):
+            wanted |= {f"blocks.{i}.{j}.linear.weight", f"blocks.{i}.{j}.linear.bias"}
+    missing = list(to_reference(dict.fromkeys(sorted(wanted - set(heads.state)), torch.empty(0)), heads.num_layers))
+    if missing:
+        raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
+    if extra := set(heads.state) - wanted:
+        names = to_reference({name: heads.state[name] for name in sorted(extra)}, heads.num_layers)
+        raise CheckpointError(f"{source}: weights that belong to no head: {', '.join(names)}")
+
+
+def _check_shapes(heads: HeadTensors, source: str) -> None:
+    first = heads.state["lm_heads.0.weight"]
+    if first.dim() != 2:
+        raise CheckpointError(f"{source}: 0.{heads.num_layers}.weight is no matrix: {list(first.shape)}")
+    vocab, width = first.shape
+    for name, tensor in heads.state.items():
+        rows = vocab if name.startswith("lm_heads.") else width
+        shape = (rows,) if name.endswith(".bias") else (rows, width)
+        if tuple(tensor.shape) != shape:
+            (key,) = to_reference({name: tensor}, heads.num_layers)
+            raise CheckpointError(f"{source}: {key} is {list(tensor.shape)}, expected {list(shape)}")

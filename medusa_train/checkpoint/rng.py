@@ -1,0 +1,30 @@
+"""The state of every random generator that a run draws from: torch, CUDA, Python, numpy. Knows no files."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """All generators' states, as tensors, tuples and numbers that `pack` can save."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Take back what `rng_state` gave; states of CUDA devices that this machine lacks are left out."""
+    torch.set_rng_state(state["torch"])
+    for device, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda, device)
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -1,0 +1,243 @@
+"""Checkpoints are whole or not there: interrupted, failing and damaged writes, retention."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.errors import CheckpointError
+
+
+def state(step: int) -> dict[str, Any]:
+    shared = torch.full((2, 3), float(step))
+    return {
+        "draft": {"blocks.0.weight": torch.arange(40_000, dtype=torch.float32) + step, "alias": shared},
+        "engine": {"optimizer": {"state": {0: {"step": torch.tensor(float(step)), "m": shared.t()}}, "tied": shared}},
+        "run": {"step": step, "losses": [0.1, 0.2], "betas": (0.9, 0.95)},
+    }
+
+
+def assert_is(loaded: dict[str, Any], step: int) -> None:
+    wanted = state(step)
+    assert loaded["run"] == wanted["run"]
+    for name, tensor in wanted["draft"].items():
+        assert torch.equal(loaded["draft"][name], tensor)
+    inner = loaded["engine"]["optimizer"]
+    assert torch.equal(inner["state"][0]["m"], wanted["engine"]["optimizer"]["state"][0]["m"])
+    assert inner["state"][0]["step"].shape == ()
+    assert torch.equal(inner["tied"], wanted["engine"]["optimizer"]["tied"])
+
+
+@contextmanager
+def full_disk(after: int) -> Iterator[None]:
+    """Let writes fail beyond `after` bytes of a file, as they do on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(7, state(7))
+    assert path == tmp_path / "checkpoints" / "step-7"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "draft.safetensors",
+        "engine.safetensors",
+        "manifest.json",
+        "state.json",
+    ]
+    assert_is(CheckpointStore(tmp_path).load(path), 7)
+
+
+def test_latest_is_the_highest_step_not_the_last_name(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert store.latest() is None
+    for step in (9, 100, 20):
+        store.save(step, {"run": {"step": step}})
+    assert store.steps() == [9, 20, 100]
+    assert store.latest() == tmp_path / "checkpoints" / "step-100"
+
+
+def test_a_step_saved_twice_holds_the_second_state(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(3, state(1))
+    path = store.save(3, state(3))
+    assert_is(store.load(path), 3)
+    assert [p.name for p in path.parent.iterdir()] == ["step-3"]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(None, [1, 2, 3, 4]), (0, [1, 2, 3, 4]), (2, [3, 4]), (1, [4])])
+def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: list[int]) -> None:
+    store = CheckpointStore(tmp_path, limit)
+    for step in (1, 2, 3, 4):
+        store.save(step, {"run": {"step": step}})
+    assert store.steps() == kept
+    assert len(list(store.root.iterdir())) == len(kept)
+
+
+def test_retention_spares_what_was_just_written(tmp_path: Path) -> None:
+    """A run that went back to an earlier checkpoint must not lose the one it saves now."""
+    store = CheckpointStore(tmp_path)
+    store.save(10, {"run": {}})
+    store.save(20, {"run": {}})
+    path = CheckpointStore(tmp_path, 1).save(5, {"run": {"step": 5}})
+    assert store.load(path)["run"] == {"step": 5}
+
+
+@pytest.mark.parametrize("after", [0, 100, 4096])
+def test_a_full_disk_leaves_the_previous_checkpoint_usable(tmp_path: Path, after: int) -> None:
+    """0 fails in state.json, 4096 in the tensors, 100 in either."""
+    store = CheckpointStore(tmp_path, 1)
+    good = store.save(1, state(1))
+    with full_disk(after), pytest.raises(CheckpointError, match=r"step 2 could not be written") as caught:
+        store.save(2, state(2))
+    assert str(good) in str(caught.value)
+    assert [p.name for p in store.root.iterdir()] == ["step-1"]
+    assert store.latest() == good
+    assert_is(store.load(good), 1)
+    assert_is(store.load(store.save(2, state(2))), 2)  # and with room again the run goes on
+
+
+def test_a_full_disk_while_replacing_a_step_keeps_its_old_state(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, state(1))
+    with full_disk(4096), pytest.raises(CheckpointError):
+        store.save(1, state(9))
+    assert_is(store.load(path), 1)
+
+
+def test_no_permission_is_a_message_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="no earlier one"):
+        CheckpointStore(tmp_path).save(1, state(1))
+
+
+def test_state_that_needs_pickle_touches_no_disk(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        CheckpointStore(tmp_path).save(1, {"run": {"f": print}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_written_directories_are_ignored_and_cleared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    good = store.save(1, state(1))
+    shutil.copytree(good, store.root / ".tmp-step-2")  # killed before the rename
+    (store.root / "step-3").mkdir()  # a copy that broke off
+    shutil.copy(good / "draft.safetensors", store.root / "step-3")
+    assert store.latest() == good
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        store.load(store.root / "step-3")
+    store.save(4, state(4))
+    assert not (store.root / ".tmp-step-2").exists()
+
+
+def test_a_replaced_checkpoint_survives_death_between_the_renames(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(5, state(5))
+    path.rename(store.root / ".old-step-5")
+    assert CheckpointStore(tmp_path).latest() == path
+    assert_is(store.load(path), 5)
+
+
+@pytest.mark.parametrize("name", ["draft.safetensors", "engine.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["cut", "flip", "empty", "gone"])
+def test_damage_is_named_with_the_file(tmp_path: Path, name: str, how: str) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, state(1))
+    path = store.save(2, state(2))
+    content = (path / name).read_bytes()
+    if how == "gone":
+        (path / name).unlink()
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 0x15]) + content[middle + 1 :]
+        (path / name).write_bytes({"cut": content[:-3], "flip": flipped, "empty": b""}[how])
+    with pytest.raises(CheckpointError) as caught:
+        store.load(path)
+    assert name in str(caught.value)
+    assert "step-1" in str(caught.value)
+    assert_is(store.load(store.root / "step-1"), 1)
+
+
+def test_a_future_format_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, state(1))
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="format 2"):
+        store.load(path)
+
+
+def test_files_are_readable_for_others(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        path = CheckpointStore(tmp_path).save(1, state(1))
+    finally:
+        os.umask(mask)
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o644"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="tells files by /proc")
+def test_everything_is_flushed_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order on disk: every file and the directory synced, then the rename, then the parent."""
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def seen_fsync(handle: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def seen_rename(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(Path, "rename", seen_rename)
+    CheckpointStore(tmp_path).save(1, state(1))
+    at = events.index("rename")
+    assert set(events[:at]) >= {"state.json", "draft.safetensors", "engine.safetensors", "manifest.json", ".tmp-step-1"}
+    assert events[at + 1 :] == ["checkpoints"]
+
+
+ENDLESS = """
+import sys, torch
+from medusa_train.checkpoint.store import CheckpointStore
+store = CheckpointStore(sys.argv[1], 2)
+for step in range(1, 100_000):
+    store.save(step, {"draft": {"w": torch.full((200_000,), float(step))}, "run": {"step": step}})
+    print(step, flush=True)
+"""
+
+
+def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    for round_ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(3 + round_):
+            last = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        store = CheckpointStore(tmp_path, 2)
+        path = store.latest()
+        assert path is not None
+        loaded = store.load(path)
+        step = loaded["run"]["step"]
+        assert step >= last
+        assert torch.equal(loaded["draft"]["w"], torch.full((200_000,), float(step)))
+        shutil.rmtree(tmp_path / "checkpoints")
