@@ -1,0 +1,63 @@
+"""The documents of the tiny backbone, split and measured in tokens: what an epoch is drawn from.
+
+Knows nothing of the model or of how long it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import corpus
+from corpus import Function, Item, Problem
+from tokenizers import Tokenizer
+from vocabulary import Encoded, encode_chats, encode_texts
+
+SHORT_ANSWER = (40, 250)  # tokens: what a function of an ordinary chat has; shorter ones are trivial
+LONG_ANSWER = 900  # tokens: the longest that a long chat may hold
+LONG_SHARE = 0.08  # of an epoch's tokens, in chats of 2,000 tokens or more
+FUNCTION_COPIES = 2  # plain functions come twice an epoch, in two wordings; methods and problems once
+
+
+class Library:
+    """The documents, split and measured: what an epoch is drawn from."""
+
+    def __init__(self, items: Sequence[Item], tokenizer: Tokenizer) -> None:
+        answers = [len(ids) for ids in encode_texts(tokenizer, [item.answer for item in items])]
+        asked = [i.question if isinstance(i, Problem) else i.description for i in items]
+        questions = [len(ids) for ids in encode_texts(tokenizer, asked)]
+        self.tokenizer = tokenizer
+        self.short: list[Item] = []
+        self.long: list[Item] = []
+        self.long_lengths: list[int] = []
+        self.held_out: dict[str, list[Item]] = {"problems": [], "functions": []}
+        low, high = SHORT_ANSWER
+        for item, answer, question in zip(items, answers, questions, strict=True):
+            is_function = isinstance(item, Function)
+            fits = answer <= high and (not is_function or answer >= low)
+            if corpus.is_held_out(item):
+                if fits:
+                    self.held_out["functions" if is_function else "problems"].append(item)
+                continue
+            if fits:
+                copies = FUNCTION_COPIES if is_function and not item.is_method else 1
+                self.short += [item] * copies
+            if low <= answer <= LONG_ANSWER:
+                self.long.append(item)
+                self.long_lengths.append(answer + question + 10)
+
+    def epoch(self, seed: int, number: int) -> list[Encoded]:
+        """The chats of one epoch as token ids: every short document, and long chats beside them."""
+        rng = Random(f"epoch {seed} {number}")
+        chats = encode_chats(self.tokenizer, corpus.short_chats(self.short, rng))
+        tokens = sum(len(chat.ids) for chat in chats)
+        long = corpus.long_chats(self.long, self.long_lengths, int(tokens * LONG_SHARE), rng)
+        return chats + encode_chats(self.tokenizer, long)
+
+    def held_out_chats(self) -> dict[str, list[Encoded]]:
+        """Held-out documents as chats of one turn, always in the same wording."""
+        rng = Random("held out")
+        return {
+            kind: encode_chats(self.tokenizer, [[corpus.single_turn(item, rng)] for item in items])
+            for kind, items in self.held_out.items()
+        }
