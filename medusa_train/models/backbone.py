@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import BackboneError
+from medusa_train.models.adapter import low_rank_of
 from medusa_train.models.features import Features
+from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 
@@ -71,7 +73,6 @@ class Backbone:
         head = model.get_output_embeddings()
         if head is None:
             raise BackboneError(f"{type(model).__name__} has no lm_head: not a causal language model")
-        self.head = head
         self.device: torch.device = head.weight.device
         self.dtype: torch.dtype = head.weight.dtype
         self.vocab_size, self.hidden_size = head.weight.shape
@@ -85,6 +86,11 @@ class Backbone:
         model.eval().requires_grad_(False)
         self._check_logits()
 
+    @property
+    def head(self) -> Any:
+        """The module that makes logits: lm_head, or what an adapter put in its place."""
+        return self.model.get_output_embeddings()
+
     @classmethod
     def load(
         cls,
@@ -92,9 +98,13 @@ class Backbone:
         *,
         dtype: str | torch.dtype = "float32",
         device: str | torch.device | None = None,
+        quantization: Quantization | None = None,
         trust_remote_code: bool = False,
     ) -> Backbone:
         """Load a backbone and its tokenizer from a directory or the hub, frozen and in eval mode.
+
+        Args:
+            dtype: of the weights; of the products, where `quantization` keeps the weights in 4 or 8 bits.
 
         Raises:
             BackboneError: it can't be found, read, or is of a kind that can't be verified by a tree.
@@ -111,10 +121,15 @@ class Backbone:
                 dtype=_dtype(dtype),
                 attn_implementation="eager" if capped else "sdpa",
                 trust_remote_code=trust_remote_code,
+                **quantized_loading(quantization, _dtype(dtype), device),
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise BackboneError(f"base_model {name}: can't be loaded: {error}") from error
-        return cls(model.to(device), tokenizer, name)
+        if quantization is None:
+            model = model.to(device)
+        else:
+            keep_trainable_kernels(model)
+        return cls(model, tokenizer, name)
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
         """A second backbone of the same weights in another dtype (a copy in memory)."""
@@ -156,7 +171,9 @@ class Backbone:
 
     def unembedding(self) -> Unembedding:
         """lm_head with every transform that the model puts on its logits."""
-        return Unembedding(self.head.weight, getattr(self.head, "bias", None), self.softcap, self.scale)
+        head = self.head
+        low_rank = low_rank_of(head)
+        return Unembedding(head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] -> the backbone's own next-token logits [..., V]."""

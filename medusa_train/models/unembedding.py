@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A LoRA branch beside a matrix: `factor * B A dropout(h)`.
+
+    Attributes:
+        a: [r, d]. b: [V, r]. factor: lora_alpha / r.
+        dropout: acts on h in this branch only; the identity outside training.
+    """
+
+    a: Tensor
+    b: Tensor
+    factor: float
+    dropout: Callable[[Tensor], Tensor]
+
+    def down(self, hidden: Tensor) -> Tensor:
+        """`factor * A dropout(h)`, [..., d] -> [..., r]: what b multiplies."""
+        return linear(self.dropout(hidden).to(self.a.dtype), self.a) * self.factor
 
 
 @dataclass(frozen=True)
@@ -18,12 +38,14 @@ class Unembedding:
         bias: b, [V], or None.
         softcap: Gemma's `final_logit_softcapping`, or None.
         scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`).
+        low_rank: a LoRA branch that adds to W h, or None.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    low_rank: LowRank | None = None
 
     def transform(self, logits: Tensor) -> Tensor:
         """Scale and soft-cap raw logits of any shape [..., V]."""
@@ -35,4 +57,7 @@ class Unembedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., V]."""
-        return self.transform(linear(hidden, self.weight, self.bias))
+        logits = linear(hidden, self.weight, self.bias)
+        if self.low_rank is not None:
+            logits = logits + linear(self.low_rank.down(hidden), self.low_rank.b).to(logits.dtype)
+        return self.transform(logits)

@@ -39,7 +39,7 @@ def test_a_missing_directory_and_an_unreachable_hub_are_told_apart(
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BackboneError, match="config.json can't be used"):
+    with pytest.raises(BackboneError, match=r"config\.json can't be used"):
         resolve_backbone(str(tmp_path))
 
 
