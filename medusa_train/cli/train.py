@@ -1,0 +1,101 @@
+"""`medusa-train`: arguments in, exit code out. Knows the command line; everything else is `training`'s."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+
+from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
+from medusa_train.config.schema import TrainConfig
+
+#: A log file or a pipe has no width; the tables need this much.
+PIPE_WIDTH = 120
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+HELP = """
+Train Medusa heads on a frozen backbone: draft heads that let it write several tokens per forward pass.
+
+[bold]CONFIG.yaml[/bold] holds flat keys with Axolotl's names; [bold]key=value[/bold] sets one for this run, and stands
+above the file. The README lists every key. The least that is needed: base_model (a Hugging Face directory or a hub
+name), datasets (chats in JSONL: ShareGPT, OpenAI messages or alpaca form) and output_dir.
+
+[bold]Examples[/bold]
+
+  medusa-train configs/tiny_m1.yaml
+
+  medusa-train configs/tiny_m1.yaml learning_rate=1e-3 max_steps=100 output_dir=runs/trial
+
+  medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
+
+[bold]What you get[/bold] in output_dir: heads/ (medusa_lm_head.safetensors, as the public Medusa code and TGI read it),
+tree.json (which guesses to verify, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
+
+Ctrl-C finishes the step, saves, and prints the command to go on. Exit codes: 0 done, 1 failed, 2 a mistake in the
+configuration, 130 interrupted.
+"""
+
+
+@app.command(help=HELP, no_args_is_help=True)
+@run_command
+def train(
+    arguments: list[str] = typer.Argument(
+        None,
+        metavar="[CONFIG.yaml] [key=value]...",
+        help="A configuration file, and keys that stand above it.",
+        show_default=False,
+    ),
+    output_dir: str = typer.Option(None, "--output-dir", help="The run directory (key output_dir)."),
+    resume: bool = typer.Option(
+        None, "--resume", help="Go on from the newest checkpoint (key resume_from_checkpoint).", show_default=False
+    ),
+    overwrite: bool = typer.Option(
+        None, "--overwrite", help="Start anew over an earlier run (key overwrite_output_dir).", show_default=False
+    ),
+) -> int:
+    """Read the configuration, say what is about to be trained, and train."""
+    flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
+    cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
+    console = error_console()
+    path, _ = split_arguments(arguments or [])
+    for line in headline(cfg, str(path) if path else "command line"):
+        console.print(line)
+
+    from medusa_train.training.run_dir import check_output_dir
+
+    check_output_dir(cfg)  # before the seconds that importing torch takes
+    from medusa_train.training.run import train as run_training
+
+    results = Console()
+    if not results.is_terminal:
+        results = Console(width=PIPE_WIDTH)
+    return run_training(cfg, go_on_command(arguments or [], cfg), console, results)
+
+
+def headline(cfg: TrainConfig, source: str) -> list[str]:
+    """Say what is trained on what, from the configuration alone."""
+    layers = f"{cfg.medusa_num_layers} layer{'' if cfg.medusa_num_layers == 1 else 's'}"
+    recipe = "backbone frozen" if cfg.recipe == "medusa1" else "together with the backbone"
+    sources = ", ".join(dataset.path for dataset in cfg.datasets)
+    return [
+        f"medusa-train ({source}): {cfg.medusa_num_heads} Medusa heads x {layers} on {cfg.base_model}, {recipe}",
+        f"from {sources} into {cfg.output_dir}",
+    ]
+
+
+def go_on_command(arguments: Sequence[str], cfg: TrainConfig) -> str:
+    """Write the command that goes on with this run: the same arguments, from the newest checkpoint."""
+    dropped = ("resume_from_checkpoint=", "overwrite_output_dir=", "output_dir=")
+    kept = [argument for argument in arguments if not argument.startswith(dropped)]
+    kept.append(f"output_dir={cfg.output_dir}")
+    if cfg.overwrite_output_dir:
+        kept.append("overwrite_output_dir=false")
+    return shlex.join(["medusa-train", *kept, "resume_from_checkpoint=auto"])
+
+
+def main() -> None:
+    """Entry point of `medusa-train`."""
+    app()

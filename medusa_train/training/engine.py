@@ -1,0 +1,82 @@
+"""One optimization step: backward, clip, update, schedule, zero. Knows nothing of data, losses or logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class Engine(Protocol):
+    """What the training loop asks of whatever holds the gradients."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate that the next step uses (first parameter group)."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch's share of the loss; called once per micro-batch."""
+
+    def step(self) -> float:
+        """Clip, update, move the schedule on, zero the gradients.
+
+        Returns:
+            The gradient norm before clipping. When it is not finite nothing was updated.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer and schedule, as nested dicts and lists of tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+class LocalEngine:
+    """One process, one device."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler,
+        max_grad_norm: float,
+    ) -> None:
+        """Take over the trained parameters; `max_grad_norm` 0 measures the norm and clips nothing."""
+        self.parameters = list(parameters)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
+
+    @property
+    def lr(self) -> float:
+        """Learning rate that the next step uses (first parameter group)."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch's share of the loss."""
+        loss.backward()
+
+    def step(self) -> float:
+        """Clip, update, move the schedule on, zero the gradients; return the norm before clipping."""
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer and schedule, as nested dicts and lists of tensors and plain values."""
+        schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": schedule}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; the schedule's own functions stay those of this run."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        functions = self.scheduler.state_dict().get("lr_lambdas")
+        extra = {} if functions is None else {"lr_lambdas": functions}
+        self.scheduler.load_state_dict({**state["scheduler"], **extra})

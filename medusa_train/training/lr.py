@@ -1,0 +1,32 @@
+"""The learning-rate schedule over optimizer steps. Knows only an optimizer and two step counts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from medusa_train.errors import ConfigError
+
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+
+
+def count_warmup_steps(warmup_steps: int | None, warmup_ratio: float | None, total_steps: int) -> int:
+    """Steps of linear warm-up: `warmup_steps`, else the share `warmup_ratio` of the run, rounded up."""
+    if warmup_steps is not None:
+        return warmup_steps
+    return math.ceil((warmup_ratio or 0.0) * total_steps)
+
+
+def build_scheduler(name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> LRScheduler:
+    """Build transformers' own schedule `name`; `constant` has no warm-up, as there.
+
+    Raises:
+        ConfigError: `name` is none of `SCHEDULES`.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError([f"lr_scheduler: {name!r} is not one of {', '.join(SCHEDULES)}"])
+    scheduler: LRScheduler = get_scheduler(name, optimizer, warmup_steps, total_steps)
+    return scheduler

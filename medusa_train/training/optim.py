@@ -1,0 +1,84 @@
+"""Parameter groups and the optimizer. Knows no configuration, no schedule and no training loop."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from medusa_train.errors import ConfigError
+
+ParameterGroup = dict[str, Any]
+
+EIGHT_BIT = {
+    "adamw_bnb_8bit": "AdamW8bit",
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+}
+TORCH = ("adamw_torch", "adamw_torch_fused")
+
+
+def head_groups(draft: nn.Module, lr: float, weight_decay: float) -> list[ParameterGroup]:
+    """Split the draft's trained parameters in two: matrices decay, vectors (biases, norms) don't.
+
+    Both groups have the heads' own learning rate, `learning_rate * medusa_lr_multiplier` (SPEC 1: all
+    head parameters, biases included). The split is proven exhaustive: a parameter that fell in
+    no group would stay as it is without a word.
+    """
+    trained = [p for p in draft.parameters() if p.requires_grad]
+    groups: list[ParameterGroup] = [
+        {"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0},
+    ]
+    assert_exhaustive(groups, trained)
+    return [group for group in groups if group["params"]]
+
+
+def assert_exhaustive(groups: Iterable[ParameterGroup], trained: Iterable[nn.Parameter]) -> None:
+    """Raise AssertionError unless every trained parameter stands in exactly one group."""
+    grouped = [id(p) for group in groups for p in group["params"]]
+    expected = {id(p) for p in trained}
+    assert len(grouped) == len(set(grouped)), "a parameter stands in two optimizer groups"
+    assert set(grouped) == expected, f"{len(expected ^ set(grouped))} parameters are in no group or in one too many"
+
+
+def build_optimizer(
+    name: str, groups: list[ParameterGroup], device: torch.device
+) -> tuple[torch.optim.Optimizer, str | None]:
+    """Make the optimizer that `name` asks for, or the one that can run here.
+
+    Args:
+        name: `adamw_torch`, `adamw_torch_fused`, `adamw_bnb_8bit`, `adamw_8bit` or `paged_adamw_8bit`.
+        groups: parameter groups, each with its `lr` and `weight_decay`.
+        device: where the parameters live.
+
+    Returns:
+        The optimizer, and one line for the user where it isn't what was asked for.
+
+    Raises:
+        ConfigError: `name` is none of the above.
+    """
+    if name in TORCH:
+        return _adamw(groups), None
+    if name not in EIGHT_BIT:
+        known = ", ".join([*TORCH, *EIGHT_BIT])
+        raise ConfigError([f"optimizer: {name!r} is not one of {known}"])
+    if device.type != "cuda":
+        return _adamw(groups), f"optimizer: {name} makes no sense on a {device.type}, taking adamw_torch"
+    try:
+        optim = importlib.import_module("bitsandbytes").optim
+    except (ImportError, OSError, RuntimeError) as reason:
+        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({reason}), taking adamw_torch"
+    optimizer: torch.optim.Optimizer = getattr(optim, EIGHT_BIT[name])(groups)
+    return optimizer, None
+
+
+def _adamw(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
+    """AdamW in one fused kernel; in plain loops on a device that has no such kernel."""
+    try:
+        return torch.optim.AdamW(groups, fused=True)
+    except RuntimeError:
+        return torch.optim.AdamW(groups)

@@ -1,0 +1,224 @@
+"""From a configuration to a trainer that is ready to run: data, backbone, heads, optimizer, place. Runs nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.schema import TrainConfig, unsupported_keys
+from medusa_train.data.chat import ChatEncoder
+from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.losses.objective import Medusa1Objective
+from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.tracking import open_tracker
+from medusa_train.training.engine import LocalEngine
+from medusa_train.training.lr import build_scheduler, count_warmup_steps
+from medusa_train.training.optim import build_optimizer, head_groups
+from medusa_train.training.plan import Plan, count_steps, interval
+from medusa_train.training.precision import Precision, choose_precision
+from medusa_train.training.run_dir import NEWEST, prepare_output_dir, write_config
+from medusa_train.training.snapshot import restore_snapshot
+from medusa_train.training.state import TrainState
+from medusa_train.training.trainer import Trainer
+
+
+@dataclass
+class Data:
+    """What is trained on and what is measured on."""
+
+    train: EncodedDataset
+    held_out: EncodedDataset
+    prompts: EncodedDataset  # the held-out set, else the training set, with the assistant's words alone marked
+
+
+@dataclass
+class Ready:
+    """A trainer, the heads as their own type (saving and decoding need it), and where the run goes."""
+
+    trainer: Trainer
+    draft: MedusaDraft
+    out: Path
+
+
+def check_supported(cfg: TrainConfig) -> None:
+    """Raise ConfigError naming every key that asks for what this version can't do."""
+    if asked := unsupported_keys(cfg):
+        raise ConfigError(["not supported by this version: " + key for key in asked])
+
+
+def load_data(cfg: TrainConfig, console: Console) -> Data:
+    """Find the backbone, refuse what can't be done with it, and encode the data; loads no weights.
+
+    Raises:
+        BackboneError: there is no such backbone, or the hub can't be reached.
+        ConfigError: a key is not supported by this version.
+        DataError: the data can't be read, or nothing in it can be learnt.
+    """
+    where, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    check_supported(cfg)
+    context = int(config.get_text_config().max_position_embeddings)
+    if cfg.sequence_len > context:
+        console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
+        cfg = cfg.model_copy(update={"sequence_len": context})
+    encoder = ChatEncoder(_tokenizer(cfg.base_model, where, cfg.trust_remote_code), cfg.chat_template)
+    train, held_out = load_datasets(cfg, encoder)
+    for line in train.report.lines():
+        console.print(f"data: {line}", highlight=False)
+    if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
+        answers = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
+        only = load_datasets(cfg.model_copy(update=answers), encoder)
+        return Data(train, held_out, only[1] if len(held_out) else only[0])
+    return Data(train, held_out, held_out if len(held_out) else train)
+
+
+def _tokenizer(name: str, where: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"base_model {name}: its tokenizer can't be loaded: {error}") from error
+
+
+def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
+    """Load the backbone, make the heads and all that trains them, and take up an earlier run's place.
+
+    Raises:
+        BackboneError: the backbone can't be loaded.
+        CheckpointError: the checkpoint to go on from is damaged, or of other heads.
+    """
+    random.seed(cfg.seed)
+    torch.manual_seed(cfg.seed)
+    if cfg.tf32:
+        torch.set_float32_matmul_precision("high")
+    precision = choose_precision(cfg.bf16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    backbone = Backbone.load(
+        cfg.base_model, dtype=precision.dtype, device=precision.device, trust_remote_code=cfg.trust_remote_code
+    )
+    draft = MedusaDraft.from_backbone(backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32)
+    loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True)
+    plan = make_plan(cfg, loader.steps_per_epoch)
+    warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
+    engine = _engine(cfg, draft, plan.total_steps, warmup, precision, console)
+    _describe(cfg, data, backbone, draft, plan, warmup, precision, console)
+
+    store = CheckpointStore(Path(cfg.output_dir).expanduser(), cfg.save_total_limit)
+    state = _resume(cfg, store, draft, engine, loader, console)
+    out = prepare_output_dir(cfg, state.step)
+    write_config(cfg, out)
+    trainer = Trainer(
+        backbone=backbone,
+        draft=draft,
+        objective=Medusa1Objective(draft, cfg.medusa_decay_coefficient),
+        engine=engine,
+        loader=loader,
+        held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
+        accumulation=cfg.gradient_accumulation_steps,
+        precision=precision,
+        plan=plan,
+        store=store,
+        tracker=open_tracker(out, console, plan.total_steps, state.step),
+        patience=cfg.early_stopping_patience,
+        state=state,
+        top_k_in_log=cfg.medusa_logging,
+    )
+    return Ready(trainer, draft, out)
+
+
+def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int) -> Plan:
+    """Lay out the run's steps; evaluations and checkpoints come once per epoch where the config is silent."""
+    total, per_epoch = count_steps(
+        micro_batches_per_epoch, cfg.gradient_accumulation_steps, cfg.num_epochs, cfg.max_steps
+    )
+    return Plan(
+        total_steps=total,
+        steps_per_epoch=per_epoch,
+        logging_steps=cfg.logging_steps,
+        eval_every=interval(cfg.eval_steps, total),
+        evals_per_epoch=None if cfg.eval_steps else cfg.evals_per_epoch or 1,
+        save_every=interval(cfg.save_steps, total),
+        saves_per_epoch=None if cfg.save_steps else cfg.saves_per_epoch or 1,
+    )
+
+
+def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
+    """Make a maker of one pass over the held-out set, always in the same order; None where nothing is held out."""
+    if not len(held_out):
+        return None
+
+    def batches() -> Iterable[Batch]:
+        loader = BatchLoader(held_out, micro_batch_size, seed=0, shuffle=False)
+        return islice(loader, loader.steps_per_epoch)
+
+    return batches
+
+
+def _engine(
+    cfg: TrainConfig, draft: MedusaDraft, total_steps: int, warmup: int, precision: Precision, console: Console
+) -> LocalEngine:
+    groups = head_groups(draft, cfg.heads_learning_rate, cfg.weight_decay)
+    optimizer, notice = build_optimizer(cfg.optimizer, groups, precision.device)
+    if notice:
+        console.print(notice)
+    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps)
+    return LocalEngine(list(draft.parameters()), optimizer, scheduler, cfg.max_grad_norm)
+
+
+def _resume(
+    cfg: TrainConfig,
+    store: CheckpointStore,
+    draft: MedusaDraft,
+    engine: LocalEngine,
+    loader: BatchLoader,
+    console: Console,
+) -> TrainState:
+    """Take up the place of the checkpoint that the config names; a new run where there is none yet."""
+    wanted = cfg.resume_from_checkpoint
+    if wanted is None:
+        return TrainState()
+    path = store.latest() if wanted in NEWEST else Path(wanted)
+    if path is None:
+        console.print(f"resume_from_checkpoint: {store.root} holds no checkpoint yet, starting anew")
+        return TrainState()
+    state = restore_snapshot(store.load(path), draft, engine, str(path))
+    loader.load_state_dict(state.data)
+    console.print(f"going on after step {state.step}, from {path}")
+    return state
+
+
+def _describe(
+    cfg: TrainConfig,
+    data: Data,
+    backbone: Backbone,
+    draft: MedusaDraft,
+    plan: Plan,
+    warmup: int,
+    precision: Precision,
+    console: Console,
+) -> None:
+    """Say in three lines what is about to happen."""
+    trained = sum(p.numel() for p in draft.parameters())
+    frozen = sum(p.numel() for p in backbone.model.parameters())
+    epochs = plan.epoch(plan.total_steps)
+    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps
+    console.print(
+        f"data: {len(data.train):,} conversations to train on ({data.train.tokens:,} tokens, "
+        f"{data.train.supervised_tokens:,} of them learnt), {len(data.held_out):,} held out"
+    )
+    console.print(
+        f"model: {trained / 1e6:.1f}M parameters in the heads (trained, float32), {frozen / 1e6:.1f}M in the "
+        f"backbone (frozen), computing in {precision} on {precision.device}"
+    )
+    console.print(
+        f"plan: {plan.total_steps:,} steps of {batch} conversations ({epochs:.2f} epochs), "
+        f"peak learning rate {cfg.heads_learning_rate:g} after {warmup} steps, {cfg.lr_scheduler}"
+    )

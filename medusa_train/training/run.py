@@ -1,0 +1,70 @@
+"""One whole run, from a configuration to heads, tree and the last page. Knows no command line."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.training.finish import calibration_prompts, fit_tree, heads_table, publish_heads, summary
+from medusa_train.training.heldout import HeldOut
+from medusa_train.training.interrupt import StopRequest
+from medusa_train.training.prepare import Data, Ready, build, load_data
+from medusa_train.training.run_dir import HEADS, TREE, check_output_dir
+from medusa_train.training.trainer import Outcome
+
+
+def train(cfg: TrainConfig, go_on: str, console: Console, results: Console) -> int:
+    """Train the heads that `cfg` describes, and finish: heads/, tree.json, a table.
+
+    Args:
+        cfg: a validated configuration.
+        go_on: the command that goes on with this run, for whoever stops it.
+        console: for progress and notes. results: for the final tables.
+
+    Returns:
+        The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM, everything saved.
+
+    Raises:
+        MedusaError: something that the user can mend.
+    """
+    check_output_dir(cfg)
+    data = load_data(cfg, console)
+    ready = build(cfg, data, console)
+    with ready.trainer.tracker, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
+        outcome = ready.trainer.run(stop)
+    if outcome is Outcome.INTERRUPTED:
+        console.print(f"stopped after step {ready.trainer.state.step}, saved. To go on:\n  {go_on}", highlight=False)
+        return stop.exit_code
+    if outcome is Outcome.EARLY:
+        console.print(
+            f"stopped early: no better held-out loss in {cfg.early_stopping_patience} evaluations "
+            f"(lowest {ready.trainer.state.best_loss:.4f} at step {ready.trainer.state.best_step})"
+        )
+    try:
+        _finish(cfg, data, ready, console, results)
+    except KeyboardInterrupt:
+        saved = f"{ready.out / HEADS} is saved" if (ready.out / HEADS).exists() else "the checkpoint is saved"
+        console.print(f"stopped: {saved}, {TREE} is not. To make it:\n  {go_on}", style="yellow", highlight=False)
+        return 130
+    return 0
+
+
+def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, results: Console) -> None:
+    """Save the heads, fit the tree, and show what came out."""
+    trainer, draft, out = ready.trainer, ready.draft, ready.out
+    held_out: HeldOut | None = None
+    if trainer.held_out is not None:
+        held_out = trainer.evaluate(trainer.held_out())
+    publish_heads(draft, trainer.precision.dtype, out, cfg.base_model)
+    calibration = None
+    note = ""
+    if cfg.calibration_tokens:
+        prompts = calibration_prompts(data.prompts, cfg.calibration_tokens, cfg.seed)
+        if not len(data.held_out):
+            note = "nothing was held out, so the tree was fitted on prompts that the heads were trained on"
+        calibration = fit_tree(trainer.backbone, draft, prompts, cfg.calibration_tokens, out, console)
+    if (table := heads_table(held_out, calibration)) is not None:
+        results.print(table)
+    layers = f"{draft.num_layers} layer{'' if draft.num_layers == 1 else 's'}"
+    what = f"{draft.num_heads} Medusa heads x {layers} on {cfg.base_model}"
+    results.print(summary(what, trainer.state, held_out, calibration, out, note))

@@ -1,0 +1,96 @@
+"""The run directory: may a run begin or go on there, and its config.yaml. Knows nothing of training; no torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from medusa_train.config.load import dump_config
+from medusa_train.config.paths import resolve_path
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import CheckpointError, ConfigError
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+HEADS = "heads"
+TREE = "tree.json"
+CHECKPOINTS = "checkpoints"
+#: What belongs to a run; nothing else in its directory is ever removed.
+OWN = (CONFIG, METRICS, HEADS, TREE, CHECKPOINTS, "eval")
+#: Values of `resume_from_checkpoint` that mean the newest checkpoint of `output_dir`.
+NEWEST = ("latest", "auto")
+
+
+def check_output_dir(cfg: TrainConfig) -> None:
+    """Refuse an `output_dir` that holds a run, unless the config says what is to become of it.
+
+    Raises:
+        ConfigError: it is a file, or holds a run that is neither to be overwritten nor resumed.
+        CheckpointError: `resume_from_checkpoint` names no checkpoint.
+    """
+    out = Path(cfg.output_dir).expanduser()
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"output_dir: {out} is a file; a run needs a directory")
+    resume = cfg.resume_from_checkpoint
+    if resume is not None and resume not in NEWEST and not Path(resume).is_dir():
+        raise CheckpointError(
+            f"resume_from_checkpoint: {resume}: no such checkpoint{_checkpoints_of(out)}; "
+            "`resume_from_checkpoint=auto` takes the newest one in output_dir"
+        )
+    found = [name for name in OWN if (out / name).exists()]
+    if not found or cfg.overwrite_output_dir:
+        return
+    if resume is None:
+        raise ConfigError(
+            f"output_dir: {out} already holds a run ({', '.join(found)}). Choose one:\n"
+            f"  output_dir=OTHER                a new run elsewhere\n"
+            f"  resume_from_checkpoint=auto     go on with this run from its newest checkpoint\n"
+            f"  overwrite_output_dir=true       delete this run and start anew"
+        )
+    if resume not in NEWEST and not Path(resume).resolve().is_relative_to(out.resolve()):
+        raise ConfigError(
+            f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another; "
+            "set output_dir to that run's directory, or to a new one"
+        )
+
+
+def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
+    """Make `output_dir` ready for a run that goes on after `step` (0: a new one).
+
+    A new run removes an earlier one that it was told to overwrite; a resumed one removes checkpoints of later
+    steps, which belong to a future that will not come. Nothing but a run's own files is touched.
+    """
+    out = Path(cfg.output_dir).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    doomed = [out / name for name in OWN] if step == 0 else list(_later_checkpoints(out, step))
+    for path in doomed:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return out
+
+
+def write_config(cfg: TrainConfig, out: Path) -> None:
+    """Write the resolved configuration; a local backbone by its absolute path, so that the run can be moved about."""
+    local = resolve_path(cfg.base_model)
+    lasting = {
+        "base_model": str(local.resolve()) if local is not None else cfg.base_model,
+        "resume_from_checkpoint": None,
+        "overwrite_output_dir": False,
+    }
+    (out / CONFIG).write_text(dump_config(cfg.model_copy(update=lasting)), encoding="utf-8")
+
+
+def _later_checkpoints(out: Path, step: int) -> list[Path]:
+    found = []
+    for path in (out / CHECKPOINTS).glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
+            found.append(path)
+    return found
+
+
+def _checkpoints_of(out: Path) -> str:
+    names = sorted(path.name for path in (out / CHECKPOINTS).glob("step-*"))
+    return f" ({out / CHECKPOINTS} holds {', '.join(names)})" if names else ""

@@ -1,0 +1,40 @@
+"""Everything a run needs to go on as if it had never stopped. Knows what belongs in, not how it is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_train.checkpoint.rng import rng_state, set_rng_state
+from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts.base import Draft
+from medusa_train.training.engine import Engine
+from medusa_train.training.state import TrainState
+
+
+def take_snapshot(draft: Draft, engine: Engine, state: TrainState) -> dict[str, Any]:
+    """Collect heads, optimizer, schedule, random generators and the place in the run, for `CheckpointStore.save`."""
+    return {
+        "draft": draft.state_dict(),
+        "engine": engine.state_dict(),
+        "rng": rng_state(),
+        "run": state.to_json(),
+    }
+
+
+def restore_snapshot(snapshot: dict[str, Any], draft: Draft, engine: Engine, where: str) -> TrainState:
+    """Put a snapshot back into `draft`, `engine` and the random generators; return where the run stood.
+
+    Raises:
+        CheckpointError: the snapshot is of other heads, or of something else; `where` names it.
+    """
+    try:
+        draft.load_state_dict(snapshot["draft"])
+        engine.load_state_dict(snapshot["engine"])
+        set_rng_state(snapshot["rng"])
+        return TrainState.from_json(snapshot["run"])
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{where}: does not fit this run ({reason}).\n"
+            "A run goes on with the base_model, medusa_num_heads, medusa_num_layers and optimizer it began with."
+        ) from error

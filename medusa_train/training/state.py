@@ -1,0 +1,75 @@
+"""How far a run has got, as plain numbers that JSON keeps to the bit. Knows no tensors and no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Window:
+    """Sums over the optimizer steps since the last log line; in checkpoints, so that a resumed run logs the same."""
+
+    steps: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    correct: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add_heads(self, correct: Sequence[int], counts: Sequence[int]) -> None:
+        """Add one step's right top-1 guesses and valid targets, per head."""
+        self.correct = _added(self.correct, correct)
+        self.counts = _added(self.counts, counts)
+
+    def top1(self) -> list[float]:
+        """Share of valid targets that each head's first guess hits; 0 where there were none."""
+        return [c / n if n else 0.0 for c, n in zip(self.correct, self.counts, strict=True)]
+
+
+@dataclass
+class TrainState:
+    """Place in the run: `step` optimizer steps are done.
+
+    `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out loss (nats), at
+    `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated.
+    `tokens` and `seconds` (of training steps alone) count the whole run.
+    """
+
+    step: int = 0
+    epoch: float = 0.0
+    data: dict[str, Any] = field(default_factory=dict)
+    best_loss: float | None = None
+    best_step: int = 0
+    evals_since_best: int = 0
+    evaluated: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    window: Window = field(default_factory=Window)
+
+    def note_eval(self, loss: float) -> bool:
+        """Remember a held-out loss measured now; True when it is the best so far."""
+        self.evaluated = self.step
+        if self.best_loss is not None and loss >= self.best_loss:
+            self.evals_since_best += 1
+            return False
+        self.best_loss, self.best_step, self.evals_since_best = loss, self.step, 0
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainState:
+        """Take back what `to_json` gave, also after a trip through a JSON file."""
+        known = {f.name for f in fields(cls)} - {"window"}
+        return cls(
+            **{name: values[name] for name in known if name in values}, window=Window(**values.get("window", {}))
+        )
+
+
+def _added(left: list[int], right: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)] if left else list(right)

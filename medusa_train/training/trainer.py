@@ -1,0 +1,196 @@
+"""The training loop: micro-batches in, updated heads, figures and checkpoints out. Knows no configuration keys."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.data.dataset import Batch, BatchLoader
+from medusa_train.errors import MedusaError
+from medusa_train.losses.objective import Medusa1Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
+from medusa_train.tracking import Tracker
+from medusa_train.training.engine import Engine
+from medusa_train.training.heldout import HeldOut, evaluate_held_out
+from medusa_train.training.interrupt import StopRequest
+from medusa_train.training.plan import Plan
+from medusa_train.training.precision import Precision
+from medusa_train.training.snapshot import take_snapshot
+from medusa_train.training.state import TrainState, Window
+
+
+class Outcome(Enum):
+    """Why the loop ended."""
+
+    FINISHED = "finished"
+    EARLY = "stopped early"
+    INTERRUPTED = "interrupted"
+
+
+class NonFiniteLossError(MedusaError):
+    """The loss or the gradient is NaN or infinite; going on would only spread it."""
+
+
+@dataclass
+class MicroStep:
+    """What is kept of one micro-batch once its gradients are added."""
+
+    records: list[str]
+    loss: Tensor  # scalar, this micro-batch's share
+    correct: Tensor  # long [K]
+    counts: Tensor  # long [K]
+    tokens: int
+
+
+@dataclass
+class Trainer:
+    """One run in one process.
+
+    Attributes:
+        backbone, draft, objective: what is run, what is trained, and what it minimises.
+        engine: holds gradients, optimizer and schedule.
+        loader: training micro-batches without end, whose place can be saved.
+        held_out: makes the held-out batches, the whole set once; None where nothing is held out.
+        accumulation: micro-batches per optimizer step.
+        patience: evaluations without a better loss before the run ends early; None: never.
+        state: where the run stands; a resumed run brings its own.
+        top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
+    """
+
+    backbone: Backbone
+    draft: Draft
+    objective: Medusa1Objective
+    engine: Engine
+    loader: BatchLoader
+    held_out: Callable[[], Iterable[Batch]] | None
+    accumulation: int
+    precision: Precision
+    plan: Plan
+    store: CheckpointStore
+    tracker: Tracker
+    patience: int | None
+    state: TrainState
+    top_k_in_log: bool = False
+
+    def run(self, stop: StopRequest) -> Outcome:
+        """Train up to the plan's last step, or until `stop` or too many evaluations without progress.
+
+        Every way out but an exception leaves a checkpoint of the last finished step.
+
+        Raises:
+            NonFiniteLossError: with the step, the records in it and the last good checkpoint.
+        """
+        state, plan = self.state, self.plan
+        if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
+            self._evaluate(stop)  # the run was stopped after this step, before its evaluation
+        batches = iter(self.loader)
+        while state.step < plan.total_steps and not self._out_of_patience():
+            last = self._train_step(batches)
+            self.tracker.advance(state.step)
+            if plan.logs(state.step):
+                self._log(last)
+            if plan.evaluates(state.step):
+                self._evaluate(stop)
+            if stop or self._out_of_patience() or plan.saves(state.step):
+                self._save()
+            if stop:
+                return Outcome.INTERRUPTED
+        return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
+
+    def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> HeldOut | None:
+        """Measure the heads as they are now on `batches`; None when `stop` said so."""
+        decay = self.objective.decay
+        return evaluate_held_out(self.backbone, self.draft, batches, decay, self.precision, stop)
+
+    def _train_step(self, batches: Iterator[Batch]) -> Batch:
+        """Run one optimizer step; return its last micro-batch.
+
+        Valid targets are counted over all micro-batches before any loss is divided, so a step's loss is the mean
+        over its targets however they fall into micro-batches.
+        """
+        started = time.perf_counter()
+        micro = [next(batches).to(self.backbone.device) for _ in range(self.accumulation)]
+        counts = torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0)
+        done = [self._micro_step(batch, counts) for batch in micro]
+        loss = sum(float(part.loss) for part in done)
+        norm = self.engine.step() if math.isfinite(loss) else math.nan
+        if not math.isfinite(norm):
+            raise self._non_finite(done, loss)
+        self._advance(done, loss, norm, time.perf_counter() - started)
+        return micro[-1]
+
+    def _micro_step(self, batch: Batch, counts: Tensor) -> MicroStep:
+        with torch.no_grad():
+            feats = self.backbone.run(batch.tokens, positions=batch.positions)
+        with self.precision.autocast():
+            out = self.objective.loss(feats, batch, counts)
+        self.engine.backward(out.loss)
+        tokens = int((batch.segments >= 0).sum())
+        return MicroStep(batch.records, out.loss.detach(), out.head_correct, out.head_counts, tokens)
+
+    def _advance(self, done: list[MicroStep], loss: float, norm: float, seconds: float) -> None:
+        """Count one finished step."""
+        state = self.state
+        state.step += 1
+        state.epoch = self.plan.epoch(state.step)
+        state.tokens += (tokens := sum(part.tokens for part in done))
+        state.seconds += seconds
+        window = state.window
+        window.steps += 1
+        window.loss += loss
+        window.grad_norm += norm
+        window.tokens += tokens
+        window.seconds += seconds
+        correct = torch.stack([part.correct for part in done]).sum(dim=0)
+        counts = torch.stack([part.counts for part in done]).sum(dim=0)
+        window.add_heads(correct.tolist(), counts.tolist())
+
+    def _log(self, last: Batch) -> None:
+        """Hand out the means over the steps since the last log line, and begin the next window."""
+        window, self.state.window = self.state.window, Window()
+        figures = {
+            "epoch": round(self.state.epoch, 4),
+            "loss": window.loss / window.steps,
+            "head_top1": window.top1(),
+            "grad_norm": window.grad_norm / window.steps,
+            "lr": self.engine.lr,
+            "tokens_per_s": window.tokens / max(window.seconds, 1e-9),
+            "tokens": self.state.tokens,
+        }
+        if self.top_k_in_log and (seen := self.evaluate([last])) is not None:
+            figures["head_top"] = seen.top
+        self.tracker.log("train", self.state.step, figures)
+
+    def _evaluate(self, stop: StopRequest) -> None:
+        if self.held_out is None:
+            return
+        found = self.evaluate(self.held_out(), lambda: bool(stop))
+        if found is not None:
+            best = self.state.note_eval(found.loss)
+            self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
+
+    def _out_of_patience(self) -> bool:
+        return self.patience is not None and self.state.evals_since_best >= self.patience
+
+    def _save(self) -> None:
+        self.state.data = self.loader.state_dict()
+        self.store.save(self.state.step, take_snapshot(self.draft, self.engine, self.state))
+
+    def _non_finite(self, done: list[MicroStep], loss: float) -> NonFiniteLossError:
+        bad_loss = [part for part in done if not math.isfinite(float(part.loss))]
+        records = ", ".join(record for part in bad_loss or done for record in part.records)
+        good = self.store.latest()
+        where = f"The last good checkpoint is {good}." if good else "There is no checkpoint yet."
+        return NonFiniteLossError(
+            f"step {self.state.step + 1}: the loss is {loss}{'' if bad_loss else ', its gradient is not finite'}; "
+            f"the heads were left as they were before it.\nRecords in it: {records}.\n{where}\n"
+            "Look at these records; if they are sound, lower learning_rate, or set bf16: false."
+        )

@@ -1,0 +1,107 @@
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from medusa_train.cli.train import app, go_on_command, headline
+from medusa_train.config.schema import TrainConfig
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"base_model: {tmp_path / 'absent-model'}\n"
+        f"datasets:\n  - path: {tmp_path / 'absent.jsonl'}\n"
+        f"output_dir: {tmp_path / 'run'}\n"
+        "medusa_only_heads: true\n"
+    )
+    return path
+
+
+def test_help_teaches():
+    result = run("--help")
+    assert result.exit_code == 0
+    for word in ("base_model", "datasets", "key=value", "tree.json", "configs/tiny_m1.yaml", "Exit codes"):
+        assert word in result.output
+
+
+def test_mistakes_in_the_configuration_exit_2_and_load_no_torch(config_file):
+    config_file.write_text(config_file.read_text() + "learning_rat: 1\nmicro_batch_size: many\n")
+    code = (
+        "import sys\n"
+        "from medusa_train.cli.train import main\n"
+        f"sys.argv = ['medusa-train', {str(config_file)!r}]\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    print('exit', end.code)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["exit", "2", "False"]
+    assert "config.yaml:6" in done.stderr
+    assert "learning_rate" in done.stderr
+    assert "config.yaml:7" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_first_lines_say_what_is_trained_on_what(config_file, tmp_path):
+    result = run(config_file)
+    assert f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, backbone frozen" in result.output
+    assert f"from {tmp_path / 'absent.jsonl'} into {tmp_path / 'run'}" in result.output
+
+
+def test_a_missing_backbone_is_told_before_unsupported_keys_and_data(config_file):
+    result = run(config_file, "sample_packing=true")
+    assert result.exit_code == 1
+    assert "absent-model" in result.output
+    assert "no such directory" in result.output
+    assert "sample_packing" not in result.output
+    assert "absent.jsonl:" not in result.output
+
+
+def test_an_earlier_run_is_refused_before_anything_loads(config_file, tmp_path):
+    (tmp_path / "run" / "heads").mkdir(parents=True)
+    result = run(config_file)
+    assert result.exit_code == 2
+    assert "already holds a run (heads)" in result.output
+    assert "absent-model:" not in result.output
+
+
+def test_overwrite_and_resume_are_keys_too(config_file, tmp_path):
+    (tmp_path / "run" / "heads").mkdir(parents=True)
+    for flag in ("--overwrite", "--resume", "resume_from_checkpoint=auto"):
+        assert "no such directory" in run(config_file, flag).output
+    assert run(config_file, "--overwrite", "--resume").exit_code == 2
+
+
+def test_no_such_checkpoint(config_file):
+    result = run(config_file, "resume_from_checkpoint=runs/absent/step-3")
+    assert result.exit_code == 1
+    assert "no such checkpoint" in result.output
+
+
+def test_no_arguments_show_the_help():
+    result = run()
+    assert result.exit_code == 2
+    assert "Usage" in result.output
+
+
+def config(**keys):
+    return TrainConfig(base_model="m", datasets=[{"path": "d.jsonl"}], **keys).resolved()
+
+
+def test_the_command_to_go_on_is_the_same_run():
+    cfg = config(output_dir="runs/a b", overwrite_output_dir=True)
+    command = go_on_command(["c.yaml", "max_steps=3", "overwrite_output_dir=true", "output_dir=x"], cfg)
+    assert command == (
+        "medusa-train c.yaml max_steps=3 'output_dir=runs/a b' overwrite_output_dir=false resume_from_checkpoint=auto"
+    )
+
+
+def test_headline_counts_layers():
+    assert "3 Medusa heads x 2 layers on m" in headline(config(medusa_num_heads=3, medusa_num_layers=2), "x")[0]

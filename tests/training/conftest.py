@@ -1,0 +1,128 @@
+"""A small random Llama with a tokenizer of its own, and chats to train on, as files."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from medusa_train.config.schema import TrainConfig
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "green", "blue", "large"]
+
+
+def sentence(draw: random.Random) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(3, 9)))
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    draw = random.Random(0)
+    tokenizer.train_from_iterator([sentence(draw) for _ in range(200)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random two-layer Llama (d 32, V 300) whose answers vary."""
+    where = tmp_path_factory.mktemp("backbone")
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    assert len(tokenizer) == config.vocab_size
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(where)
+    tokenizer.save_pretrained(where)
+    return where
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty chats of one or two turns, in ShareGPT form."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    draw = random.Random(1)
+    lines = []
+    for number in range(40):
+        turns = []
+        for _ in range(draw.randint(1, 2)):
+            turns.append({"from": "human", "value": sentence(draw)})
+            turns.append({"from": "gpt", "value": sentence(draw)})
+        lines.append(json.dumps({"id": f"chat-{number}", "conversations": turns}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make_config(backbone_dir: Path, chats: Path, tmp_path: Path):
+    """A configuration of a run of a few steps in float32, below the test's own directory."""
+
+    def make(**keys: object) -> TrainConfig:
+        values: dict[str, object] = {
+            "base_model": str(backbone_dir),
+            "datasets": [{"path": str(chats), "type": "sharegpt"}],
+            "output_dir": str(tmp_path / "run"),
+            "medusa_num_heads": 3,
+            "micro_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 6,
+            "learning_rate": 1e-2,
+            "medusa_lr_multiplier": 1.0,
+            "warmup_steps": 1,
+            "logging_steps": 1,
+            "val_set_size": 0.2,
+            "bf16": False,
+            "calibration_tokens": 0,
+        }
+        return TrainConfig(**{**values, **keys}).resolved()
+
+    return make
+
+
+@pytest.fixture
+def console() -> Console:
+    """A console whose text can be read back from `.file`."""
+    return Console(file=io.StringIO(), width=200)
+
+
+def metrics(run: Path) -> list[dict]:
+    """The records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from medusa_train.data.dataset import Batch
+from medusa_train.data.targets import IGNORE, shift
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.training import heldout
+from medusa_train.training.precision import Precision
+
+PRECISION = Precision(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def backbone(backbone_dir):
+    return Backbone.load(str(backbone_dir))
+
+
+def random_batches():
+    torch.manual_seed(3)
+    batches = []
+    for rows, length in ((2, 12), (3, 7)):
+        tokens = torch.randint(0, 300, (rows, length))
+        labels = torch.where(torch.rand(rows, length) < 0.6, tokens, IGNORE)
+        segments = torch.zeros_like(tokens)
+        segments[0, -2:] = -1
+        labels[0, -2:] = IGNORE
+        positions = torch.arange(length).repeat(rows, 1)
+        batches.append(Batch(tokens, labels, positions, segments, ["a"] * rows))
+    return batches
+
+
+@pytest.mark.parametrize("rows", [2, 512])
+def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
+    monkeypatch.setattr(heldout, "ROWS", rows)
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    with torch.no_grad():
+        draft.blocks[1][0].linear.bias.normal_()
+    found = heldout.evaluate_held_out(backbone, draft, random_batches(), 0.8, PRECISION)
+    losses, top3 = [], []
+    for k in (1, 2):
+        logits, wanted = [], []
+        for batch in random_batches():
+            target = shift(batch.labels, k, batch.segments)
+            states = backbone.run(batch.tokens).hidden
+            logits.append(draft.head_logits(states, k)[target != IGNORE].detach())
+            wanted.append(target[target != IGNORE])
+        logits, wanted = torch.cat(logits), torch.cat(wanted)
+        assert found.targets[k - 1] == len(wanted)
+        losses.append(float(cross_entropy(logits, wanted)))
+        top3.append(float((logits.topk(3).indices == wanted[:, None]).any(1).float().mean()))
+    assert found.head_loss == pytest.approx(losses, rel=1e-5)
+    assert [shares[2] for shares in found.top] == pytest.approx(top3)
+    assert found.loss == pytest.approx(0.8 * losses[0] + 0.64 * losses[1], rel=1e-5)
+
+
+def test_nothing_to_predict_gives_zeros(backbone):
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    batch = random_batches()[0]
+    empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
+    found = heldout.evaluate_held_out(backbone, draft, [empty], 0.8, PRECISION)
+    assert found.loss == 0.0
+    assert found.targets == [0, 0]
+
+
+def test_a_stop_gives_up(backbone):
+    draft = MedusaDraft.from_backbone(backbone, 1)
+    assert heldout.evaluate_held_out(backbone, draft, random_batches(), 0.8, PRECISION, lambda: True) is None

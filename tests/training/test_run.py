@@ -1,0 +1,213 @@
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from medusa_train.checkpoint.layouts import load_heads
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.errors import CheckpointError, ConfigError, DataError
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.training import run as whole
+from medusa_train.training.trainer import NonFiniteLossError, Trainer
+from medusa_train.trees.tree import Tree
+from tests.training.conftest import metrics
+
+
+def train(cfg, console):
+    return whole.train(cfg, "GO ON", console, console)
+
+
+def losses(run):
+    return [(r["step"], r["loss"], r["head_top1"], r["lr"]) for r in metrics(run) if r["kind"] == "train"]
+
+
+def held_out(run):
+    return [(r["step"], r["loss"], r["head_top"]) for r in metrics(run) if r["kind"] == "eval"]
+
+
+def stop_after(monkeypatch, step, number=signal.SIGINT):
+    """Send the signal in the middle of that step, as a user would."""
+    real = Trainer._micro_step
+
+    def micro_step(self, batch, counts):
+        if self.state.step + 1 == step:
+            monkeypatch.setattr(Trainer, "_micro_step", real)
+            os.kill(os.getpid(), number)
+        return real(self, batch, counts)
+
+    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+
+
+def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_path, backbone_dir):
+    cfg = make_config(calibration_tokens=120, max_steps=30)
+    assert train(cfg, console) == 0
+    out = tmp_path / "run"
+    tensors = load_file(out / "heads" / "medusa_lm_head.safetensors")
+    assert set(tensors) == {
+        f"{i}.{name}" for i in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
+    assert tensors["2.1.weight"].shape == (300, 32)
+    saved = yaml.safe_load((out / "config.yaml").read_text())
+    assert saved["base_model"] == str(backbone_dir)
+    assert saved["medusa_num_heads"] == 3
+    first, last = losses(out)[0], losses(out)[-1]
+    assert last[1] < 0.8 * first[1]
+    assert [step for step, *_ in losses(out)] == list(range(1, 31))
+    step, loss, top = held_out(out)[-1]
+    assert step == 30
+    assert math.isfinite(loss)
+    assert len(top) == 3
+    assert all(len(shares) == 10 and shares == sorted(shares) for shares in top)
+    tree = json.loads((out / "tree.json").read_text())
+    assert "medusa_choices" in tree
+    text = console.file.getvalue()
+    assert f"medusa-eval --bench tiny --model {out}" in text
+    assert "greedy continuations" in text
+
+
+def test_trained_heads_decode_to_the_same_text(make_config, console, tmp_path, backbone_dir):
+    train(make_config(), console)
+    backbone = Backbone.load(str(backbone_dir))
+    draft = load_heads(tmp_path / "run" / "heads", backbone)
+    plain = Decoder(backbone).generate([0, 2, 10, 3], 20)
+    drafted = Decoder(backbone, draft, Tree.cartesian([2, 2])).generate([0, 2, 10, 3], 20)
+    assert drafted.tokens == plain.tokens
+
+
+def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path, monkeypatch):
+    keys = {"logging_steps": 2, "eval_steps": 4, "max_steps": 8}
+    train(make_config(output_dir=str(tmp_path / "whole"), **keys), console)
+    stop_after(monkeypatch, 3)
+    broken = make_config(output_dir=str(tmp_path / "broken"), **keys)
+    assert train(broken, console) == 130
+    assert "stopped after step 3" in console.file.getvalue()
+    assert "GO ON" in console.file.getvalue()
+    torch.manual_seed(99)  # a new process would not have this one's random numbers
+    assert train(broken.model_copy(update={"resume_from_checkpoint": "auto"}), console) == 0
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    assert held_out(tmp_path / "broken") == held_out(tmp_path / "whole")
+    heads = [load_file(tmp_path / name / "heads" / "medusa_lm_head.safetensors") for name in ("whole", "broken")]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+def test_resumed_from_an_older_checkpoint_drops_what_came_after(make_config, console, tmp_path):
+    cfg = make_config(save_steps=2, save_total_limit=9)
+    train(cfg, console)
+    before = losses(tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    train(cfg.model_copy(update={"resume_from_checkpoint": str(checkpoints / "step-2")}), console)
+    assert losses(tmp_path / "run") == before
+    assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
+
+
+def test_sigterm_saves_too(make_config, console, tmp_path, monkeypatch):
+    stop_after(monkeypatch, 2, signal.SIGTERM)
+    assert train(make_config(), console) == 143
+    assert CheckpointStore(tmp_path / "run").steps() == [2]
+
+
+def test_a_finished_run_can_be_made_longer(make_config, console, tmp_path):
+    train(make_config(lr_scheduler="constant"), console)
+    longer = make_config(lr_scheduler="constant", max_steps=8, resume_from_checkpoint="latest")
+    assert train(longer, console) == 0
+    assert [step for step, *_ in losses(tmp_path / "run")] == list(range(1, 9))
+
+
+def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_path):
+    """Valid targets are counted over all micro-batches before dividing; equal up to float32's order of summation."""
+    for name, rows in {"wide": 8, "parts": 2}.items():
+        # all forty chats in every step, so that both runs see the same ones
+        keys = {"micro_batch_size": rows, "gradient_accumulation_steps": 40 // rows, "val_set_size": 0, "max_steps": 3}
+        train(make_config(output_dir=str(tmp_path / name), **keys), console)
+    wide, parts = losses(tmp_path / "wide"), losses(tmp_path / "parts")
+    assert [loss for _, loss, *_ in parts] == pytest.approx([loss for _, loss, *_ in wide], rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(make_config, console, tmp_path, monkeypatch):
+    real = Trainer._micro_step
+
+    def micro_step(self, batch, counts):
+        if self.state.step == 3:
+            self.draft.lm_heads[0].weight.data[5] = float("nan")
+        return real(self, batch, counts)
+
+    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(make_config(save_steps=2), console)
+    message = str(caught.value)
+    assert "step 4" in message
+    assert "chats.jsonl:" in message
+    assert str(tmp_path / "run" / "checkpoints" / "step-2") in message
+    assert CheckpointStore(tmp_path / "run").steps() == [2]
+
+
+def test_early_stopping(make_config, console, tmp_path):
+    cfg = make_config(learning_rate=0.5, eval_steps=1, early_stopping_patience=2, max_steps=40)
+    assert train(cfg, console) == 0
+    steps = [step for step, *_ in losses(tmp_path / "run")]
+    assert len(steps) < 40
+    assert "stopped early" in console.file.getvalue()
+    assert (tmp_path / "run" / "heads").is_dir()
+
+
+def test_an_earlier_run_is_refused_overwritten_or_resumed(make_config, console, tmp_path):
+    cfg = make_config(max_steps=2)
+    train(cfg, console)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="already holds a run") as caught:
+        train(cfg, console)
+    for choice in ("output_dir=", "resume_from_checkpoint=auto", "overwrite_output_dir=true"):
+        assert choice in str(caught.value)
+    assert train(cfg.model_copy(update={"overwrite_output_dir": True, "max_steps": 1}), console) == 0
+    assert [step for step, *_ in losses(tmp_path / "run")] == [1]
+    assert CheckpointStore(tmp_path / "run").steps() == [1]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_failing_start_leaves_the_earlier_run_alone(make_config, console, tmp_path):
+    train(make_config(max_steps=1), console)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    broken = make_config(datasets=[{"path": str(empty)}], overwrite_output_dir=True)
+    with pytest.raises(DataError):
+        train(broken, console)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_other_heads_cannot_go_on(make_config, console):
+    train(make_config(max_steps=1), console)
+    with pytest.raises(CheckpointError, match="medusa_num_heads"):
+        train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
+
+
+def test_what_this_version_cannot_do_is_listed_before_data_are_read(make_config, console, tmp_path):
+    cfg = make_config(sample_packing=True, adapter="lora", datasets=[{"path": str(tmp_path / "absent.jsonl")}])
+    with pytest.raises(ConfigError) as caught:
+        train(cfg, console)
+    assert "sample_packing" in str(caught.value)
+    assert "adapter" in str(caught.value)
+
+
+def test_bf16_trains_and_saves_heads_in_bf16(make_config, console, tmp_path):
+    assert train(make_config(bf16=True, calibration_tokens=80), console) == 0
+    tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert losses(tmp_path / "run")[-1][1] < losses(tmp_path / "run")[0][1]
+
+
+def test_every_word_supervised_still_finds_prompts_for_the_tree(make_config, console, tmp_path):
+    assert train(make_config(train_on_inputs=True, calibration_tokens=80), console) == 0
+    assert (tmp_path / "run" / "tree.json").exists()
+
+
+def test_medusa_logging_adds_top_k_to_the_log(make_config, console, tmp_path):
+    train(make_config(medusa_logging=True, max_steps=1), console)
+    record = next(r for r in metrics(tmp_path / "run") if r["kind"] == "train")
+    assert [len(shares) for shares in record["head_top"]] == [10, 10, 10]
