@@ -141,11 +141,12 @@ def _template_for(tokenizer: Any, name: str | None) -> ChatTemplate:
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Say for each token's characters [start, end) whether they share any with `spans` (sorted, disjoint).
 
-    Tokens without characters (parts of one that is split over several) count by where they stand.
+    Many tokenizers leave spaces out of their offsets: a token of one space has none, and stands behind it.
     """
     inside, current = [], 0
     for start, end in offsets:
-        while current < len(spans) and spans[current][1] <= start:
+        first = start if start < end else end - 1
+        while current < len(spans) and spans[current][1] <= first:
             current += 1
-        inside.append(current < len(spans) and spans[current][0] < max(end, start + 1))
+        inside.append(current < len(spans) and spans[current][0] < end)
     return inside

@@ -25,7 +25,8 @@ class Message:
 class Conversation:
     """A chat: at most one leading system message, then user and assistant in turn, the user first.
 
-    It may end with a user's turn (a prompt still to be answered) and may hold no answer at all (a seed).
+    It may end with a user's turn (a prompt still to be answered). It may also be a seed: one or more turns of
+    the user's without any answer.
     `source` says where it was read, as `file:line`, for messages to people.
     """
 
@@ -55,6 +56,7 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
     Turns are counted from 1 in what is said, the system message included.
     """
     expected: Role = "user"
+    is_seed = all(message.role != "assistant" for message in messages)
     for number, message in enumerate(messages, start=1):
         if not message.content.strip():
             return f"turn {number} ({message.role}) is empty"
@@ -66,7 +68,8 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
             continue
         if message.role != expected:
             return f"turn {number} is from the {message.role} where the {expected}'s was expected"
-        expected = "assistant" if expected == "user" else "user"
+        if not is_seed:
+            expected = "assistant" if expected == "user" else "user"
     if not any(message.role == "user" for message in messages):
         return "it has no turn of the user's"
     return None

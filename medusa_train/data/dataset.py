@@ -65,7 +65,7 @@ class DataReport:
             (len(self.skipped), f"bad records left out, the first: {self.skipped[0] if self.skipped else ''}"),
             (cut, f"cut at the end of a turn to fit sequence_len {self.sequence_len}"),
             (too_long, f"left out: their first answer ends beyond sequence_len {self.sequence_len}"),
-            (unsupervised, "left out: nothing in them is to be learnt"),
+            (unsupervised, "left out: no answer in them to learn from"),
         ]
         return [f"{count} {what}" for count, what in said if count]
 
@@ -142,7 +142,6 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
         ConfigError: no chat template of that name.
     """
     report = DataReport(cfg.sequence_len)
-    keys: list[str] = []
     examples: list[Example] = []
     for source in cfg.datasets:
         own = encoder.variant(template=source.conversation, roles=cfg.roles_to_train, everything=cfg.train_on_inputs)
@@ -157,14 +156,13 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
                 continue
             report.outcomes[outcome] += 1
             if example is not None:
-                keys.append(conversation.content_key)
                 examples.append(example)
         if problems and not cfg.skip_bad_records:
             raise DataError(bad_records(problems, source.path))
         report.skipped += problems
     if not examples:
         raise DataError("no conversation is left to train on: " + "; ".join(report.lines()))
-    held_out = hold_out(keys, cfg.val_set_size, cfg.seed)
+    held_out = hold_out([example.key for example in examples], cfg.val_set_size, cfg.seed)
     parts = [[e for e, held in zip(examples, held_out, strict=True) if held == side] for side in (False, True)]
     return EncodedDataset(parts[0], encoder.pad_id, report), EncodedDataset(parts[1], encoder.pad_id, report)
 

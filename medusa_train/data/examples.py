@@ -19,10 +19,15 @@ Outcome = Literal["whole", "cut", "too_long", "unsupervised"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What is kept of a conversation: `tokens` [T] int32 and `supervised` [T] bool; the last is always true."""
+    """What is kept of a conversation: `tokens` [T] int32 and `supervised` [T] bool; the last is always true.
+
+    `key` is the `content_key` of the turns that are kept, so that two which differ only in what was cut off
+    are known to be equal.
+    """
 
     tokens: Tensor
     supervised: Tensor
+    key: str
     id: str
     source: str
 
@@ -44,28 +49,31 @@ def fit(conversation: Conversation, encoder: ChatEncoder, limit: int) -> tuple[E
 
     Returns:
         The example and "whole" or "cut"; or None and why: "too_long" (even the first answer ends beyond `limit`)
-        or "unsupervised" (nothing in it is to be learnt).
+        or "unsupervised" (it has no answer, or nothing in it is to be learnt).
 
     Raises:
         DataError: the template cannot take the conversation.
     """
+    ends = [i for i, message in enumerate(conversation.messages, start=1) if message.role == "assistant"]
+    if not ends:
+        return None, "unsupervised"
     encoded = encoder.encode(conversation).trimmed()
     if not encoded.ids:
         return None, "unsupervised"
     if len(encoded.ids) <= limit:
-        return _example(encoded), "whole"
-    ends = [i for i, message in enumerate(conversation.messages, start=1) if message.role == "assistant"]
+        return _example(encoded, conversation.first(ends[-1])), "whole"
     best, low, high = None, 0, len(ends)
     while low < high:  # how many answers fit: `low` do, `high` and more may not
         middle = (low + high) // 2
-        encoded = encoder.encode(conversation.first(ends[middle])).trimmed()
+        part = conversation.first(ends[middle])
+        encoded = encoder.encode(part).trimmed()
         if len(encoded.ids) <= limit:
-            best, low = encoded, middle + 1
+            best, low = (encoded, part), middle + 1
         else:
             high = middle
     if best is None:
         return None, "too_long"
-    return (_example(best), "cut") if best.ids else (None, "unsupervised")
+    return (_example(*best), "cut") if best[0].ids else (None, "unsupervised")
 
 
 def hold_out(keys: Sequence[str], share: float, seed: int) -> list[bool]:
@@ -76,7 +84,7 @@ def hold_out(keys: Sequence[str], share: float, seed: int) -> list[bool]:
     parted (one in training would make the other's evaluation worthless).
 
     Args:
-        keys: `Conversation.content_key` of each.
+        keys: `Example.key` of each.
         share: 0 (none) to below 1. At least one is held out and at least one is left, if there are two contents.
         seed: of the choice.
     """
@@ -92,10 +100,11 @@ def hold_out(keys: Sequence[str], share: float, seed: int) -> list[bool]:
     return [key in chosen for key in keys]
 
 
-def _example(encoded: Encoded) -> Example:
+def _example(encoded: Encoded, kept: Conversation) -> Example:
     return Example(
         tokens=torch.tensor(encoded.ids, dtype=torch.int32),
         supervised=torch.tensor(encoded.supervised, dtype=torch.bool),
+        key=kept.content_key,
         id=encoded.id,
         source=encoded.source,
     )

@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from medusa_train.data.conversation import Conversation, Message
@@ -33,7 +33,7 @@ MERGES = [("Ġ", "B"), ("Ċ", "Ċ"), ("h", "e"), ("he", "l"), ("Ġ", "ĠB"), (">
 def make_tokenizer() -> Callable[..., Any]:
     """A byte-level tokenizer of one token per byte, some merges and some special tokens."""
 
-    def make(template: str | None = MARKED, special: list[str] | None = None, **names: str | None) -> Any:
+    def make(template: str | None = MARKED, special: list[str] | None = None, trim: bool = False) -> Any:
         special = SPECIAL if special is None else special
         vocabulary = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
         for left, right in MERGES:
@@ -41,8 +41,10 @@ def make_tokenizer() -> Callable[..., Any]:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
+        if trim:  # offsets leave white space out, as in many published tokenizers
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-        tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", **names}
+        tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
         fast = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, **{name: token for name, token in tokens.items() if token in special}
         )

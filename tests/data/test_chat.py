@@ -106,6 +106,22 @@ def test_a_token_across_the_border_is_learnt_with_its_word(make_tokenizer: Make,
     assert masked(encoder, chat("Ask", "B 1.")) == "<user>Ask<assistant[[>B 1.]]"
 
 
+@pytest.mark.parametrize("name", [None, *TEMPLATES])
+def test_offsets_without_white_space_change_nothing(name: str | None, make_tokenizer: Make, chat: Chat) -> None:
+    conversation = chat("S: be", "Ask é", "B \n\n 1.", "More", "B  é")
+    trimming, plain = ChatEncoder(make_tokenizer(trim=True), name), ChatEncoder(make_tokenizer(), name)
+    offsets = [e.tokenizer("B \n\n 1.", return_offsets_mapping=True)["offset_mapping"] for e in (trimming, plain)]
+    assert offsets[0] != offsets[1]
+    assert trimming.encode(conversation) == plain.encode(conversation)
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_spaces_at_the_borders_belong_to_their_side(trim: bool, make_tokenizer: Make, chat: Chat) -> None:
+    source = "{% for m in messages %}{{ m['role'] + ': ' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    encoder = ChatEncoder(make_tokenizer(source + "{% endfor %}", trim=trim))
+    assert masked(encoder, chat("1 ", " 2", "3")) == "user: [[1 ]]assistant: [[ 2]]user: [[3]]"
+
+
 def test_words_that_look_like_headers_or_end_tokens(make_tokenizer: Make, chat: Chat) -> None:
     source = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"

@@ -11,12 +11,16 @@ def test_legal_orders_have_no_problem() -> None:
     assert problem_with(chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q"))) is None
 
 
+def test_a_seed_is_one_or_more_turns_of_the_users() -> None:
+    assert problem_with(chat(("system", "s"), ("user", "q"), ("user", "r"), ("user", "s"))) is None
+
+
 def test_each_fault_is_named_with_its_turn() -> None:
     assert problem_with(()) == "it has no turn of the user's"
     assert problem_with(chat(("system", "s"))) == "it has no turn of the user's"
     first = problem_with(chat(("assistant", "a")))
     assert first == "turn 1 is from the assistant where the user's was expected"
-    twice = problem_with(chat(("system", "s"), ("user", "q"), ("user", "q")))
+    twice = problem_with(chat(("system", "s"), ("user", "q"), ("user", "q"), ("assistant", "a")))
     assert twice == "turn 3 is from the user where the assistant's was expected"
     late = problem_with(chat(("user", "q"), ("system", "s")))
     assert late == "turn 2 is a system message; only the first may be"

@@ -105,7 +105,7 @@ def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) ->
         f"1 bad records left out, the first: {path}:5: turn 2 (assistant) is empty",
         "1 cut at the end of a turn to fit sequence_len 60",
         "1 left out: their first answer ends beyond sequence_len 60",
-        "1 left out: nothing in them is to be learnt",
+        "1 left out: no answer in them to learn from",
     ]
     with pytest.raises(DataError, match=r"d\.jsonl:5: turn 2 \(assistant\) is empty"):
         load_datasets(config(path), encoder)

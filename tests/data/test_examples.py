@@ -60,6 +60,24 @@ def test_a_cut_example_is_the_beginning_of_the_whole_one(encoder: ChatEncoder, c
     assert (part.id, part.source) == ("c", "chats.jsonl:1")
 
 
+def test_as_many_answers_as_fit_are_kept(encoder: ChatEncoder, chat: Chat) -> None:
+    turns = [f"{word}{n}" for n in range(9) for word in ("Ask ", "Say ")]
+    lengths = [len(encoder.encode(chat(*turns[: 2 * n])).trimmed().ids) for n in range(1, 10)]
+    for limit in range(lengths[0], lengths[-1] + 1):
+        example, _ = fit(chat(*turns), encoder, limit)
+        assert example is not None
+        assert len(example) == max(length for length in lengths if length <= limit)
+
+
+def test_what_was_cut_off_makes_no_difference_to_the_key(encoder: ChatEncoder, chat: Chat) -> None:
+    one, two, three = (chat("A", "B 1.", *more) for more in (("C", "D" * 99), ("E", "F" * 99), ("G",)))
+    parts = [fit(conversation, encoder, 60)[0] for conversation in (one, two, three)]
+    assert {part.key for part in parts if part} == {chat("A", "B 1.").content_key}
+    whole, _ = fit(one, encoder, 10_000)
+    assert whole is not None
+    assert whole.key == one.content_key
+
+
 def test_a_long_last_question_is_no_reason_to_cut(encoder: ChatEncoder, chat: Chat) -> None:
     short, _ = fit(chat("A", "B 1."), encoder, 10_000)
     assert short is not None
