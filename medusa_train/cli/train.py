@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-
 import typer
 from rich.console import Console
 
@@ -72,7 +69,7 @@ def train(
     results = Console()
     if not results.is_terminal:
         results = Console(width=PIPE_WIDTH)
-    return run_training(cfg, go_on_command(arguments or [], cfg), console, results)
+    return run_training(cfg, console, results)
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:
@@ -84,16 +81,6 @@ def headline(cfg: TrainConfig, source: str) -> list[str]:
         f"medusa-train ({source}): {cfg.medusa_num_heads} Medusa heads x {layers} on {cfg.base_model}, {recipe}",
         f"from {sources} into {cfg.output_dir}",
     ]
-
-
-def go_on_command(arguments: Sequence[str], cfg: TrainConfig) -> str:
-    """Write the command that goes on with this run: the same arguments, from the newest checkpoint."""
-    dropped = ("resume_from_checkpoint=", "overwrite_output_dir=", "output_dir=")
-    kept = [argument for argument in arguments if not argument.startswith(dropped)]
-    kept.append(f"output_dir={cfg.output_dir}")
-    if cfg.overwrite_output_dir:
-        kept.append("overwrite_output_dir=false")
-    return shlex.join(["medusa-train", *kept, "resume_from_checkpoint=auto"])
 
 
 def main() -> None:

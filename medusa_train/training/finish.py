@@ -131,7 +131,7 @@ def summary(
     table.add_row("trained", Text(what))
     speed = state.tokens / state.seconds if state.seconds else 0.0
     table.add_row(
-        "in",
+        "run",
         f"{state.step:,} steps, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
         f"{duration(state.seconds)} ({speed:,.0f} tokens/s)",
     )

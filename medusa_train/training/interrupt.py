@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -46,4 +47,6 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
-        self._notify("stopping: finishing this step, then saving (once more: stop at once, without saving)")
+        # a signal may arrive in the middle of a write to the terminal, which then takes no second one
+        with contextlib.suppress(RuntimeError):
+            self._notify("stopping: finishing this step, then saving (once more: stop at once, without saving)")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from rich.console import Console
 
 from medusa_train.config.schema import TrainConfig
@@ -9,16 +12,15 @@ from medusa_train.training.finish import calibration_prompts, fit_tree, heads_ta
 from medusa_train.training.heldout import HeldOut
 from medusa_train.training.interrupt import StopRequest
 from medusa_train.training.prepare import Data, Ready, build, load_data
-from medusa_train.training.run_dir import HEADS, TREE, check_output_dir
+from medusa_train.training.run_dir import CONFIG, HEADS, TREE, check_output_dir
 from medusa_train.training.trainer import Outcome
 
 
-def train(cfg: TrainConfig, go_on: str, console: Console, results: Console) -> int:
+def train(cfg: TrainConfig, console: Console, results: Console) -> int:
     """Train the heads that `cfg` describes, and finish: heads/, tree.json, a table.
 
     Args:
         cfg: a validated configuration.
-        go_on: the command that goes on with this run, for whoever stops it.
         console: for progress and notes. results: for the final tables.
 
     Returns:
@@ -30,6 +32,7 @@ def train(cfg: TrainConfig, go_on: str, console: Console, results: Console) -> i
     check_output_dir(cfg)
     data = load_data(cfg, console)
     ready = build(cfg, data, console)
+    go_on = go_on_command(ready.out)
     with ready.trainer.tracker, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
         outcome = ready.trainer.run(stop)
     if outcome is Outcome.INTERRUPTED:
@@ -47,6 +50,11 @@ def train(cfg: TrainConfig, go_on: str, console: Console, results: Console) -> i
         console.print(f"stopped: {saved}, {TREE} is not. To make it:\n  {go_on}", style="yellow", highlight=False)
         return 130
     return 0
+
+
+def go_on_command(out: Path) -> str:
+    """Write the command that goes on with a stopped run, to be typed where the run was started."""
+    return shlex.join(["medusa-train", str(out / CONFIG), "resume_from_checkpoint=auto"])
 
 
 def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, results: Console) -> None:

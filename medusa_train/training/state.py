@@ -9,11 +9,15 @@ from typing import Any
 
 @dataclass
 class Window:
-    """Sums over the optimizer steps since the last log line; in checkpoints, so that a resumed run logs the same."""
+    """Sums over the optimizer steps since the last log line; in checkpoints, so that a resumed run logs the same.
+
+    `lr` is no sum: it is the learning rate of the last step.
+    """
 
     steps: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
+    lr: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
     correct: list[int] = field(default_factory=list)

@@ -121,6 +121,7 @@ class Trainer:
         counts = torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0)
         done = [self._micro_step(batch, counts) for batch in micro]
         loss = sum(float(part.loss) for part in done)
+        self.state.window.lr = self.engine.lr
         norm = self.engine.step() if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
             raise self._non_finite(done, loss)
@@ -161,7 +162,7 @@ class Trainer:
             "loss": window.loss / window.steps,
             "head_top1": window.top1(),
             "grad_norm": window.grad_norm / window.steps,
-            "lr": self.engine.lr,
+            "lr": window.lr,
             "tokens_per_s": window.tokens / max(window.seconds, 1e-9),
             "tokens": self.state.tokens,
         }

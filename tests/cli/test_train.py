@@ -4,7 +4,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from medusa_train.cli.train import app, go_on_command, headline
+from medusa_train.cli.train import app, headline
 from medusa_train.config.schema import TrainConfig
 
 
@@ -93,14 +93,6 @@ def test_no_arguments_show_the_help():
 
 def config(**keys):
     return TrainConfig(base_model="m", datasets=[{"path": "d.jsonl"}], **keys).resolved()
-
-
-def test_the_command_to_go_on_is_the_same_run():
-    cfg = config(output_dir="runs/a b", overwrite_output_dir=True)
-    command = go_on_command(["c.yaml", "max_steps=3", "overwrite_output_dir=true", "output_dir=x"], cfg)
-    assert command == (
-        "medusa-train c.yaml max_steps=3 'output_dir=runs/a b' overwrite_output_dir=false resume_from_checkpoint=auto"
-    )
 
 
 def test_headline_counts_layers():

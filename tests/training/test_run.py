@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
@@ -20,7 +22,7 @@ from tests.training.conftest import metrics
 
 
 def train(cfg, console):
-    return whole.train(cfg, "GO ON", console, console)
+    return whole.train(cfg, console, console)
 
 
 def losses(run):
@@ -87,9 +89,11 @@ def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path, mon
     broken = make_config(output_dir=str(tmp_path / "broken"), **keys)
     assert train(broken, console) == 130
     assert "stopped after step 3" in console.file.getvalue()
-    assert "GO ON" in console.file.getvalue()
+    saved = tmp_path / "broken" / "config.yaml"
+    assert f"medusa-train {saved} resume_from_checkpoint=auto" in console.file.getvalue()
     torch.manual_seed(99)  # a new process would not have this one's random numbers
-    assert train(broken.model_copy(update={"resume_from_checkpoint": "auto"}), console) == 0
+    resumed = load_config(TrainConfig, saved, ["resume_from_checkpoint=auto"])
+    assert train(resumed, console) == 0
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert held_out(tmp_path / "broken") == held_out(tmp_path / "whole")
     heads = [load_file(tmp_path / name / "heads" / "medusa_lm_head.safetensors") for name in ("whole", "broken")]
@@ -211,3 +215,9 @@ def test_medusa_logging_adds_top_k_to_the_log(make_config, console, tmp_path):
     train(make_config(medusa_logging=True, max_steps=1), console)
     record = next(r for r in metrics(tmp_path / "run") if r["kind"] == "train")
     assert [len(shares) for shares in record["head_top"]] == [10, 10, 10]
+
+
+def test_the_logged_learning_rate_is_the_one_of_the_step(make_config, console, tmp_path):
+    train(make_config(lr_scheduler="linear", max_steps=4), console)
+    rates = [lr for *_, lr in losses(tmp_path / "run")]
+    assert rates == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])
