@@ -9,7 +9,6 @@ from rich.console import Console
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.finish import calibration_prompts, fit_tree, heads_table, publish_heads, summary
-from medusa_train.training.heldout import HeldOut
 from medusa_train.training.interrupt import StopRequest
 from medusa_train.training.prepare import Data, Ready, build, load_data
 from medusa_train.training.run_dir import CONFIG, HEADS, TREE, check_output_dir
@@ -60,8 +59,8 @@ def go_on_command(out: Path) -> str:
 def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, results: Console) -> None:
     """Save the heads, fit the tree, and show what came out."""
     trainer, draft, out = ready.trainer, ready.draft, ready.out
-    held_out: HeldOut | None = None
-    if trainer.held_out is not None:
+    held_out = trainer.measured  # the loop ends with an evaluation, unless there was nothing left to train
+    if held_out is None and trainer.held_out is not None:
         held_out = trainer.evaluate(trainer.held_out())
     publish_heads(draft, trainer.precision.dtype, out, cfg.base_model)
     calibration = None

@@ -62,6 +62,7 @@ class Trainer:
         accumulation: micro-batches per optimizer step.
         patience: evaluations without a better loss before the run ends early; None: never.
         state: where the run stands; a resumed run brings its own.
+        measured: what the last held-out evaluation of this process found.
         top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
     """
 
@@ -79,6 +80,7 @@ class Trainer:
     patience: int | None
     state: TrainState
     top_k_in_log: bool = False
+    measured: HeldOut | None = None
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train up to the plan's last step, or until `stop` or too many evaluations without progress.
@@ -175,6 +177,7 @@ class Trainer:
             return
         found = self.evaluate(self.held_out(), lambda: bool(stop))
         if found is not None:
+            self.measured = found
             best = self.state.note_eval(found.loss)
             self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
 

@@ -221,3 +221,14 @@ def test_the_logged_learning_rate_is_the_one_of_the_step(make_config, console, t
     train(make_config(lr_scheduler="linear", max_steps=4), console)
     rates = [lr for *_, lr in losses(tmp_path / "run")]
     assert rates == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])
+
+
+def test_a_finished_run_is_finished_again_without_training(make_config, console, tmp_path):
+    """As after Ctrl-C while the tree was being made."""
+    train(make_config(), console)
+    (tmp_path / "run" / "config.yaml").unlink()
+    before = losses(tmp_path / "run")
+    assert train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
+    assert losses(tmp_path / "run") == before
+    assert (tmp_path / "run" / "tree.json").exists()
+    assert "held-out text" in console.file.getvalue()
