@@ -7,6 +7,7 @@ what the libraries have to say.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import sys
@@ -88,6 +89,9 @@ def quiet_libraries() -> None:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # loading bars too; no use in a log file
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says which fast kernels it did not find
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
@@ -36,7 +37,9 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     if local is not None and not (local / "config.json").is_file():
         raise BackboneError(f"base_model {name}: the directory holds no config.json, so it is no model")
     try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            where, trust_remote_code=trust_remote_code, local_files_only=hub_is_out_of_reach()
+        )
     except (OSError, ValueError) as error:
         if local is not None:
             raise BackboneError(f"base_model {name}: config.json can't be used: {error}") from error
@@ -115,12 +118,16 @@ class Backbone:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+            offline = hub_is_out_of_reach()
+            tokenizer = AutoTokenizer.from_pretrained(
+                where, trust_remote_code=trust_remote_code, local_files_only=offline
+            )
             model = AutoModelForCausalLM.from_pretrained(
                 where,
                 dtype=_dtype(dtype),
                 attn_implementation="eager" if capped else "sdpa",
                 trust_remote_code=trust_remote_code,
+                local_files_only=offline,
                 **quantized_loading(quantization, _dtype(dtype), device),
             )
         except (OSError, ValueError, ImportError) as error:
