@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,9 +11,11 @@ from medusa_train.config.hub import hub_is_out_of_reach
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
+    hub_is_out_of_reach.cache_clear()
+    yield
     hub_is_out_of_reach.cache_clear()
 
 
