@@ -1,0 +1,66 @@
+"""The README is true: its keys are the schema's, its paths exist, its commands are understood."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from medusa_train.cli.common import split_arguments
+from medusa_train.config.load import load_config
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.reference import replace_reference
+from medusa_train.config.schema import TrainConfig
+
+README = (PROJECT_ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _commands() -> list[list[str]]:
+    """Every command in the README's bash blocks, comments and line breaks undone."""
+    lines: list[str] = []
+    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL):
+        lines += block.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_the_key_tables_are_the_schemas() -> None:
+    assert replace_reference(README) == README, "run `python -m medusa_train.config.reference`"
+
+
+def test_every_path_that_is_named_exists() -> None:
+    named = set(re.findall(r"\b(?:configs|data|tests|benchmarks|medusa_train)/[\w./-]+\.\w+\b", README))
+    assert {"configs/tiny_m1.yaml", "configs/vicuna7b_m1.yaml", "data/tiny/build.py"} <= named
+    assert [name for name in sorted(named) if not (PROJECT_ROOT / name).exists()] == []
+
+
+def test_every_module_of_the_architecture_exists() -> None:
+    tree = README.split("```\nmedusa_train/\n")[1].split("```")[0]
+    for line in tree.splitlines():
+        if match := re.match(r"  (\w+)/ ", line):
+            folder = PROJECT_ROOT / "medusa_train" / match[1]
+            assert folder.is_dir(), line
+            for name in re.findall(r"\b\w+\.py\b", line):
+                assert (folder / name).is_file(), f"{match[1]}/{name}"
+
+
+@pytest.mark.parametrize("words", [w for w in _commands() if w[0] == "make"], ids=" ".join)
+def test_make_targets_exist(words: list[str]) -> None:
+    makefile = (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [w for w in _commands() if w[0] == "medusa-train"], ids=" ".join)
+def test_training_commands_are_valid_configurations(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT_ROOT)
+    path, overrides = split_arguments(words[1:])
+    assert load_config(TrainConfig, path, overrides).base_model
+
+
+def test_every_command_of_the_readme_is_installed() -> None:
+    pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    used = {words[0] for words in _commands() if words[0].startswith("medusa-")}
+    assert len(used) >= 3
+    assert all(f"{name} = " in pyproject for name in used)
+    assert (Path(PROJECT_ROOT) / ".ci" / "run").stat().st_mode & 0o111
