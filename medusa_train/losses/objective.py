@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.targets import IGNORE, shift
-from medusa_train.losses.linear_ce import UnembeddingLike, linear_cross_entropy
+from medusa_train.losses.linear_ce import linear_cross_entropy
+from medusa_train.losses.matrix import UnembeddingLike
 from medusa_train.losses.schedules import head_weight
 
 

@@ -2,71 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_train.data.targets import IGNORE
-from medusa_train.losses.linear_ce import chunk_rows, linear_cross_entropy
+from medusa_train.losses.linear import chunk_rows
+from medusa_train.losses.linear_ce import linear_cross_entropy
+from medusa_train.models.unembedding import LowRank, Unembedding
+from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
 
 N, D, V = 37, 12, 29
 
 
-@dataclass(frozen=True)
-class Head:
-    weight: Tensor
-    bias: Tensor | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-
-
-def make(
-    dtype: torch.dtype, *, bias: bool = False, softcap: float | None = None, scale: float = 1.0
-) -> tuple[Tensor, Head, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-
-    def leaf(*shape: int) -> Tensor:
-        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return values.to(dtype).requires_grad_()
-
-    hidden = leaf(N, D)
-    head = Head(leaf(V, D), leaf(V) if bias else None, softcap, scale)
-    targets = torch.randint(0, V, (N,), generator=generator)
-    targets[torch.rand(N, generator=generator) < 0.4] = IGNORE
+def make(dtype: torch.dtype, **variant: Any) -> tuple[Tensor, Unembedding, Tensor]:
+    random = Random(7, dtype)
+    hidden = random.leaf(N, D)
+    head = random.unembedding(V, D, **variant)
+    targets = torch.randint(0, V, (N,), generator=random.generator)
+    targets[torch.rand(N, generator=random.generator) < 0.4] = IGNORE
     return hidden, head, targets
 
 
-def plain(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """The loss as a textbook writes it, in float64, with all logits at once."""
-    logits = hidden.double() @ head.weight.double().t()
-    if head.bias is not None:
-        logits = logits + head.bias.double()
-    logits = logits * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+def plain(hidden: Tensor, head: Unembedding, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(plain_logits(hidden, head), targets, ignore_index=IGNORE, reduction="sum")
 
 
-def gradients(loss: Tensor, hidden: Tensor, head: Head) -> list[Tensor]:
-    leaves = [t for t in (hidden, head.weight, head.bias) if t is not None and t.requires_grad]
-    return list(torch.autograd.grad(loss, leaves))
+def gradients(loss: Tensor, hidden: Tensor, head: Unembedding) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [hidden, *leaves(head)]))
 
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"bias": True},
-    {"softcap": 3.0},
-    {"scale": 0.4},
-    {"bias": True, "softcap": 2.0, "scale": 1.7},
-]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "+".join(v) or "plain")
+@pytest.mark.parametrize("variant", VARIANTS, ids=name)
 @pytest.mark.parametrize("chunk", [1, 5, N, None])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 def test_value_and_gradients_are_those_of_full_logits(
@@ -86,15 +55,18 @@ def test_value_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "+".join(v) or "plain")
+@pytest.mark.parametrize("variant", VARIANTS, ids=name)
 def test_gradcheck(variant: dict[str, Any]) -> None:
     hidden, head, targets = make(torch.float64, **variant)
+    low = head.low_rank
 
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        changed = Head(weight, bias, head.softcap, head.scale)
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
+        branch = None if low is None else LowRank(a, b, low.factor, low.dropout)
+        changed = Unembedding(weight, bias, head.softcap, head.scale, branch)
         return linear_cross_entropy(hidden, changed, targets, chunk=4).loss_sum
 
-    assert torch.autograd.gradcheck(loss, (hidden, head.weight, head.bias))
+    tensors = (hidden, head.weight, head.bias, *((None, None) if low is None else (low.a, low.b)))
+    assert torch.autograd.gradcheck(loss, tensors)
 
 
 def test_hits_are_counted_over_valid_rows_only() -> None:
@@ -118,20 +90,20 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
     hidden, head, targets = make(torch.bfloat16, bias=True)
     if how == "bf16 weights":
         result = linear_cross_entropy(hidden, head, targets, chunk=8)
-        leaves: tuple[Tensor, ...] = (hidden, head.weight)
+        tensors: tuple[Tensor, ...] = (hidden, head.weight)
     else:
         assert head.bias is not None
-        master = Head(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
+        master = Unembedding(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
         states = hidden.detach().float().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = linear_cross_entropy(states, master, targets, chunk=8)
-        leaves = (states, master.weight)
+        tensors = (states, master.weight)
     wanted = plain(hidden, head, targets)
     assert result.loss_sum.dtype == torch.float32
     assert abs(result.loss_sum.item() - wanted.item()) < 2e-3 * wanted.item()
-    ours = torch.autograd.grad(result.loss_sum, leaves)
+    ours = torch.autograd.grad(result.loss_sum, tensors)
     theirs = torch.autograd.grad(wanted, (hidden, head.weight))
-    for mine, other, leaf in zip(ours, theirs, leaves, strict=True):
+    for mine, other, leaf in zip(ours, theirs, tensors, strict=True):
         assert mine.dtype == leaf.dtype
         torch.testing.assert_close(mine.double(), other.double(), rtol=0.05, atol=0.05)
 
@@ -139,7 +111,7 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
 def test_loss_is_not_rounded_to_bf16() -> None:
     """Equal logits give log V to the precision of float32, though every input is bf16."""
     hidden = torch.zeros(3, D, dtype=torch.bfloat16)
-    head = Head(torch.zeros(1000, D, dtype=torch.bfloat16))
+    head = Unembedding(torch.zeros(1000, D, dtype=torch.bfloat16))
     result = linear_cross_entropy(hidden, head, torch.tensor([1, 2, IGNORE]))
     wanted = 2 * torch.log(torch.tensor(1000.0, dtype=torch.float64)).item()
     assert result.loss_sum.item() == pytest.approx(wanted, rel=1e-6)
@@ -148,33 +120,18 @@ def test_loss_is_not_rounded_to_bf16() -> None:
 def test_products_under_autocast_run_in_bf16() -> None:
     """A value that bf16 can't hold shows in which dtype the product ran."""
     hidden = torch.tensor([[1.001]])
-    head = Head(torch.tensor([[40.0], [0.0]]))
+    head = Unembedding(torch.tensor([[40.0], [0.0]]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = linear_cross_entropy(hidden, head, torch.tensor([1])).loss_sum
     assert rounded.item() == 40.0
     assert linear_cross_entropy(hidden, head, torch.tensor([1])).loss_sum.item() == pytest.approx(40.04, rel=1e-6)
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None) -> None:
     rows, width, vocab, chunk = 512, 4, 600, 32
     hidden = torch.randn(rows, width, requires_grad=True)
-    head = Head(torch.randn(vocab, width, requires_grad=True), softcap=softcap)
+    head = Unembedding(torch.randn(vocab, width, requires_grad=True), softcap=softcap)
     targets = torch.randint(0, vocab, (rows,))
     with Largest() as ours:
         linear_cross_entropy(hidden, head, targets, chunk=chunk).loss_sum.backward()
@@ -184,37 +141,20 @@ def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None) -> None:
     assert naive.numel == rows * vocab  # the instrument does see full logits
 
 
-class Products(TorchDispatchMode):
-    """Counts rows that are multiplied with the [V, d] matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-        self.weight_grads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and out.shape[1] == V:
-            self.rows += out.shape[0]
-        if func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default) and out.shape == (V, D):
-            self.weight_grads += 1
-        return out
-
-
 def test_masked_rows_and_frozen_weights_cost_no_product() -> None:
     hidden, head, targets = make(torch.float32)
-    with Products() as trained:
+    with Rows(V, (V, D)) as trained:
         linear_cross_entropy(hidden, head, targets).loss_sum.backward()
     assert trained.rows == int((targets != IGNORE).sum())
     assert trained.weight_grads == 1
-    with Products() as frozen:
-        linear_cross_entropy(hidden, Head(head.weight.detach()), targets).loss_sum.backward()
+    with Rows(V, (V, D)) as frozen:
+        linear_cross_entropy(hidden, Unembedding(head.weight.detach()), targets).loss_sum.backward()
     assert frozen.weight_grads == 0
 
 
 def test_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
     hidden, head, targets = make(torch.float64)
-    frozen = Head(head.weight.detach())
+    frozen = Unembedding(head.weight.detach())
     linear_cross_entropy(hidden, frozen, targets).loss_sum.backward()
     assert frozen.weight.grad is None
     assert hidden.grad is not None
@@ -228,10 +168,71 @@ def test_trained_weight_over_states_without_a_graph() -> None:
     torch.testing.assert_close(head.weight.grad, wanted)
 
 
+def drop_some(hidden: Tensor) -> Tensor:
+    """A dropout that drops the same of every row, whichever rows it is given."""
+    keep = (torch.arange(hidden.shape[-1]) % 3 != 0).to(hidden.dtype)
+    return hidden * keep / 0.75
+
+
+def test_dropout_acts_in_the_low_rank_branch_only() -> None:
+    hidden, head, targets = make(torch.float64, rank=RANK, dropout=drop_some)
+    result = linear_cross_entropy(hidden, head, targets, chunk=5)
+    wanted = plain(hidden, head, targets)
+    undropped = functional.cross_entropy(
+        plain_logits(hidden, head, dropout=False), targets, ignore_index=IGNORE, reduction="sum"
+    )
+    assert abs(wanted.item() - undropped.item()) > 1e-3
+    assert result.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-12)
+    ours, theirs = gradients(result.loss_sum, hidden, head), gradients(wanted, hidden, head)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
+    hidden, head, targets = make(torch.float64, bias=True, rank=RANK)
+    assert head.bias is not None
+    assert head.low_rank is not None
+    frozen = Unembedding(head.weight.detach(), head.bias.detach(), low_rank=head.low_rank)
+    kept = int((targets != IGNORE).sum())
+    with Rows(V, (V, D)) as wide:
+        result = linear_cross_entropy(hidden, frozen, targets)
+    with Rows(RANK, (V, D)) as narrow:
+        result = linear_cross_entropy(hidden, frozen, targets)
+    assert wide.rows == kept
+    assert narrow.rows == 2 * kept  # z, and its gradient
+    assert wide.weight_grads == 0
+    wanted = plain(hidden, frozen, targets)
+    assert frozen.weight.grad is None
+    for mine, other in zip(gradients(result.loss_sum, hidden, frozen), gradients(wanted, hidden, frozen), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
+    """As PEFT puts it there. Only the product with W rounds, under autocast LoRA's two as well.
+
+    The loss's tolerance is that of bf16 products above, twice under autocast: logits have two rounded parts then.
+    A row's gradient is off by at most 1/32 of itself; over 22 rows, in both directions, 2 % of the largest element.
+    """
+    hidden, head, targets = make(torch.bfloat16, rank=RANK)
+    assert head.low_rank is not None
+    a, b = (tensor.detach().float().requires_grad_() for tensor in (head.low_rank.a, head.low_rank.b))
+    mixed = Unembedding(head.weight.detach(), low_rank=LowRank(a, b, head.low_rank.factor, lambda h: h))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        result = linear_cross_entropy(hidden.float(), mixed, targets, chunk=8)
+    wanted = plain(hidden, mixed, targets)
+    assert result.loss_sum.dtype == torch.float32
+    assert abs(result.loss_sum.item() - wanted.item()) < (4e-3 if autocast else 2e-3) * wanted.item()
+    ours, theirs = torch.autograd.grad(result.loss_sum, (a, b)), torch.autograd.grad(wanted, (a, b))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=0, atol=0.02 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("rows", [0, 5])
 def test_no_valid_row_gives_zero_and_zero_gradients(rows: int) -> None:
     hidden = torch.randn(rows, D, requires_grad=True)
-    head = Head(torch.randn(V, D, requires_grad=True), torch.randn(V, requires_grad=True))
+    head = Random(1, torch.float32).unembedding(V, D, bias=True, rank=RANK)
     result = linear_cross_entropy(hidden, head, torch.full((rows,), IGNORE))
     assert (result.loss_sum.item(), result.correct.item()) == (0.0, 0)
     for grad in gradients(result.loss_sum, hidden, head):
@@ -240,7 +241,7 @@ def test_no_valid_row_gives_zero_and_zero_gradients(rows: int) -> None:
 
 def test_no_grad_gives_the_value_without_a_graph() -> None:
     hidden, head, targets = make(torch.float64)
-    with torch.no_grad(), Products() as seen:
+    with torch.no_grad(), Rows(V, (V, D)) as seen:
         result = linear_cross_entropy(hidden, head, targets)
     assert not result.loss_sum.requires_grad
     assert seen.weight_grads == 0

@@ -22,6 +22,7 @@ class Head:
     bias: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    low_rank: None = None
 
 
 class Heads(nn.Module):

@@ -1,0 +1,113 @@
+"""What a loss asks of an unembedding, and its products and logit transform in place; knows no loss and no model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LowRankLike(Protocol):
+    """A LoRA branch beside W: it adds `factor * B A dropout(h)`."""
+
+    @property
+    def a(self) -> Tensor:
+        """A, [r, d]."""
+
+    @property
+    def b(self) -> Tensor:
+        """B, [V, r]."""
+
+    @property
+    def factor(self) -> float:
+        """lora_alpha / r."""
+
+    def down(self, hidden: Tensor) -> Tensor:
+        """`factor * A dropout(h)`, [..., d] -> [..., r]."""
+
+
+class UnembeddingLike(Protocol):
+    """`softcap * tanh(scale * (W h + b) / softcap)`; without a soft cap `scale * (W h + b)`."""
+
+    @property
+    def weight(self) -> Tensor:
+        """W, [V, d]."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """b, [V], or None."""
+
+    @property
+    def softcap(self) -> float | None:
+        """The soft cap on the logits, or None."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on the logits before the soft cap, positive."""
+
+    @property
+    def low_rank(self) -> LowRankLike | None:
+        """A LoRA branch that adds to W h, or None."""
+
+
+def product_dtype(matrix: Tensor) -> torch.dtype:
+    """In which dtype products with a matrix run: its own, or autocast's where that is on."""
+    device = matrix.device.type
+    if torch.is_autocast_enabled(device) and matrix.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return matrix.dtype
+
+
+class Matrix:
+    """An unembedding ready to multiply: outside the graph, in the dtype of the products.
+
+    Attributes:
+        weight: [V, d] and up (LoRA's B): [V, r] or None, in the products' dtypes.
+        dtype: of the logits, bias and all that follows: float32 (float64 for float64 weights).
+    """
+
+    weight: Tensor
+
+    def __init__(self, unembedding: UnembeddingLike, sharing: Matrix | None = None) -> None:
+        """`sharing`: another one, whose weight is taken as it is where both are made from the same tensor."""
+        self.source = unembedding.weight
+        self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32
+        if sharing is not None and sharing.source is self.source:
+            self.weight = sharing.weight
+        else:
+            self.weight = self.source.detach().to(product_dtype(self.source))
+        self.bias = None if unembedding.bias is None else unembedding.bias.detach().to(self.dtype)
+        low_rank = unembedding.low_rank
+        self.up = None if low_rank is None else low_rank.b.detach().to(product_dtype(low_rank.b))
+        self.scale = unembedding.scale
+        self.softcap = unembedding.softcap
+
+    def raw_logits(self, states: Tensor, z: Tensor | None) -> Tensor:
+        """Logits [C, V] of states [C, d] and LoRA's z [C, r], before scale and soft cap."""
+        logits = (states.to(self.weight.dtype) @ self.weight.t()).to(self.dtype)
+        if self.bias is not None:
+            logits += self.bias
+        if self.up is not None and z is not None:
+            z = z.to(self.up.dtype)
+            if self.up.dtype == self.dtype:
+                logits.addmm_(z, self.up.t())
+            else:
+                logits += z @ self.up.t()
+        return logits
+
+    def transform_(self, logits: Tensor) -> Tensor:
+        """Scale and soft-cap in place."""
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def transform_grad_(self, grad: Tensor, logits: Tensor) -> None:
+        """Turn `grad` into the raw logits' gradient in place; uses up the transformed `logits`."""
+        if self.softcap is not None:
+            slope = logits.div_(self.softcap).square_()
+            grad.addcmul_(grad, slope, value=-1.0)  # tanh' = 1 - tanh^2
+        if self.scale != 1.0:
+            grad *= self.scale

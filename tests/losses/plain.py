@@ -1,0 +1,108 @@
+"""The losses as a textbook writes them, in float64 with all logits at once, and instruments for the chunked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from medusa_train.models.unembedding import LowRank, Unembedding
+
+RANK = 3
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"bias": True},
+    {"softcap": 3.0},
+    {"scale": 0.4},
+    {"rank": RANK},
+    {"bias": True, "softcap": 2.0, "scale": 1.7, "rank": RANK},
+]
+
+
+def name(variant: dict[str, Any]) -> str:
+    return "+".join(variant) or "plain"
+
+
+class Random:
+    """Leaves of one seed, made in float64 and rounded, so that every dtype gets the same numbers."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def leaf(self, *shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return values.to(self.dtype).requires_grad_()
+
+    def unembedding(
+        self,
+        vocab: int,
+        width: int,
+        *,
+        bias: bool = False,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        rank: int = 0,
+        dropout: Callable[[Tensor], Tensor] = lambda h: h,
+    ) -> Unembedding:
+        weight = self.leaf(vocab, width)
+        low_rank = LowRank(self.leaf(rank, width), self.leaf(vocab, rank), 0.5, dropout) if rank else None
+        return Unembedding(weight, self.leaf(vocab) if bias else None, softcap, scale, low_rank)
+
+
+def leaves(unembedding: Unembedding) -> list[Tensor]:
+    low_rank = unembedding.low_rank
+    found = [unembedding.weight, unembedding.bias]
+    if low_rank is not None:
+        found += [low_rank.a, low_rank.b]
+    return [tensor for tensor in found if tensor is not None and tensor.requires_grad]
+
+
+def plain_logits(hidden: Tensor, head: Unembedding, *, dropout: bool = True) -> Tensor:
+    hidden = hidden.double()
+    logits = hidden @ head.weight.double().t()
+    if head.low_rank is not None:
+        kept = head.low_rank.dropout(hidden) if dropout else hidden
+        logits = logits + head.low_rank.factor * (kept @ head.low_rank.a.double().t() @ head.low_rank.b.double().t())
+    if head.bias is not None:
+        logits = logits + head.bias.double()
+    logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+class Rows(TorchDispatchMode):
+    """Counts rows that come out of products of the given width, and products of a weight gradient's shape."""
+
+    def __init__(self, width: int, gradient: tuple[int, int]) -> None:
+        super().__init__()
+        self.width, self.gradient = width, gradient
+        self.rows = 0
+        self.weight_grads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and out.shape[1] == self.width:
+            self.rows += out.shape[0]
+        if func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default) and out.shape == self.gradient:
+            self.weight_grads += 1
+        return out
