@@ -1,18 +1,20 @@
-"""What a recipe minimises: the heads' weighted cross-entropies. Knows no model class, optimizer or process group."""
+"""What a recipe minimises: the language model's loss and the heads'. Knows no model class, optimizer or process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from medusa_train.data.targets import IGNORE, shift
+from medusa_train.losses.distill import linear_kl, linear_soft_cross_entropy
+from medusa_train.losses.linear import LinearSums
 from medusa_train.losses.linear_ce import linear_cross_entropy
 from medusa_train.losses.matrix import UnembeddingLike
-from medusa_train.losses.schedules import head_weight
+from medusa_train.losses.schedules import head_weight, lambda0
 
 
 class Heads(Protocol):
@@ -25,6 +27,14 @@ class Heads(Protocol):
 
     def unembed(self, k: int) -> UnembeddingLike:
         """Head k's matrix and logit transform, k = 1..K."""
+
+
+class States(Protocol):
+    """A backbone's features, as far as a loss is concerned."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """[B, T, d], what the backbone's own unembedding reads: position t predicts the token t + 1."""
 
 
 class Labelled(Protocol):
@@ -40,60 +50,204 @@ class Labelled(Protocol):
 
 
 @dataclass(frozen=True)
+class LMSums:
+    """The language model's sums over one micro-batch's valid targets; detached scalars, nats.
+
+    Attributes:
+        loss: what is minimised. ce: cross-entropy against the labels. kl: KL to the teacher, 0 without one.
+        correct: top-1 hits. count: valid targets.
+    """
+
+    loss: Tensor
+    ce: Tensor
+    kl: Tensor
+    correct: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
 class ObjectiveOutput:
     """One micro-batch's share of the loss over the whole global batch.
 
     Attributes:
-        loss: scalar, differentiable. The shares of all micro-batches add up to the global batch's loss.
-        head_sums: [K], sum of cross-entropies in nats; detached.
+        loss: scalar, differentiable, all terms in one. The shares of all micro-batches add up to the global batch's
+            loss.
+        head_sums: [K], sum of cross-entropies against the labels in nats, soft targets or not; detached.
+        head_kl_sums: [K], sum of KL to the teacher in nats, 0 where the heads have none; detached.
         head_correct: long [K], top-1 hits.
         head_counts: long [K], valid targets in this micro-batch.
+        lm: the language model's, None where it is not trained.
     """
 
     loss: Tensor
     head_sums: Tensor
+    head_kl_sums: Tensor
     head_correct: Tensor
     head_counts: Tensor
+    lm: LMSums | None
 
 
-class Medusa1Objective:
-    """`L1 = sum_k c^k * CE_k / n_k`: head k at position t against the label at t + k + 1 (Medusa, Eq. 1).
+class Objective:
+    """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its own valid targets (Medusa, section 2.2).
 
-    CE_k sums over the n_k valid targets of head k in the whole global batch. Only the target's label decides whether
-    a position counts: the hidden state itself may lie in the prompt. lambda0 belongs to joint training, not here.
+    The means are over the whole global batch, and only the target's label decides whether a position counts: the
+    hidden state itself may lie in the prompt. Head k at position t learns the label at t + k + 1, the language model
+    that at t + 1. Targets never cross a document's end; nor does a teacher's position t + k, which lies between.
+
+    Without a language model's loss (Medusa-1, the backbone frozen) lambda0 does not apply: L = sum_k c^k * L_k.
     """
 
-    def __init__(self, draft: Heads, decay: float) -> None:
-        """`decay` is c, `medusa_decay_coefficient`."""
-        self.draft = draft
-        self.decay = decay
-
-    def counts(self, batch: Labelled) -> Tensor:
-        """Long [K]: valid targets of each head. Summed over a global batch they are `loss`'s `counts_total`."""
-        return torch.stack([(target != IGNORE).sum() for target in self._targets(batch)])
-
-    def loss(self, feats: Any, batch: Labelled, counts_total: Tensor) -> ObjectiveOutput:
-        """One micro-batch's share of L1.
+    def __init__(
+        self,
+        draft: Heads,
+        decay: float,
+        *,
+        lm: Literal["ce", "kl"] | None = None,
+        rho: float = 0.0,
+        heads_coefficient: float = 1.0,
+        schedule: str = "constant",
+        soft_heads: float = 0.0,
+    ) -> None:
+        """Choose the terms.
 
         Args:
-            feats: the backbone's features of this batch, as the draft reads them.
-            batch: labels and segments [B, T].
-            counts_total: [K], valid targets over the global batch; a head with none contributes 0.
+            draft: the heads.
+            decay: c, `medusa_decay_coefficient`.
+            lm: the language model's loss: None (it is frozen), "ce" against the labels, or "kl" from the teacher
+                (`medusa_self_distillation`).
+            rho: the teacher's share of the target of "ce" (`medusa_distillation_regularization`); "kl" ignores it.
+            heads_coefficient: lambda0's peak, `medusa_heads_coefficient`. schedule: lambda0's, `medusa_scheduler`.
+            soft_heads: the teacher's share of the heads' targets: head k at t against the teacher at t + k.
+
+        Raises:
+            ValueError: no such schedule, or a share outside [0, 1].
         """
-        results, counts = [], []
-        for hidden, (k, target) in zip(self.draft.hidden(feats), enumerate(self._targets(batch), start=1), strict=True):
-            results.append(linear_cross_entropy(hidden.flatten(0, -2), self.draft.unembed(k), target.flatten()))
-            counts.append((target != IGNORE).sum())
-        sums = torch.stack([result.loss_sum for result in results])
-        weights = sums.new_tensor([head_weight(k, self.decay) for k in range(1, len(results) + 1)])
-        factors = weights / counts_total.to(sums).clamp(min=1.0)
+        for name, share in (("rho", rho), ("soft_heads", soft_heads)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"{name} is the teacher's share of a target, a number in [0, 1], not {share}")
+        lambda0(schedule, 0.0)  # refuses unknown schedules before the first step
+        self.draft = draft
+        self.decay = decay
+        self.lm = lm
+        self.rho = rho if lm == "ce" else 0.0
+        self.heads_coefficient = heads_coefficient
+        self.schedule = schedule
+        self.soft_heads = soft_heads
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether `loss` wants a teacher's features and unembedding."""
+        return self.lm == "kl" or self.rho > 0.0 or self.soft_heads > 0.0
+
+    def heads_weight(self, progress: float) -> float:
+        """Factor on the heads' loss after the share `progress` of the run; 1 while the backbone is frozen."""
+        return 1.0 if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
+
+    def counts(self, batch: Labelled) -> Tensor:
+        """Valid targets of each term, long: [K] the heads', or [1 + K] with the language model's first.
+
+        Summed over a global batch (micro-batches and processes) they are `loss`'s `counts_total`.
+        """
+        first = 1 if self.lm is None else 0
+        shifted = (self._targets(batch, k) for k in range(first, self.draft.num_heads + 1))
+        return torch.stack([(target != IGNORE).sum() for target in shifted])
+
+    def loss(
+        self,
+        feats: Any,
+        batch: Labelled,
+        counts_total: Tensor,
+        *,
+        progress: float = 0.0,
+        student_unembedding: UnembeddingLike | None = None,
+        teacher: States | None = None,
+        teacher_unembedding: UnembeddingLike | None = None,
+    ) -> ObjectiveOutput:
+        """One micro-batch's share of L.
+
+        Args:
+            feats: the backbone's features of this batch, as the draft reads them; with a graph where the backbone is
+                trained. With a language model's loss it has `hidden` [B, T, d].
+            batch: labels and segments [B, T].
+            counts_total: `counts` summed over the global batch; a term with no target contributes 0.
+            progress: step / max_steps, for lambda0.
+            student_unembedding: the backbone's own, LoRA branch included; needed for a language model's loss.
+            teacher, teacher_unembedding: features of the same batch, and the matrix they belong to; needed where
+                `needs_teacher`. In Medusa-1 the frozen backbone is the teacher: `feats` and its unembedding.
+
+        Raises:
+            ValueError: an argument that this objective needs is missing.
+        """
+        judge = None
+        if teacher is not None and teacher_unembedding is not None:
+            judge = _Judge(teacher.hidden, teacher_unembedding)
+        elif self.needs_teacher:
+            raise ValueError("this objective compares with a teacher: pass teacher and teacher_unembedding")
+        terms = []
+        if self.lm is not None:
+            if student_unembedding is None:
+                raise ValueError("this objective trains the language model: pass student_unembedding")
+            target = self._targets(batch, 0)
+            terms.append(_term(feats.hidden, student_unembedding, target, 0, judge, self.rho, self.lm == "kl"))
+        for k, hidden in enumerate(self.draft.hidden(feats), start=1):
+            terms.append(_term(hidden, self.draft.unembed(k), self._targets(batch, k), k, judge, self.soft_heads))
+        return self._weigh(terms, self.counts(batch), counts_total, progress)
+
+    def _weigh(self, terms: list[LinearSums], counts: Tensor, totals: Tensor, progress: float) -> ObjectiveOutput:
+        first = 0 if self.lm is None else 1  # where the heads begin
+        scale = self.heads_weight(progress)
+        weights = [1.0] * first + [scale * head_weight(k, self.decay) for k in range(1, self.draft.num_heads + 1)]
+        sums = torch.stack([term.loss_sum for term in terms])
+        heads = terms[first:]
+        lm = terms[0]
         return ObjectiveOutput(
-            loss=(sums * factors).sum(),
-            head_sums=sums.detach(),
-            head_correct=torch.stack([result.correct for result in results]),
-            head_counts=torch.stack(counts),
+            loss=(sums * (sums.new_tensor(weights) / totals.to(sums).clamp(min=1.0))).sum(),
+            head_sums=torch.stack([term.ce_sum for term in heads]),
+            head_kl_sums=torch.stack([term.kl_sum for term in heads]),
+            head_correct=torch.stack([term.correct for term in heads]),
+            head_counts=counts[first:],
+            lm=LMSums(lm.loss_sum.detach(), lm.ce_sum, lm.kl_sum, lm.correct, counts[0]) if first else None,
         )
 
-    def _targets(self, batch: Labelled) -> Iterator[Tensor]:
-        for k in range(1, self.draft.num_heads + 1):
-            yield shift(batch.labels, k, batch.segments)
+    @staticmethod
+    def _targets(batch: Labelled, k: int) -> Tensor:
+        return shift(batch.labels, k, batch.segments)
+
+
+class Medusa1Objective(Objective):
+    """`L1 = sum_k c^k * CE_k`: the backbone frozen, the heads alone (Medusa, section 2.2.1, Eq. 1)."""
+
+    def __init__(self, draft: Heads, decay: float, *, soft_heads: float = 0.0) -> None:
+        """`decay` is c, `medusa_decay_coefficient`; `soft_heads` the frozen backbone's share of the targets."""
+        super().__init__(draft, decay, soft_heads=soft_heads)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """A teacher's states [B, T, d] with the unembedding that they belong to."""
+
+    hidden: Tensor
+    unembedding: UnembeddingLike
+
+
+def _term(
+    hidden: Tensor,
+    unembedding: UnembeddingLike,
+    target: Tensor,
+    k: int,
+    judge: _Judge | None,
+    share: float,
+    divergence: bool = False,
+) -> LinearSums:
+    """Sums of the predictor of t + k + 1: states [B, T, d] against targets [B, T] and the teacher at t + k.
+
+    The rows of a batch are laid end to end, so t + k may seem to reach into the next one; where t + k + 1 is a valid
+    target it does not, for that lies in the same row and document.
+    """
+    hidden, target = hidden.flatten(0, -2), target.flatten()
+    if judge is None or not (divergence or share):
+        return linear_cross_entropy(hidden, unembedding, target)
+    states = judge.hidden.flatten(0, -2)
+    if divergence:
+        return linear_kl(hidden, unembedding, states, judge.unembedding, target, ahead=k)
+    return linear_soft_cross_entropy(hidden, unembedding, states, judge.unembedding, target, share, ahead=k)

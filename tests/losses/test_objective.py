@@ -2,90 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Medusa1Objective, ObjectiveOutput
-
-B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
-
-
-@dataclass(frozen=True)
-class Head:
-    weight: Tensor
-    bias: Tensor | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-    low_rank: None = None
+from medusa_train.models.features import Features
+from medusa_train.models.unembedding import Unembedding
+from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_document, part
 
 
-class Heads(nn.Module):
-    """K linear heads with a matrix each: all that a loss needs of a draft."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = K
-        generator = torch.Generator().manual_seed(1)
-        self.inner = nn.ParameterList(torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K))
-        self.outer = nn.ParameterList(torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K))
-
-    def hidden(self, feats: Tensor) -> Iterator[Tensor]:
-        for inner in self.inner:
-            yield feats @ inner
-
-    def unembed(self, k: int) -> Head:
-        return Head(self.outer[k - 1])
-
-
-@dataclass(frozen=True)
-class Rows:
-    labels: Tensor
-    segments: Tensor
-
-    def part(self, start: int, stop: int) -> Rows:
-        return Rows(self.labels[start:stop], self.segments[start:stop])
-
-
-@pytest.fixture
-def batch() -> Rows:
-    """Prompts masked here and there, row 1 holds two documents, row 2 is half padding."""
-    generator = torch.Generator().manual_seed(2)
-    labels = torch.randint(0, V, (B, T), generator=generator)
-    labels[torch.rand(B, T, generator=generator) < 0.3] = IGNORE
-    segments = torch.zeros(B, T, dtype=torch.long)
-    segments[1, 5:] = 1
-    labels[2, 6:] = IGNORE
-    segments[2, 6:] = -1
-    return Rows(labels, segments)
-
-
-@pytest.fixture
-def feats() -> Tensor:
-    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-def reference(heads: Heads, feats: Tensor, batch: Rows, ahead: int = 1) -> Tensor:
+def reference(heads: Heads, feats: Features, batch: Rows, ahead: int = 1) -> Tensor:
     """SPEC 1 on stacked logits [K, B, T, V]; `ahead` = 1 is right: head k predicts t + k + 1."""
     stacked = torch.stack([hidden @ heads.outer[k].t() for k, hidden in enumerate(heads.hidden(feats))])
-    total = torch.zeros((), dtype=torch.float64)
-    for k in range(1, K + 1):
-        losses = [
-            functional.cross_entropy(stacked[k - 1, b, t], batch.labels[b, t + k + ahead])
-            for b in range(B)
-            for t in range(T - k - ahead)
-            if batch.labels[b, t + k + ahead] != IGNORE and batch.segments[b, t] == batch.segments[b, t + k + ahead]
-        ]
-        total = total + DECAY**k * sum(losses) / len(losses)
-    return total
+    return sum(DECAY**k * mean_term(stacked[k - 1], batch, k, ahead=ahead) for k in range(1, K + 1))
 
 
-def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Tensor) -> None:
+def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Features) -> None:
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
     out = objective.loss(feats, batch, objective.counts(batch))
@@ -99,7 +34,7 @@ def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Ten
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_shift_that_is_off_by_one_is_a_different_loss(batch: Rows, feats: Tensor, ahead: int) -> None:
+def test_a_shift_that_is_off_by_one_is_a_different_loss(batch: Rows, feats: Features, ahead: int) -> None:
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
     out = objective.loss(feats, batch, objective.counts(batch))
@@ -115,8 +50,8 @@ def test_a_copying_task_pins_the_target() -> None:
             inner.copy_(torch.eye(D))
             outer.zero_()
             outer[:D] = 50 * torch.eye(D)
-    feats = functional.one_hot(states.roll(-2, dims=1), D).double()
-    rows = Rows(states, torch.zeros_like(states))
+    feats = Features(functional.one_hot(states.roll(-2, dims=1), D).double())
+    rows = one_document(states)
     objective = Medusa1Objective(heads, DECAY)
     out = objective.loss(feats, rows, objective.counts(rows))
     assert out.head_counts.tolist() == [T - 2, T - 3, T - 4]
@@ -125,13 +60,13 @@ def test_a_copying_task_pins_the_target() -> None:
     assert all(out.head_sums[1:] > 10)
 
 
-def run(objective: Medusa1Objective, feats: Tensor, batch: Rows, parts: list[slice]) -> list[ObjectiveOutput]:
-    rows = [batch.part(part.start, part.stop) for part in parts]
-    total = torch.stack([objective.counts(part) for part in rows]).sum(dim=0)
-    return [objective.loss(feats[part], micro, total) for part, micro in zip(parts, rows, strict=True)]
+def run(objective: Medusa1Objective, feats: Features, batch: Rows, parts: list[slice]) -> list[ObjectiveOutput]:
+    rows = [batch.part(place) for place in parts]
+    total = torch.stack([objective.counts(micro) for micro in rows]).sum(dim=0)
+    return [objective.loss(part(feats, place), micro, total) for place, micro in zip(parts, rows, strict=True)]
 
 
-def test_two_micro_batches_are_one_batch(batch: Rows, feats: Tensor) -> None:
+def test_two_micro_batches_are_one_batch(batch: Rows, feats: Features) -> None:
     """With the counts of the global batch; the halves hold unequal numbers of targets."""
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
@@ -150,11 +85,11 @@ def test_two_micro_batches_are_one_batch(batch: Rows, feats: Tensor) -> None:
         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
 
 
-def test_a_head_without_targets_counts_nothing(feats: Tensor) -> None:
+def test_a_head_without_targets_counts_nothing(feats: Features) -> None:
     """One supervised token at position 3 is a target of heads 1 and 2 only: head 3 would look from t = -1."""
     labels = torch.full((B, T), IGNORE)
     labels[0, 3] = 5
-    rows = Rows(labels, torch.zeros_like(labels))
+    rows = one_document(labels)
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
     counts = objective.counts(rows)
@@ -168,21 +103,52 @@ def test_a_head_without_targets_counts_nothing(feats: Tensor) -> None:
     assert torch.count_nonzero(heads.outer[0].grad) > 0
 
 
-def test_a_prompt_position_may_predict_a_supervised_token(feats: Tensor) -> None:
+def test_a_prompt_position_may_predict_a_supervised_token(feats: Features) -> None:
     labels = torch.full((B, T), IGNORE)
     labels[:, 5:] = 1
-    rows = Rows(labels, torch.zeros_like(labels))
+    rows = one_document(labels)
     objective = Medusa1Objective(Heads(), DECAY)
     # head k sees targets 5..T-1 from t = 4-k onwards
     assert objective.counts(rows).tolist() == [B * (T - 5)] * K
 
 
-def test_nothing_supervised_gives_zero_not_nan(feats: Tensor) -> None:
+def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
     labels = torch.full((B, T), IGNORE)
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
-    rows = Rows(labels, torch.zeros_like(labels))
+    rows = one_document(labels)
     out = objective.loss(feats, rows, objective.counts(rows))
     assert out.loss.item() == 0.0
     out.loss.backward()
     assert all(torch.count_nonzero(p.grad) == 0 for p in heads.parameters())
+
+
+def test_nothing_of_joint_training_acts_here(batch: Rows, feats: Features) -> None:
+    """lambda0 belongs to joint training: under `sine` a first step without loss would be the fork's mistake."""
+    objective = Medusa1Objective(Heads(), DECAY)
+    counts = objective.counts(batch)
+    first, last = (objective.loss(feats, batch, counts, progress=s) for s in (0.0, 1.0))
+    assert first.loss.item() == last.loss.item() > 0
+    assert first.lm is None
+    assert not objective.needs_teacher
+    assert torch.count_nonzero(first.head_kl_sums) == 0
+
+
+def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features) -> None:
+    heads = Heads()
+    share = 0.7
+    objective = Medusa1Objective(heads, DECAY, soft_heads=share)
+    own = Unembedding(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
+    out = objective.loss(feats, batch, objective.counts(batch), teacher=feats, teacher_unembedding=own)
+
+    teacher = own.logits(feats.hidden)
+    logits = [hidden @ heads.outer[i].t() for i, hidden in enumerate(heads.hidden(feats))]
+    wanted = sum(DECAY**k * mean_term(logits[k - 1], batch, k, teacher=teacher, share=share) for k in range(1, K + 1))
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
+    parameters = list(heads.parameters())
+    theirs = torch.autograd.grad(wanted, parameters)
+    for mine, other in zip(torch.autograd.grad(out.loss, parameters), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+    hard = Medusa1Objective(heads, DECAY).loss(feats, batch, objective.counts(batch))
+    torch.testing.assert_close(out.head_sums, hard.head_sums)  # both are told against the labels
+    assert torch.equal(out.head_correct, hard.head_correct)

@@ -1,0 +1,28 @@
+"""A batch with everything that masks a target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa_train.data.targets import IGNORE
+from medusa_train.models.features import Features
+from tests.losses.toy import B, Rows, T, V, features
+
+
+@pytest.fixture
+def batch() -> Rows:
+    """Prompts masked here and there, row 1 holds two documents, row 2 is half padding."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, V, (B, T), generator=generator)
+    labels[torch.rand(B, T, generator=generator) < 0.3] = IGNORE
+    segments = torch.zeros(B, T, dtype=torch.long)
+    segments[1, 5:] = 1
+    labels[2, 6:] = IGNORE
+    segments[2, 6:] = -1
+    return Rows(labels, segments)
+
+
+@pytest.fixture
+def feats() -> Features:
+    return features(3)

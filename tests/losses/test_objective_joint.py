@@ -1,0 +1,264 @@
+"""Joint training's objective against its formula in plain loops: value, gradients, alignment, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_train.data.targets import IGNORE
+from medusa_train.losses.objective import Objective, ObjectiveOutput
+from medusa_train.models.features import Features
+from medusa_train.models.unembedding import Unembedding
+from tests.losses.plain import Random, leaves
+from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, features, mean_term, one_document, part
+
+LAMBDA = 0.2
+RECIPES: list[dict[str, Any]] = [
+    {"lm": "ce"},
+    {"lm": "kl"},
+    {"lm": "ce", "rho": 0.3},
+    {"lm": "ce", "soft_heads": 0.6},
+    {"lm": "kl", "soft_heads": 1.0},
+]
+
+
+def name(recipe: dict[str, Any]) -> str:
+    return "+".join(str(value) for value in recipe.values())
+
+
+class Joint:
+    """A backbone with LoRA on its lm_head, whose features stem from trained states; its teacher; the heads."""
+
+    def __init__(self) -> None:
+        random = Random(5, torch.float64)
+        self.heads = Heads()
+        self.states = features(3).hidden.requires_grad_()
+        self.student = random.unembedding(V, D, softcap=6.0, rank=2)
+        self.teacher_feats = features(4)
+        frozen = self.student.weight.detach()
+        self.teacher = Unembedding(frozen, softcap=6.0)
+        assert self.student.low_rank is not None
+        self.student = Unembedding(frozen, softcap=6.0, low_rank=self.student.low_rank)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.states, *leaves(self.student), *self.heads.parameters()]
+
+    def loss(self, objective: Objective, batch: Rows, counts: Tensor, rows: slice = slice(0, B)) -> ObjectiveOutput:
+        return objective.loss(
+            Features(self.states[rows]),
+            batch,
+            counts,
+            progress=0.5,
+            student_unembedding=self.student,
+            teacher=part(self.teacher_feats, rows),
+            teacher_unembedding=self.teacher,
+        )
+
+    def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, ahead: int = 1) -> Tensor:
+        """The two parts of SPEC 1's L; lambda0 is linear and the run half done."""
+        theirs = self.teacher.logits(self.teacher_feats.hidden)
+        rho = 1.0 if recipe["lm"] == "kl" else recipe.get("rho", 0.0)
+        total = mean_term(
+            self.student.logits(self.states), batch, 0, teacher=theirs, share=rho, divergence=recipe["lm"] == "kl"
+        )
+        for k, hidden in enumerate(self.heads.hidden(Features(self.states)), start=1):
+            term = mean_term(
+                hidden @ self.heads.outer[k - 1].t(),
+                batch,
+                k,
+                teacher=theirs,
+                share=recipe.get("soft_heads", 0.0),
+                ahead=ahead,
+                teacher_ahead=teacher_ahead,
+            )
+            total = total + LAMBDA * 0.5 * DECAY**k * term
+        return total
+
+
+@pytest.fixture
+def joint() -> Joint:
+    return Joint()
+
+
+def objective(joint: Joint, **recipe: Any) -> Objective:
+    return Objective(joint.heads, DECAY, heads_coefficient=LAMBDA, schedule="linear", **recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_value_and_gradients_are_those_of_the_formula(joint: Joint, batch: Rows, recipe: dict[str, Any]) -> None:
+    ours = objective(joint, **recipe)
+    out = joint.loss(ours, batch, ours.counts(batch))
+    wanted = joint.reference(batch, recipe)
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
+    theirs = torch.autograd.grad(wanted, joint.trained)
+    for mine, other in zip(torch.autograd.grad(out.loss, joint.trained), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"ahead": 0}, {"ahead": 2}], ids=str)
+def test_a_shift_that_is_off_by_one_is_a_different_loss(joint: Joint, batch: Rows, mistake: dict[str, int]) -> None:
+    recipe = {"lm": "kl", "soft_heads": 0.6}
+    ours = objective(joint, **recipe)
+    out = joint.loss(ours, batch, ours.counts(batch))
+    assert abs(out.loss.item() - joint.reference(batch, recipe, **mistake).item()) > 1e-3
+
+
+class Copying(Heads):
+    """Head k says at t what the backbone says at t + k."""
+
+    def __init__(self, states: Tensor, unembedding: Unembedding) -> None:
+        super().__init__()
+        self.states, self.unembedding = states, unembedding
+
+    def hidden(self, feats: Features) -> Iterator[Tensor]:
+        for k in range(1, K + 1):
+            yield self.states.roll(-k, dims=1)
+
+    def unembed(self, k: int) -> Unembedding:
+        return self.unembedding
+
+
+def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: Rows) -> None:
+    copying = Copying(joint.teacher_feats.hidden, joint.teacher)
+    ours = Objective(copying, DECAY, lm="kl", soft_heads=1.0)
+    out = joint.loss(ours, batch, ours.counts(batch))
+    assert torch.count_nonzero(out.head_kl_sums) == 0
+    assert out.lm is not None
+    assert out.lm.kl.item() > 0.1
+
+
+def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
+    """Every other document of the batch is NaN to the teacher: nothing of it may arrive."""
+    segments = torch.zeros(B, T, dtype=torch.long)
+    segments[:, 4:8] = 1
+    segments[:, 8:] = 2
+    labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(6))
+    labels = torch.where(segments == 1, labels, IGNORE)
+    joint.teacher_feats = Features(joint.teacher_feats.hidden.masked_fill((segments != 1)[..., None], torch.nan))
+    batch = Rows(labels, segments)
+    ours = objective(joint, lm="kl", soft_heads=0.5)
+    assert ours.counts(batch).tolist() == [B * 3, B * 2, B * 1, 0]
+    out = joint.loss(ours, batch, ours.counts(batch))
+    assert torch.isfinite(out.loss)
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.loss, joint.trained))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_micro_batches_are_one_batch(joint: Joint, batch: Rows, recipe: dict[str, Any]) -> None:
+    """With the counts of the global batch; the halves hold unequal numbers of targets."""
+    ours = objective(joint, **recipe)
+    whole = joint.loss(ours, batch, ours.counts(batch))
+    wanted = torch.autograd.grad(whole.loss, joint.trained)
+    parts = [slice(0, 1), slice(1, B)]
+    rows = [batch.part(place) for place in parts]
+    total = torch.stack([ours.counts(micro) for micro in rows]).sum(dim=0)
+    assert torch.equal(total, ours.counts(batch))
+    halves = [joint.loss(ours, micro, total, place) for micro, place in zip(rows, parts, strict=True)]
+    assert halves[0].lm is not None
+    assert halves[1].lm is not None
+    assert whole.lm is not None
+    assert halves[0].lm.count != halves[1].lm.count
+    assert sum(half.loss.item() for half in halves) == pytest.approx(whole.loss.item(), rel=1e-12)
+    for field in ("loss", "ce", "kl", "correct", "count"):
+        both = sum(getattr(half.lm, field).item() for half in halves)
+        assert both == pytest.approx(getattr(whole.lm, field).item(), rel=1e-12)
+    for half in halves:
+        half.loss.backward()
+    for tensor, grad in zip(joint.trained, wanted, strict=True):
+        torch.testing.assert_close(tensor.grad, grad, rtol=0, atol=1e-12)
+
+
+def test_each_term_is_divided_by_its_own_count(joint: Joint) -> None:
+    """One supervised token at position 2: a target of the language model and of head 1 only."""
+    labels = torch.full((B, T), IGNORE)
+    labels[0, 2] = 5
+    labels[1, 0] = 3  # nobody predicts the first token
+    batch = one_document(labels)
+    ours = Objective(joint.heads, DECAY, lm="ce")
+    assert ours.counts(batch).tolist() == [1, 1, 0, 0]
+    out = joint.loss(ours, batch, ours.counts(batch))
+    assert out.lm is not None
+    assert out.loss.item() == pytest.approx(out.lm.ce.item() + DECAY * out.head_sums[0].item(), rel=1e-12)
+    out.loss.backward()
+    assert all(tensor.grad is not None for tensor in joint.trained)  # absent targets, but in the graph
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_nothing_supervised_gives_zero_not_nan(joint: Joint, recipe: dict[str, Any]) -> None:
+    batch = one_document(torch.full((B, T), IGNORE))
+    ours = objective(joint, **recipe)
+    out = joint.loss(ours, batch, ours.counts(batch))
+    assert out.loss.item() == 0.0
+    for grad in torch.autograd.grad(out.loss, joint.trained):
+        assert torch.count_nonzero(grad) == 0
+
+
+def test_lambda0_weighs_the_heads_and_not_the_backbone(joint: Joint, batch: Rows) -> None:
+    ours = Objective(joint.heads, DECAY, lm="ce", heads_coefficient=LAMBDA, schedule="sine")
+    assert ours.heads_weight(0.0) == 0.0
+    assert ours.heads_weight(1.0) == pytest.approx(LAMBDA)
+    counts = ours.counts(batch)
+    out = ours.loss(Features(joint.states), batch, counts, progress=0.0, student_unembedding=joint.student)
+    assert out.lm is not None
+    assert out.loss.item() == pytest.approx((out.lm.ce / counts[0]).item(), rel=1e-12)
+    assert out.head_sums.min() > 0  # still told
+
+
+def test_a_fresh_adapter_is_pushed_nowhere_by_kl(joint: Joint, batch: Rows) -> None:
+    """B = 0 and the same features: the language model's loss and gradients are 0 to the bit."""
+    assert joint.student.low_rank is not None
+    with torch.no_grad():
+        joint.student.low_rank.b.zero_()
+    joint.teacher_feats = Features(joint.states)
+    ours = Objective(joint.heads, DECAY, lm="kl", heads_coefficient=0.0)
+    out = joint.loss(ours, batch, ours.counts(batch))
+    assert out.loss.item() == 0.0
+    out.loss.backward()
+    for tensor in (joint.states, *leaves(joint.student)):
+        assert torch.count_nonzero(tensor.grad) == 0
+
+
+def test_kl_ignores_rho(joint: Joint, batch: Rows) -> None:
+    """As the fork does where both keys are set."""
+    both, one = objective(joint, lm="kl", rho=0.5), objective(joint, lm="kl")
+    counts = one.counts(batch)
+    assert joint.loss(both, batch, counts).loss.item() == joint.loss(one, batch, counts).loss.item()
+
+
+def test_figures_are_told_against_labels_and_teacher(joint: Joint, batch: Rows) -> None:
+    """They compare runs with different recipes, so they do not depend on the recipe."""
+    outs = [joint.loss(ours, batch, ours.counts(batch)) for ours in (objective(joint, **recipe) for recipe in RECIPES)]
+    for out in outs:
+        assert out.lm is not None
+        torch.testing.assert_close(out.lm.ce, outs[0].lm.ce)
+        assert out.lm.correct == outs[0].lm.correct
+        torch.testing.assert_close(out.head_sums, outs[0].head_sums)
+        assert not out.lm.loss.requires_grad
+    assert outs[0].lm.kl.item() == 0.0
+    torch.testing.assert_close(outs[1].lm.kl, outs[2].lm.kl)
+    torch.testing.assert_close(outs[3].head_kl_sums, outs[4].head_kl_sums)
+
+
+@pytest.mark.parametrize("arguments", [{"rho": 1.5}, {"soft_heads": -0.1}, {"schedule": "cosine"}], ids=str)
+def test_senseless_choices_are_refused_at_once(joint: Joint, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"rho|soft_heads|cosine"):
+        Objective(joint.heads, DECAY, lm="ce", **arguments)
+
+
+@pytest.mark.parametrize("recipe", [{"lm": "kl"}, {"lm": "ce", "rho": 0.1}, {"soft_heads": 0.1}], ids=name)
+def test_a_missing_teacher_is_named(joint: Joint, batch: Rows, recipe: dict[str, Any]) -> None:
+    ours = Objective(joint.heads, DECAY, **recipe)
+    assert ours.needs_teacher
+    with pytest.raises(ValueError, match="teacher_unembedding"):
+        ours.loss(Features(joint.states), batch, ours.counts(batch), student_unembedding=joint.student)
+
+
+def test_a_missing_unembedding_is_named(joint: Joint, batch: Rows) -> None:
+    ours = Objective(joint.heads, DECAY, lm="ce")
+    with pytest.raises(ValueError, match="student_unembedding"):
+        ours.loss(Features(joint.states), batch, ours.counts(batch))

@@ -1,0 +1,89 @@
+"""A draft, a batch and a backbone's features as small as a loss allows, and the objective's formula in plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax, one_hot
+
+from medusa_train.data.targets import IGNORE
+from medusa_train.models.features import Features
+from medusa_train.models.unembedding import Unembedding
+
+B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
+
+
+class Heads(nn.Module):
+    """K linear heads with a matrix each: all that a loss needs of a draft."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = K
+        generator = torch.Generator().manual_seed(1)
+        self.inner = nn.ParameterList(torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K))
+        self.outer = nn.ParameterList(torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K))
+
+    def hidden(self, feats: Features) -> Iterator[Tensor]:
+        for inner in self.inner:
+            yield feats.hidden @ inner
+
+    def unembed(self, k: int) -> Unembedding:
+        return Unembedding(self.outer[k - 1])
+
+
+@dataclass(frozen=True)
+class Rows:
+    labels: Tensor
+    segments: Tensor
+
+    def part(self, rows: slice) -> Rows:
+        return Rows(self.labels[rows], self.segments[rows])
+
+
+def features(seed: int) -> Features:
+    generator = torch.Generator().manual_seed(seed)
+    return Features(torch.randn(B, T, D, generator=generator, dtype=torch.float64))
+
+
+def part(feats: Features, rows: slice) -> Features:
+    return Features(feats.hidden[rows])
+
+
+def one_document(labels: Tensor) -> Rows:
+    return Rows(labels, torch.zeros_like(labels))
+
+
+def mean_term(
+    logits: Tensor,
+    batch: Rows,
+    k: int,
+    *,
+    teacher: Tensor | None = None,
+    share: float = 0.0,
+    divergence: bool = False,
+    ahead: int = 1,
+    teacher_ahead: int = 0,
+) -> Tensor:
+    """Mean loss of the predictor of t + k + 1 from logits [B, T, V]; of the teacher's at t + k as well.
+
+    `ahead` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that a test must be able to see.
+    """
+    losses = []
+    for b in range(B):
+        for t in range(T - k - max(ahead, teacher_ahead)):
+            label = batch.labels[b, t + k + ahead]
+            if label == IGNORE or batch.segments[b, t] != batch.segments[b, t + k + ahead]:
+                continue
+            target = one_hot(label, V).double()
+            log_p = log_softmax(logits[b, t], dim=0)
+            if teacher is not None:
+                log_q = log_softmax(teacher[b, t + k + teacher_ahead], dim=0).detach()
+                target = share * log_q.exp() + (1 - share) * target
+            loss = -(target * log_p).sum()
+            if divergence:
+                loss = loss + (target * log_q).sum()
+            losses.append(loss)
+    return torch.stack(losses).mean()
