@@ -55,15 +55,14 @@ FOREIGN_KEYS = frozenset(
 )
 
 #: Known keys whose question this program answers by itself; listed as ignored where they are set.
-#: (The classes follow from the backbone's own config.json, attention is always torch's sdpa, batches are padded
-#: to their longest conversation, and data are encoded afresh in seconds.)
+#: (The classes follow from the backbone's own config.json, attention is always torch's sdpa, and batches are padded
+#: to their longest row.)
 SELF_ANSWERED_KEYS = (
     "model_type",
     "tokenizer_type",
     "base_model_config",
     "flash_attention",
     "pad_to_sequence_len",
-    "dataset_prepared_path",
     "special_tokens",
 )
 
@@ -80,7 +79,6 @@ LATER_KEYS = (
     "medusa_distillation_regularization",
     "medusa_num_unfreeze_layers",
     "medusa_share_lm_head",
-    "sample_packing",
     "fp16",
     "deepspeed",
     "wandb_project",
@@ -92,11 +90,17 @@ class DatasetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    path: Text = key(..., "file (JSONL or JSON) or directory of them, or a dataset name on the hub")
+    path: Text = key(..., "file (JSONL, JSON or parquet) or directory of them, or a dataset name on the hub")
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "form of a record; auto: by its keys")
     conversation: Text | None = key(None, "chat template by name for this dataset (vicuna_v1.1, zephyr, ...)")
     split: Text | None = key(None, "split of a hub dataset (default: train)")
     name: Text | None = key(None, "configuration of a hub dataset")
+    weight: Float | None = key(
+        None,
+        "share of an epoch's conversations, relative to the other weights (1 where only others have one); "
+        "default: every conversation once",
+        gt=0,
+    )
 
 
 class TrainConfig(Config):
@@ -146,9 +150,9 @@ class TrainConfig(Config):
 
     # Data
     datasets: list[DatasetConfig] = key(..., "what to train on", min_length=1)
-    dataset_prepared_path: Text | None = key(None, "ignored: data are encoded at each start")
+    dataset_prepared_path: Text | None = key(None, "directory that keeps tokenised data for the next run")
     sequence_len: Int = key(2048, "longest conversation in tokens; longer ones are cut at a turn's end", ge=4)
-    sample_packing: Bool = key(False, "several conversations in one row")
+    sample_packing: Bool = key(False, "several whole conversations in one row of sequence_len tokens")
     pad_to_sequence_len: Bool | None = key(None, "ignored: rows are padded to the longest of their batch")
     chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
@@ -159,7 +163,7 @@ class TrainConfig(Config):
     skip_bad_records: Bool = key(False, "leave out records that cannot be read, instead of stopping")
 
     # Optimisation
-    micro_batch_size: Int = key(1, "conversations per forward pass", ge=1)
+    micro_batch_size: Int = key(1, "conversations per forward pass; rows of them with sample_packing", ge=1)
     gradient_accumulation_steps: Int = key(1, "forward passes per optimizer step", ge=1)
     num_epochs: Float = key(2, "passes over the data", gt=0)
     max_steps: Int | None = key(None, "stop after so many optimizer steps, whatever num_epochs says", ge=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +94,18 @@ class ChatEncoder:
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         supervised = _within(encoding["offset_mapping"], spans)
         return Encoded(list(encoding["input_ids"]), supervised, conversation.id, conversation.source)
+
+    def fingerprint(self) -> str:
+        """Return a digest of all that `encode` follows from: tokenizer, template, and whose words are learnt."""
+        settings = {
+            "template": self.template.source,
+            "special_tokens": dict(self.template.special_tokens),
+            "roles": sorted(self.roles),
+            "everything": self.everything,
+        }
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
+        return digest.hexdigest()
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a chat that ends with the user's turn, and the header of the answer to come.

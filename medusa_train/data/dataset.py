@@ -5,78 +5,37 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Batch, collate
 from medusa_train.data.chat import ChatEncoder
-from medusa_train.data.examples import Example, Outcome, fit, hold_out
-from medusa_train.data.formats import bad_records
-from medusa_train.data.sources import read_source
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.corpus import DataReport, encode_sources, open_sources
+from medusa_train.data.examples import Example, hold_out
+from medusa_train.data.mixture import Mixture
+from medusa_train.data.packing import pack
+from medusa_train.data.prepared import prepared
 from medusa_train.errors import DataError
 
-_WINDOW = 32  # batches among which conversations of like length are brought together
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Conversations side by side, filled up at the right.
-
-    `tokens`, `labels` (the token itself where it is to be learnt, else `IGNORE`; unshifted), `positions` (within
-    the document) and `segments` (the document within the row; -1: padding) are [B, T] int64. `records` says where
-    each row was read.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    segments: Tensor
-    records: list[str]
-
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on `device`."""
-        return Batch(
-            self.tokens.to(device),
-            self.labels.to(device),
-            self.positions.to(device),
-            self.segments.to(device),
-            self.records,
-        )
-
-
-@dataclass
-class DataReport:
-    """What became of the records, for people."""
-
-    sequence_len: int
-    skipped: list[str] = field(default_factory=list)
-    outcomes: dict[Outcome, int] = field(
-        default_factory=lambda: {"whole": 0, "cut": 0, "too_long": 0, "unsupervised": 0}
-    )
-
-    def lines(self) -> list[str]:
-        """Return one sentence for each thing that was not taken as it stood; none if all was."""
-        cut, too_long, unsupervised = (self.outcomes[name] for name in ("cut", "too_long", "unsupervised"))
-        said = [
-            (len(self.skipped), f"bad records left out, the first: {self.skipped[0] if self.skipped else ''}"),
-            (cut, f"cut at the end of a turn to fit sequence_len {self.sequence_len}"),
-            (too_long, f"left out: their first answer ends beyond sequence_len {self.sequence_len}"),
-            (unsupervised, "left out: no answer in them to learn from"),
-        ]
-        return [f"{count} {what}" for count, what in said if count]
+_WINDOW = 32  # batches among which rows of like length are brought together
 
 
 @dataclass(frozen=True)
 class EncodedDataset(Sequence[Example]):
-    """Conversations as tokens, and what became of those that are not among them."""
+    """Conversations as tokens, and what became of those that are not among them.
+
+    Attributes:
+        row_len: tokens of a row into which conversations are packed; None: each has a row of its own.
+        mixture: which conversations an epoch takes; None: all of them, once.
+    """
 
     examples: list[Example]
     pad_id: int
     report: DataReport
+    row_len: int | None = None
+    mixture: Mixture | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -98,9 +57,20 @@ class EncodedDataset(Sequence[Example]):
         """Return the tokens before every answer (`Example.prompts`), in order."""
         return [prompt for example in self.examples for prompt in example.prompts()]
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Put the examples of these numbers side by side."""
-        return collate([self.examples[index] for index in indices], self.pad_id)
+    def epoch(self, epoch: int, seed: int) -> list[int]:
+        """Return the numbers of the examples that an epoch takes, unshuffled."""
+        return list(range(len(self))) if self.mixture is None else self.mixture.draw(epoch, seed)
+
+    def rows(self, order: Sequence[int]) -> list[list[int]]:
+        """Lay the examples of these numbers into rows: packed, or one in each."""
+        if self.row_len is None:
+            return [[index] for index in order]
+        packs = pack([len(self.examples[index]) for index in order], self.row_len)
+        return [[order[place] for place in row] for row in packs]
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Put rows of examples side by side."""
+        return collate([[self.examples[index] for index in row] for row in rows], self.pad_id)
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels in their order."""
@@ -112,26 +82,12 @@ class EncodedDataset(Sequence[Example]):
         return digest.hexdigest()
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> Batch:
-    """Fill up `examples` at the right to the longest of them; each row is one document."""
-    shape = (len(examples), max(len(example) for example in examples))
-    tokens = torch.full(shape, pad_id, dtype=torch.long)
-    labels = torch.full(shape, IGNORE, dtype=torch.long)
-    segments = torch.full(shape, -1, dtype=torch.long)
-    for row, example in enumerate(examples):
-        length = len(example)
-        tokens[row, :length] = example.tokens
-        labels[row, :length] = torch.where(example.supervised, example.tokens.long(), IGNORE)
-        segments[row, :length] = 0
-    positions = torch.arange(shape[1]).repeat(shape[0], 1)
-    return Batch(tokens, labels, positions, segments, [example.source for example in examples])
-
-
 def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDataset, EncodedDataset]:
     """Read, encode and part the configured data sets.
 
-    Whose words are learnt follows the configuration (`roles_to_train`, `train_on_inputs`); the template is the
-    data set's `conversation`, else the encoder's. See `fit` for long conversations and `hold_out` for the split.
+    With `dataset_prepared_path` their tokens are taken from there if nothing that shapes them has changed. With
+    `sample_packing` rows hold several conversations. Sources with a `weight` are mixed by it in training; the
+    held-out part is always taken as it is. See `fit` for long conversations and `hold_out` for the split.
 
     Returns:
         (training, held out); both carry the same report. The second is empty if `val_set_size` is 0 or there is
@@ -141,38 +97,46 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
         DataError: a data set cannot be read, or nothing of it can be used.
         ConfigError: no chat template of that name.
     """
-    report = DataReport(cfg.sequence_len)
-    examples: list[Example] = []
-    for source in cfg.datasets:
-        own = encoder.variant(template=source.conversation, roles=cfg.roles_to_train, everything=cfg.train_on_inputs)
-        read = read_source(source, skip_bad=cfg.skip_bad_records)
-        report.skipped += read.skipped
-        problems: list[str] = []
-        for conversation in read.conversations:
-            try:
-                example, outcome = fit(conversation, own, cfg.sequence_len)
-            except DataError as error:
-                problems.append(str(error))
-                continue
-            report.outcomes[outcome] += 1
-            if example is not None:
-                examples.append(example)
-        if problems and not cfg.skip_bad_records:
-            raise DataError(bad_records(problems, source.path))
-        report.skipped += problems
-    if not examples:
+    readings = open_sources(cfg, encoder)
+    if cfg.dataset_prepared_path is None:
+        corpus = encode_sources(cfg, readings)
+    else:
+        corpus = prepared(cfg, readings, Path(cfg.dataset_prepared_path).expanduser())
+    report = corpus.report
+    if not corpus.examples:
         raise DataError("no conversation is left to train on: " + "; ".join(report.lines()))
-    held_out = hold_out([example.key for example in examples], cfg.val_set_size, cfg.seed)
-    parts = [[e for e, held in zip(examples, held_out, strict=True) if held == side] for side in (False, True)]
-    return EncodedDataset(parts[0], encoder.pad_id, report), EncodedDataset(parts[1], encoder.pad_id, report)
+    held_out = hold_out([example.key for example in corpus.examples], cfg.val_set_size, cfg.seed)
+    parts: list[list[Example]] = [[], []]
+    origins: list[int] = []
+    for example, origin, held in zip(corpus.examples, corpus.origins, held_out, strict=True):
+        parts[held].append(example)
+        if not held:
+            origins.append(origin)
+    mixture = _mixture(cfg, origins)
+    if mixture is not None:
+        report.notes += mixture.lines([entry.path for entry in cfg.datasets])
+    row_len = cfg.sequence_len if cfg.sample_packing else None
+    return (
+        EncodedDataset(parts[0], encoder.pad_id, report, row_len, mixture),
+        EncodedDataset(parts[1], encoder.pad_id, report, row_len),
+    )
+
+
+def _mixture(cfg: TrainConfig, origins: Sequence[int]) -> Mixture | None:
+    """Weigh the sources if any has a weight; those without one then count 1."""
+    weights = [entry.weight for entry in cfg.datasets]
+    if all(weight is None for weight in weights):
+        return None
+    return Mixture.by_weight(origins, [1.0 if weight is None else weight for weight in weights])
 
 
 class BatchLoader:
     """Micro-batches without end, epoch after epoch; `next` on it gives the next one.
 
-    Each epoch takes every example once, in an order drawn from (seed, epoch). To keep padding small, examples
-    are sorted by length within windows of some batches; the order of the batches is drawn again. Unshuffled,
-    every epoch gives the same batches, the longest first.
+    Each epoch takes every example once (or what the data set's mixture says), in an order drawn from (seed, epoch);
+    packed rows are put together anew. To keep padding small, rows are sorted by length within windows of some
+    batches; the order of the batches is drawn again. Unshuffled, every epoch takes every example once in the same
+    batches, the longest first.
 
     Args:
         dataset: what to take from; not empty.
@@ -193,13 +157,25 @@ class BatchLoader:
         self.shuffle = shuffle
         self.epoch = 0  # of the batch that comes next
         self._taken = 0  # batches of this epoch that were given out
-        self._plan = self._draw()
+        self._plan = self._draw(0)
+        self._first = self._plan
         self._fingerprint: str | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the data."""
-        return -(-len(self.dataset) // self.micro_batch_size)
+        """Batches in the first pass over the data. Later ones have as many, but for a few where a mixture is packed."""
+        return len(self._first)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows in the first pass over the data."""
+        return sum(len(batch) for batch in self._first)
+
+    @property
+    def fill(self) -> float:
+        """Share of the positions computed in the first pass that hold tokens; the others are padding."""
+        widths = [[sum(len(self.dataset.examples[index]) for index in row) for row in batch] for batch in self._first]
+        return sum(map(sum, widths)) / sum(len(batch) * max(batch) for batch in widths)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -209,7 +185,7 @@ class BatchLoader:
         self._taken += 1
         if self._taken == len(self._plan):
             self.epoch, self._taken = self.epoch + 1, 0
-            self._plan = self._draw()
+            self._plan = self._draw(self.epoch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,29 +205,36 @@ class BatchLoader:
                 "data and settings of that run, or start a new one"
             )
         self.epoch, self._taken = int(state["epoch"]), int(state["batch"])
-        self._plan = self._draw()
+        self._plan = self._draw(self.epoch)
 
     def _identity(self) -> dict[str, Any]:
         """All that the order of batches follows from."""
         if self._fingerprint is None:
             self._fingerprint = self.dataset.fingerprint()
+        mixture = self.dataset.mixture
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
             "micro_batch_size": self.micro_batch_size,
+            "packed rows": self.dataset.row_len,
+            "datasets[].weight": list(mixture.quotas) if mixture and self.shuffle else None,
             "data": self._fingerprint,
         }
 
-    def _draw(self) -> list[list[int]]:
-        """Return this epoch's batches, as numbers of examples."""
-        order, size = list(range(len(self.dataset))), self.micro_batch_size
-        window = _WINDOW * size if self.shuffle else len(order)
-        draw = random.Random(f"{self.seed}/{self.epoch}")
+    def _draw(self, epoch: int) -> list[list[list[int]]]:
+        """Return an epoch's batches: rows of numbers of examples."""
+        size, dataset = self.micro_batch_size, self.dataset
+        draw = random.Random(f"{self.seed}/{epoch}")
+        order = dataset.epoch(epoch, self.seed) if self.shuffle else list(range(len(dataset)))
         if self.shuffle:
             draw.shuffle(order)
+        rows = dataset.rows(order)
+        if self.shuffle and dataset.row_len is not None:
+            draw.shuffle(rows)  # packing brought rows of long documents to the front
+        window = _WINDOW * size if self.shuffle else len(rows)
         batches = []
-        for start in range(0, len(order), window):
-            near = sorted(order[start : start + window], key=lambda index: -len(self.dataset.examples[index]))
+        for start in range(0, len(rows), window):
+            near = sorted(rows[start : start + window], key=lambda row: -sum(len(dataset.examples[i]) for i in row))
             batches += [near[at : at + size] for at in range(0, len(near), size)]
         if self.shuffle:
             draw.shuffle(batches)

@@ -2,46 +2,122 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.formats import ReadResult, read_conversations, read_records
 from medusa_train.errors import DataError
 
-_FILES = (".jsonl", ".json")
-_OTHER_FILES = (".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
+_PARQUET = ".parquet"
+_FILES = (".jsonl", ".json", _PARQUET)
+_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
+
+
+class Source(Protocol):
+    """Records that were found, and can be read."""
+
+    def read(self, type: str, *, skip_bad: bool) -> ReadResult:
+        """Read all chats; raises DataError as `read_conversations` does."""
+
+    def fingerprint(self) -> str:
+        """A digest of everything that `read` follows from but its arguments."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """JSON, JSONL and parquet files of this machine."""
+
+    paths: tuple[Path, ...]
+
+    def read(self, type: str, *, skip_bad: bool) -> ReadResult:
+        """Read the files one after the other."""
+        results = [_read_file(path, type, skip_bad=skip_bad) for path in self.paths]
+        return ReadResult(
+            [conversation for result in results for conversation in result.conversations],
+            [skipped for result in results for skipped in result.skipped],
+        )
+
+    def fingerprint(self) -> str:
+        """Digest names and contents; an edit that leaves size and time alone shows too."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            try:
+                digest.update(f"{path}\0{path.stat().st_size}\0".encode())
+                with path.open("rb") as file:
+                    while block := file.read(1 << 20):
+                        digest.update(block)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """A split of a data set of the hub, as `datasets` gives it."""
+
+    name: str
+    rows: Any
+
+    def read(self, type: str, *, skip_bad: bool) -> ReadResult:
+        """Read the rows in their order."""
+        return read_records(self.rows, type, name=self.name, skip_bad=skip_bad)
+
+    def fingerprint(self) -> str:
+        """Digest the split's name and the fingerprint by which `datasets` tells contents apart."""
+        return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
+
+
+def open_source(source: DatasetConfig) -> Source:
+    """Find a file, a directory of files, or a data set of the hub (if nothing of that name is on this machine).
+
+    Raises:
+        DataError: nothing of that name, or nothing in it that can be read.
+    """
+    found = resolve_path(source.path)
+    if found is None:
+        return _open_hub(source)
+    if found.is_dir():
+        paths = tuple(sorted(path for path in found.iterdir() if path.suffix in _FILES and path.is_file()))
+        if not paths:
+            raise DataError(f"{found}: no {', '.join(_FILES[:-1])} or {_FILES[-1]} file in this directory")
+        return Files(paths)
+    if found.suffix in _OTHER_FILES:
+        raise DataError(f"{found}: only JSON, JSONL and parquet files are read; convert it first")
+    return Files((found,))
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
-    """Read a file, a directory of files, or a dataset of the hub (if nothing of that name is on this machine).
+    """Find and read a source.
 
     Raises:
         DataError: nothing of that name, or bad records (`read_conversations`).
     """
-    found = resolve_path(source.path)
-    if found is None:
-        return _read_hub(source, skip_bad=skip_bad)
-    if found.is_dir():
-        return _read_directory(found, source, skip_bad=skip_bad)
-    if found.suffix in _OTHER_FILES:
-        raise DataError(f"{found}: only JSON and JSONL files are read; convert it first")
-    return read_conversations(found, source.type, skip_bad=skip_bad)
+    return open_source(source).read(source.type, skip_bad=skip_bad)
 
 
-def _read_directory(directory: Path, source: DatasetConfig, *, skip_bad: bool) -> ReadResult:
-    paths = sorted(path for path in directory.iterdir() if path.suffix in _FILES and path.is_file())
-    if not paths:
-        raise DataError(f"{directory}: no {' or '.join(_FILES)} file in this directory")
-    results = [read_conversations(path, source.type, skip_bad=skip_bad) for path in paths]
-    return ReadResult(
-        [conversation for result in results for conversation in result.conversations],
-        [skipped for result in results for skipped in result.skipped],
-    )
+def _read_file(path: Path, type: str, *, skip_bad: bool) -> ReadResult:
+    if path.suffix == _PARQUET:
+        return read_records(_parquet_rows(path), type, name=str(path), skip_bad=skip_bad)
+    return read_conversations(path, type, skip_bad=skip_bad)
 
 
-def _read_hub(source: DatasetConfig, *, skip_bad: bool) -> ReadResult:
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    """Stream a parquet file's rows: `datasets` would otherwise write a copy of it to its own cache."""
+    import datasets  # takes a second to load
+
+    try:
+        yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise DataError(f"{path}: cannot be read as parquet: {reason}") from None
+
+
+def _open_hub(source: DatasetConfig) -> HubRows:
     if _looks_like_a_file(source.path):
         raise DataError(f"{source.path}: no such file or directory")
     import datasets  # takes a second to load, and most configurations name files
@@ -55,7 +131,7 @@ def _read_hub(source: DatasetConfig, *, skip_bad: bool) -> ReadResult:
             f"{source.path}: no file or directory of that name is here, and the hub gave no dataset of that name: "
             f"{reason}\nCheck the name and the connection, or give the path of a JSONL file."
         ) from None
-    return read_records(rows, source.type, name=f"{source.path}[{split}]", skip_bad=skip_bad)
+    return HubRows(f"{source.path}[{split}]", rows)
 
 
 def _looks_like_a_file(name: str) -> bool:

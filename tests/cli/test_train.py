@@ -56,11 +56,11 @@ def test_first_lines_say_what_is_trained_on_what(config_file, tmp_path):
 
 
 def test_a_missing_backbone_is_told_before_unsupported_keys_and_data(config_file):
-    result = run(config_file, "sample_packing=true")
+    result = run(config_file, "deepspeed=z.json")
     assert result.exit_code == 1
     assert "absent-model" in result.output
     assert "no such directory" in result.output
-    assert "sample_packing" not in result.output
+    assert "deepspeed" not in result.output
     assert "absent.jsonl:" not in result.output
 
 

@@ -138,8 +138,8 @@ def test_possible_combinations(overrides: list[str]) -> None:
 
 
 def test_unsupported_keys_are_named_with_their_values() -> None:
-    cfg = train("adapter=qlora", "load_in_4bit=true", "sample_packing=true", "wandb_project=p")
-    expected = ["recipe: medusa2", "load_in_4bit: true", "adapter: qlora", "sample_packing: true", "wandb_project: p"]
+    cfg = train("adapter=qlora", "load_in_4bit=true", "deepspeed=z.json", "wandb_project=p")
+    expected = ["recipe: medusa2", "load_in_4bit: true", "adapter: qlora", "deepspeed: z.json", "wandb_project: p"]
     assert unsupported_keys(cfg) == expected
     assert unsupported_keys(train("recipe=medusa1")) == []
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Batch
 from medusa_train.data.chat import ChatEncoder
-from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, collate, load_datasets
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.dataset import BatchLoader, EncodedDataset, load_datasets
 from medusa_train.errors import ConfigError, DataError
 
 
@@ -53,34 +53,11 @@ def same(left: Batch, right: Batch) -> bool:
     )
 
 
-# -- batches --------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_by_hand(tmp_path: Path, encoder: ChatEncoder) -> None:
-    path = write(tmp_path / "d.jsonl", record("A", "B"), record("A", "B 1.", "C"))
-    rows = load_datasets(config(path, val_set_size=0), encoder)[0]
-    batch = collate(rows.examples, pad_id=777)
-    tok = encoder.tokenizer
-    short = tok("<s><user>A</s><|assistant|>B</s>")["input_ids"]
-    long = tok("<s><user>A</s><|assistant|>B 1.</s>")["input_ids"]
-    gap = len(long) - len(short)
-    assert batch.tokens.tolist() == [short + [777] * gap, long]
-    assert batch.labels[0].tolist() == [IGNORE] * (len(short) - 2) + short[-2:] + [IGNORE] * gap
-    assert batch.labels[1].tolist() == [IGNORE] * (len(long) - 5) + long[-5:]
-    assert batch.segments.tolist() == [[0] * len(short) + [-1] * gap, [0] * len(long)]
-    assert batch.positions.tolist() == [list(range(len(long)))] * 2
-    assert batch.records == [f"{path}:1", f"{path}:2"]
-    assert {t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.segments)} == {torch.int64}
-    moved = batch.to("meta")
-    assert moved.labels.device.type == "meta"
-    assert moved.records == batch.records
-
-
 def test_figures_of_a_data_set(tmp_path: Path, encoder: ChatEncoder) -> None:
     path = write(tmp_path / "d.jsonl", record("A", "B", "C", "B"), record("A", "B"))
     rows = load_datasets(config(path, val_set_size=0), encoder)[0]
     assert rows.supervised_tokens == 6
-    assert rows.tokens == sum(int((row.segments == 0).sum()) for row in map(rows.batch, ([0], [1])))
+    assert rows.tokens == sum(int((row.segments == 0).sum()) for row in map(rows.batch, ([[0]], [[1]])))
     assert len(rows.prompts()) == 3
 
 
@@ -227,6 +204,76 @@ def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Pat
     other = load_datasets(config(path, val_set_size=0), encoder)[0]
     with pytest.raises(DataError, match="does not fit: data changed since"):
         BatchLoader(other, 7, seed=3).load_state_dict(state)
+
+
+# -- packed and mixed -------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, encoder: ChatEncoder) -> None:
+    train, held_out = load_datasets(config(corpus, sample_packing=True, sequence_len=128, val_set_size=0.1), encoder)
+    loader = BatchLoader(train, 2, seed=3)
+    assert loader.fill > 0.9
+    assert loader.rows_per_epoch < len(train) / 2
+    epochs = []
+    for number in range(3):
+        assert loader.epoch == number
+        batches = [next(loader) for _ in range(loader.steps_per_epoch)]
+        assert sorted(r for b in batches for r in b.records) == sorted(e.source for e in train.examples)
+        assert sum(b.tokens.shape[0] for b in batches) == loader.rows_per_epoch
+        assert max(b.tokens.shape[1] for b in batches) <= 128
+        epochs.append([b.records for b in batches])
+    assert epochs[0] != epochs[1] != epochs[2]
+    measured = BatchLoader(held_out, 2, seed=0, shuffle=False)
+    once = [r for _ in range(measured.steps_per_epoch) for r in next(measured).records]
+    assert sorted(once) == sorted(e.source for e in held_out.examples)
+
+
+def weighted(tmp_path: Path, **keys: Any) -> TrainConfig:
+    large = write(tmp_path / "large.jsonl", *[record(f"q{n}", "B" * (1 + n % 9)) for n in range(24)])
+    small = write(tmp_path / "small.jsonl", *[record(f"p{n}", "C" * (1 + n % 7)) for n in range(6)])
+    return config({"path": large, "weight": 1}, {"path": small, "weight": 2}, **keys)
+
+
+def test_weights_share_out_the_training_part_alone(tmp_path: Path, encoder: ChatEncoder) -> None:
+    train, held_out = load_datasets(weighted(tmp_path, val_set_size=0.2), encoder)
+    assert (len(train), len(held_out)) == (24, 6)
+    assert [line.split(" of ")[0] for line in train.report.lines()] == ["an epoch takes 8", "an epoch takes 16"]
+    loader = BatchLoader(train, 4, seed=0)
+    for _ in range(3):
+        taken = [r for _ in range(loader.steps_per_epoch) for r in next(loader).records]
+        assert (sum("large" in r for r in taken), sum("small" in r for r in taken)) == (8, 16)
+    measured = BatchLoader(held_out, 4, seed=0, shuffle=False)
+    once = [r for _ in range(measured.steps_per_epoch) for r in next(measured).records]
+    assert sorted(once) == sorted(e.source for e in held_out.examples)
+
+
+def test_a_source_without_weight_counts_one_beside_others(tmp_path: Path, encoder: ChatEncoder) -> None:
+    cfg = weighted(tmp_path, val_set_size=0)
+    cfg.datasets[0].weight = None
+    mixture = load_datasets(cfg, encoder)[0].mixture
+    assert mixture is not None
+    assert mixture.quotas == (10, 20)
+    cfg.datasets[1].weight = None
+    assert load_datasets(cfg, encoder)[0].mixture is None
+
+
+@pytest.mark.parametrize("before", [0, 2, 5, 11])
+def test_a_saved_place_in_packed_and_mixed_rows(tmp_path: Path, encoder: ChatEncoder, before: int) -> None:
+    def loader(**keys: Any) -> BatchLoader:
+        cfg = weighted(tmp_path, val_set_size=0, **{"sample_packing": True, "sequence_len": 64, **keys})
+        return BatchLoader(load_datasets(cfg, encoder)[0], 2, seed=3)
+
+    one = loader()
+    for _ in range(before):
+        next(one)
+    state = json.loads(json.dumps(one.state_dict()))
+    two = loader()
+    two.load_state_dict(state)
+    assert all(same(next(one), next(two)) for _ in range(12))
+    with pytest.raises(DataError, match="packed rows changed since"):
+        loader(sequence_len=65).load_state_dict(state)
+    with pytest.raises(DataError, match="packed rows changed since"):
+        loader(sample_packing=False).load_state_dict(state)
 
 
 def test_no_batches_of_nothing(dataset: EncodedDataset) -> None:

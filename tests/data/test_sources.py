@@ -4,10 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.sources import read_source
+from medusa_train.data.sources import open_source, read_source
 from medusa_train.errors import DataError
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -39,11 +41,36 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(name: str) -> None:
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \.jsonl or \.json file in this directory"):
+    with pytest.raises(DataError, match=r"no \.jsonl, \.json or \.parquet file in this directory"):
         read_source(DatasetConfig(path=str(tmp_path)))
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(DataError, match="only JSON, JSONL and parquet files are read"):
+        read_source(DatasetConfig(path=str(tmp_path / "a.csv")))
     (tmp_path / "a.parquet").write_text("x")
-    with pytest.raises(DataError, match="only JSON and JSONL files are read"):
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet: "):
         read_source(DatasetConfig(path=str(tmp_path / "a.parquet")))
+
+
+def test_parquet_files_are_read_row_by_row(tmp_path: Path) -> None:
+    bad = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD, bad, RECORD]), tmp_path / "a.parquet")
+    source = DatasetConfig(path=str(tmp_path / "a.parquet"))
+    with pytest.raises(DataError, match=r"a\.parquet:2: turn 2 \(assistant\) is empty"):
+        read_source(source)
+    result = read_source(source, skip_bad=True)
+    assert [c.source for c in result.conversations] == [f"{tmp_path}/a.parquet:1", f"{tmp_path}/a.parquet:3"]
+    assert [m.as_dict() for m in result.conversations[1].messages] == RECORD["messages"]
+
+
+def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINE)
+    before = os.stat(path)
+    first = open_source(DatasetConfig(path=str(path))).fingerprint()
+    assert open_source(DatasetConfig(path=str(path))).fingerprint() == first
+    path.write_text(LINE.replace('"q"', '"r"'))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert open_source(DatasetConfig(path=str(path))).fingerprint() != first
 
 
 def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path) -> None:
