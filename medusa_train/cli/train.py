@@ -28,6 +28,8 @@ name), datasets (chats in JSONL: ShareGPT, OpenAI messages or alpaca form) and o
 
   medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
 
+  medusa-train configs/tiny_m1.yaml --inspect
+
 [bold]What you get[/bold] in output_dir: heads/ (medusa_lm_head.safetensors, as the public Medusa code and TGI read it),
 tree.json (which guesses to verify, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
 
@@ -52,6 +54,11 @@ def train(
     overwrite: bool = typer.Option(
         None, "--overwrite", help="Start anew over an earlier run (key overwrite_output_dir).", show_default=False
     ),
+    inspect: bool = typer.Option(
+        False,
+        "--inspect",
+        help="Show samples with their loss mask, token counts, steps and the memory needed; train nothing.",
+    ),
 ) -> int:
     """Read the configuration, say what is about to be trained, and train."""
     flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
@@ -61,14 +68,19 @@ def train(
     for line in headline(cfg, str(path) if path else "command line"):
         console.print(line)
 
+    results = Console()
+    if not results.is_terminal:
+        results = Console(width=PIPE_WIDTH)
+    if inspect:
+        from medusa_train.training.inspect import inspect_run
+
+        return inspect_run(cfg, console, results)
+
     from medusa_train.training.run_dir import check_output_dir
 
     check_output_dir(cfg)  # before the seconds that importing torch takes
     from medusa_train.training.run import train as run_training
 
-    results = Console()
-    if not results.is_terminal:
-        results = Console(width=PIPE_WIDTH)
     return run_training(cfg, console, results)
 
 

@@ -172,10 +172,14 @@ class BatchLoader:
         return sum(len(batch) for batch in self._first)
 
     @property
-    def fill(self) -> float:
-        """Share of the positions computed in the first pass that hold tokens; the others are padding."""
-        widths = [[sum(len(self.dataset.examples[index]) for index in row) for row in batch] for batch in self._first]
-        return sum(map(sum, widths)) / sum(len(batch) * max(batch) for batch in widths)
+    def tokens_per_epoch(self) -> int:
+        """Tokens in the first pass over the data, padding not counted."""
+        return sum(self._width(row) for batch in self._first for row in batch)
+
+    @property
+    def positions_per_epoch(self) -> int:
+        """Positions computed in the first pass over the data: tokens and padding."""
+        return sum(len(batch) * max(map(self._width, batch)) for batch in self._first)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -207,6 +211,9 @@ class BatchLoader:
         self.epoch, self._taken = int(state["epoch"]), int(state["batch"])
         self._plan = self._draw(self.epoch)
 
+    def _width(self, row: Sequence[int]) -> int:
+        return sum(len(self.dataset.examples[index]) for index in row)
+
     def _identity(self) -> dict[str, Any]:
         """All that the order of batches follows from."""
         if self._fingerprint is None:
@@ -234,7 +241,7 @@ class BatchLoader:
         window = _WINDOW * size if self.shuffle else len(rows)
         batches = []
         for start in range(0, len(rows), window):
-            near = sorted(rows[start : start + window], key=lambda row: -sum(len(dataset.examples[i]) for i in row))
+            near = sorted(rows[start : start + window], key=lambda row: -self._width(row))
             batches += [near[at : at + size] for at in range(0, len(near), size)]
         if self.shuffle:
             draw.shuffle(batches)

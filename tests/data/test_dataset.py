@@ -212,7 +212,8 @@ def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Pat
 def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, encoder: ChatEncoder) -> None:
     train, held_out = load_datasets(config(corpus, sample_packing=True, sequence_len=128, val_set_size=0.1), encoder)
     loader = BatchLoader(train, 2, seed=3)
-    assert loader.fill > 0.9
+    assert loader.tokens_per_epoch == train.tokens
+    assert train.tokens / (128 * loader.rows_per_epoch) > 0.9
     assert loader.rows_per_epoch < len(train) / 2
     epochs = []
     for number in range(3):
@@ -221,6 +222,7 @@ def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, en
         assert sorted(r for b in batches for r in b.records) == sorted(e.source for e in train.examples)
         assert sum(b.tokens.shape[0] for b in batches) == loader.rows_per_epoch
         assert max(b.tokens.shape[1] for b in batches) <= 128
+        assert number or sum(b.tokens.numel() for b in batches) == loader.positions_per_epoch
         epochs.append([b.records for b in batches])
     assert epochs[0] != epochs[1] != epochs[2]
     measured = BatchLoader(held_out, 2, seed=0, shuffle=False)
