@@ -71,13 +71,6 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw
 
 #: Keys that ask, when they are set, for what this version does not do.
 LATER_KEYS = (
-    "load_in_4bit",
-    "load_in_8bit",
-    "adapter",
-    "lora_model_dir",
-    "medusa_self_distillation",
-    "medusa_distillation_regularization",
-    "medusa_num_unfreeze_layers",
     "medusa_share_lm_head",
     "fp16",
     "deepspeed",
@@ -133,6 +126,7 @@ class TrainConfig(Config):
     medusa_lr_multiplier: Float = key(4.0, "the heads' learning rate is learning_rate times this", gt=0)
     medusa_self_distillation: Bool = key(False, "LM loss is KL to the backbone without adapter (medusa2)")
     medusa_distillation_regularization: Float = key(0.0, "rho: share of the teacher in the LM target", ge=0, le=1)
+    medusa_soft_targets: Float = key(0.0, "share of the backbone's own distribution in the heads' targets", ge=0, le=1)
     medusa_num_unfreeze_layers: Int = key(0, "train the last N layers, final norm and lm_head too", ge=0)
     medusa_logging: Bool = key(False, "log the top-k accuracy of each head while training")
     medusa_share_lm_head: Bool = key(False, "heads use the backbone's lm_head, without a matrix of their own")
@@ -146,7 +140,7 @@ class TrainConfig(Config):
     lora_target_modules: TextList | None = key(None, "names of the linear layers that get an adapter")
     lora_target_linear: Bool = key(False, "every linear layer gets an adapter")
     lora_modules_to_save: TextList | None = key(None, "modules trained whole beside the adapter")
-    lora_model_dir: Text | None = key(None, "adapter to start from")
+    lora_model_dir: Text | None = key(None, "run whose heads and adapter this one starts from (stage two)")
 
     # Data
     datasets: list[DatasetConfig] = key(..., "what to train on", min_length=1)
@@ -224,8 +218,6 @@ class TrainConfig(Config):
 def unsupported_keys(cfg: TrainConfig) -> list[str]:
     """List the keys, as `key: value`, that ask for what this version cannot do yet; such a config is valid."""
     asked = {name: getattr(cfg, name) for name in LATER_KEYS if getattr(cfg, name)}
-    if cfg.resolved().recipe == "medusa2":
-        asked = {"recipe": "medusa2", **asked}
     return [f"{name}: {value if isinstance(value, str) else show(value)}" for name, value in asked.items()]
 
 

@@ -15,6 +15,7 @@ from medusa_train.errors import CheckpointError
 if TYPE_CHECKING:
     from medusa_train.models.backbone import Backbone
     from medusa_train.models.drafts.medusa import MedusaDraft
+    from medusa_train.models.quantization import Quantization
     from medusa_train.trees.tree import Tree
 
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -24,7 +25,9 @@ HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 class SubjectPaths:
     """Where everything lies. Without heads (`heads is None`) only the baselines are measured.
 
-    `home` is the directory that results go under; `base_model` a directory or a hub name; `tree` a tree.json.
+    `home` is the directory that results go under; `base_model` a directory or a hub name; `tree` a tree.json;
+    `adapter` what a joint run trained of the backbone, folded into it for decoding; `quantization` how the backbone
+    was loaded for that.
     """
 
     home: Path
@@ -32,6 +35,8 @@ class SubjectPaths:
     heads: Path | None
     tree: Path | None
     chat_template: str | None
+    adapter: Path | None = None
+    quantization: Quantization | None = None
 
     @property
     def name(self) -> str | None:
@@ -110,9 +115,21 @@ def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> Subject
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
         raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
+    if base_model is None and (run / "model" / "config.json").is_file():
+        base = str(run / "model")  # a joint run without an adapter trained the backbone itself
     template = config.get("chat_template")
+    adapter = run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None
+    quantization: Quantization | None = None
+    if adapter is not None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+        quantization = "nf4" if config.get("load_in_4bit") else "int8"
     return SubjectPaths(
-        run, _local_or_hub(base), run / "heads", _find_tree(tree, run), template if isinstance(template, str) else None
+        run,
+        _local_or_hub(base),
+        run / "heads",
+        _find_tree(tree, run),
+        template if isinstance(template, str) else None,
+        adapter,
+        quantization,
     )
 
 
@@ -171,7 +188,12 @@ def load_subject(paths: SubjectPaths, dtype: str) -> Subject:
     from medusa_train.checkpoint.layouts import load_heads
     from medusa_train.models.backbone import Backbone
 
-    backbone = Backbone.load(paths.base_model, dtype=dtype)
+    backbone = Backbone.load(paths.base_model, dtype=dtype, quantization=paths.quantization)
+    if paths.adapter is not None:
+        from medusa_train.models.adapter import Adapter
+
+        Adapter.load(backbone, paths.adapter).merge()
+        backbone = backbone.to_dtype(dtype)
     if paths.heads is None:
         return Subject(backbone, None, None)
     draft = load_heads(paths.heads, backbone, backbone.dtype)

@@ -139,11 +139,8 @@ class Backbone:
         return cls(model, tokenizer, name)
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
-        """A second backbone of the same weights in another dtype (a copy in memory)."""
-        import copy
-
-        model = copy.deepcopy(self.model).to(_dtype(dtype))
-        return Backbone(model, self.tokenizer, self.name)
+        """This model converted in place to another dtype, as a backbone that knows its new one."""
+        return Backbone(self.model.to(_dtype(dtype)), self.tokenizer, self.name)
 
     def run(
         self,

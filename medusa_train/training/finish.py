@@ -17,12 +17,12 @@ from medusa_train.checkpoint.layouts import save_heads
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import Calibration, calibrate
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.tracking import duration
 from medusa_train.training.heldout import HeldOut
 from medusa_train.training.run_dir import HEADS, TREE
 from medusa_train.training.state import TrainState
+from medusa_train.training.student import Student
 
 ANSWER = 256  # longest calibration answer in tokens; shorter where the budget would not do for eight of them
 
@@ -54,7 +54,7 @@ def calibration_prompts(conversations: EncodedDataset, token_budget: int, seed: 
 
 
 def fit_tree(
-    backbone: Backbone,
+    student: Student,
     draft: MedusaDraft,
     prompts: Sequence[list[int]],
     token_budget: int,
@@ -63,9 +63,14 @@ def fit_tree(
 ) -> Calibration | None:
     """Choose the tree on the backbone's own greedy answers to `prompts` and write tree.json.
 
+    An adapter is folded in first, as for decoding, unless the backbone is quantised: dequantised it may not fit.
+
     Returns:
         What was found, or None, with a line that says why: the heads are of use without a tree too.
     """
+    student.train(False)
+    if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
+        student.adapter.merge()
     progress = Progress(
         TextColumn("[bold]tree "),
         BarColumn(bar_width=24),
@@ -78,7 +83,7 @@ def fit_tree(
         with progress:
             task = progress.add_task("tree", total=token_budget)
             found = calibrate(
-                backbone,
+                student.backbone,
                 draft,
                 prompts,
                 max_new_tokens=min(ANSWER, max(8, token_budget // 8)),

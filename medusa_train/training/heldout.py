@@ -12,11 +12,13 @@ from torch.nn.functional import cross_entropy
 
 from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
+from medusa_train.losses.distill import linear_kl
+from medusa_train.losses.linear_ce import linear_cross_entropy
 from medusa_train.losses.schedules import head_weight
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.features import Features
 from medusa_train.models.unembedding import Unembedding
-from medusa_train.training.precision import Precision
+from medusa_train.training.student import Student
 
 TOP = 10
 ROWS = 512  # positions whose logits exist at once: [ROWS, V]
@@ -31,12 +33,16 @@ class HeldOut:
         head_loss: mean cross-entropy per head, nats per valid target.
         top: per head the share of valid targets among its best 1, 2, ..., 10 guesses.
         targets: valid targets per head.
+        lm_loss: mean cross-entropy of the backbone itself, nats per token; None where it is frozen.
+        lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
     """
 
     loss: float
     head_loss: list[float]
     top: list[list[float]]
     targets: list[int]
+    lm_loss: float | None = None
+    lm_kl: float | None = None
 
     def figures(self) -> dict[str, Any]:
         """The record for metrics.jsonl."""
@@ -46,26 +52,26 @@ class HeldOut:
             "head_top1": [shares[0] for shares in self.top],
             "head_top": self.top,
             "targets": self.targets,
+            **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
+            **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
         }
 
 
 @torch.no_grad()
 def evaluate_held_out(
-    backbone: Backbone,
+    student: Student,
     draft: Draft,
     batches: Iterable[Batch],
     decay: float,
-    precision: Precision,
     stop: Callable[[], bool] = lambda: False,
 ) -> HeldOut | None:
     """Measure the heads on `batches`, assistant tokens only, with never more than [ROWS, V] logits in memory.
 
     Args:
-        backbone: run frozen, as in training.
+        student: run as in training, with its dropout off.
         draft: the heads, left in the mode that they are in.
         batches: the whole held-out set, once.
         decay: c of the weighted sum.
-        precision: as in training.
         stop: asked before every batch; True gives up.
 
     Returns:
@@ -74,23 +80,60 @@ def evaluate_held_out(
     sums = torch.zeros(draft.num_heads, dtype=torch.float64)
     hits = torch.zeros(draft.num_heads, TOP, dtype=torch.long)
     targets = torch.zeros(draft.num_heads, dtype=torch.long)
-    for batch in batches:
-        if stop():
-            return None
-        batch = batch.to(backbone.device)
-        feats = backbone.run(batch.tokens, positions=batch.positions)
-        with precision.autocast():
-            for i, hidden in enumerate(draft.hidden(feats)):
-                wanted = shift(batch.labels, i + 1, batch.segments)
-                valid = wanted != IGNORE
-                for loss, found in _score(hidden[valid], wanted[valid], draft.unembed(i + 1)):
-                    sums[i] += loss
-                    hits[i] += found
-                targets[i] += int(valid.sum())
+    own = _OwnLoss()
+    student.train(False)
+    try:
+        for batch in batches:
+            if stop():
+                return None
+            batch = batch.to(student.backbone.device)
+            feats = student.features(batch)
+            with student.precision.autocast():
+                for i, hidden in enumerate(draft.hidden(feats)):
+                    wanted = shift(batch.labels, i + 1, batch.segments)
+                    valid = wanted != IGNORE
+                    for loss, found in _score(hidden[valid], wanted[valid], draft.unembed(i + 1)):
+                        sums[i] += loss
+                        hits[i] += found
+                    targets[i] += int(valid.sum())
+                if student.joint:
+                    own.add(student, batch, feats)
+    finally:
+        student.train()
     means = sums / targets.clamp(min=1)
     weighted = sum(head_weight(k, decay) * float(mean) for k, mean in enumerate(means, start=1))
     shares = hits / targets.clamp(min=1)[:, None]
-    return HeldOut(float(weighted), means.tolist(), shares.tolist(), targets.tolist())
+    return HeldOut(float(weighted), means.tolist(), shares.tolist(), targets.tolist(), own.loss, own.kl)
+
+
+class _OwnLoss:
+    """Cross-entropy of the backbone that learns, and its KL from the one that it was; sums over targets."""
+
+    def __init__(self) -> None:
+        self._ce = self._kl = 0.0
+        self._count = 0
+        self._has_teacher = False
+
+    def add(self, student: Student, batch: Batch, feats: Features) -> None:
+        wanted = shift(batch.labels, 0, batch.segments).flatten()
+        self._count += int((wanted != IGNORE).sum())
+        hidden = feats.hidden.flatten(0, 1)
+        if student.adapter is None:
+            self._ce += float(linear_cross_entropy(hidden, student.unembedding(), wanted).ce_sum)
+            return
+        self._has_teacher = True
+        teacher, unembedding = student.teacher(batch, feats)
+        sums = linear_kl(hidden, student.unembedding(), teacher.hidden.flatten(0, 1), unembedding, wanted)
+        self._ce += float(sums.ce_sum)
+        self._kl += float(sums.kl_sum)
+
+    @property
+    def loss(self) -> float | None:
+        return self._ce / self._count if self._count else None
+
+    @property
+    def kl(self) -> float | None:
+        return self._kl / self._count if self._count and self._has_teacher else None
 
 
 def _score(hidden: Tensor, wanted: Tensor, unembedding: Unembedding) -> Iterator[tuple[float, Tensor]]:

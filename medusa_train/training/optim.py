@@ -21,19 +21,27 @@ EIGHT_BIT = {
 TORCH = ("adamw_torch", "adamw_torch_fused")
 
 
-def head_groups(draft: nn.Module, lr: float, weight_decay: float) -> list[ParameterGroup]:
-    """Split the draft's trained parameters in two: matrices decay, vectors (biases, norms) don't.
+def parameter_groups(
+    heads: Iterable[nn.Parameter],
+    heads_lr: float,
+    backbone: Iterable[nn.Parameter],
+    backbone_lr: float,
+    weight_decay: float,
+) -> list[ParameterGroup]:
+    """Split what is trained by learning rate, and matrices, which decay, from vectors (biases, norms), which don't.
 
-    Both groups have the heads' own learning rate, `learning_rate * medusa_lr_multiplier` (SPEC 1: all
-    head parameters, biases included). The split is proven exhaustive: a parameter that fell in
-    no group would stay as it is without a word.
+    The heads learn at `learning_rate * medusa_lr_multiplier`, all their parameters, biases included; what is trained
+    of the backbone at `learning_rate` (Medusa, section 2.2.2, differential learning rates). The split is proven
+    exhaustive: a parameter that fell in no group would stay as it is without a word.
     """
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    groups: list[ParameterGroup] = [
-        {"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0},
-    ]
-    assert_exhaustive(groups, trained)
+    groups: list[ParameterGroup] = []
+    everything: list[nn.Parameter] = []
+    for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
+        trained = [p for p in parameters if p.requires_grad]
+        everything += trained
+        groups.append({"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay})
+        groups.append({"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0})
+    assert_exhaustive(groups, everything)
     return [group for group in groups if group["params"]]
 
 

@@ -13,23 +13,25 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig, unsupported_keys
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.errors import BackboneError, ConfigError
-from medusa_train.losses.objective import Medusa1Objective
+from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone, resolve_backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.tracking import open_tracker
 from medusa_train.training.engine import LocalEngine
 from medusa_train.training.lr import build_scheduler, count_warmup_steps
-from medusa_train.training.optim import build_optimizer, head_groups
+from medusa_train.training.optim import build_optimizer, parameter_groups
 from medusa_train.training.plan import Plan, count_steps, interval
-from medusa_train.training.precision import Precision, choose_precision
-from medusa_train.training.run_dir import NEWEST, prepare_output_dir, write_config
+from medusa_train.training.precision import choose_precision
+from medusa_train.training.run_dir import HEADS, NEWEST, prepare_output_dir, write_config
 from medusa_train.training.snapshot import restore_snapshot
 from medusa_train.training.state import TrainState
+from medusa_train.training.student import Student, make_student, start_directory
 from medusa_train.training.trainer import Trainer
 
 
@@ -102,23 +104,28 @@ def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
         torch.set_float32_matmul_precision("high")
     precision = choose_precision(cfg.bf16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     backbone = Backbone.load(
-        cfg.base_model, dtype=precision.dtype, device=precision.device, trust_remote_code=cfg.trust_remote_code
+        cfg.base_model,
+        dtype=precision.dtype,
+        device=precision.device,
+        quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
+        trust_remote_code=cfg.trust_remote_code,
     )
-    draft = MedusaDraft.from_backbone(backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32)
+    draft = _heads(cfg, backbone, console)
+    student = make_student(cfg, backbone, precision)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True)
     plan = make_plan(cfg, loader.steps_per_epoch)
     warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
-    engine = _engine(cfg, draft, plan.total_steps, warmup, precision, console)
-    _describe(cfg, data, backbone, draft, plan, warmup, precision, console)
+    engine = _engine(cfg, draft, student, plan.total_steps, warmup, console)
+    _describe(cfg, data, student, draft, plan, warmup, console)
 
     store = CheckpointStore(Path(cfg.output_dir).expanduser(), cfg.save_total_limit)
-    state = _resume(cfg, store, draft, engine, loader, console)
+    state = _resume(cfg, store, draft, student, engine, loader, console)
     out = prepare_output_dir(cfg, state.step)
     write_config(cfg, out)
     trainer = Trainer(
-        backbone=backbone,
+        student=student,
         draft=draft,
-        objective=Medusa1Objective(draft, cfg.medusa_decay_coefficient),
+        objective=_objective(cfg, draft, student),
         engine=engine,
         loader=loader,
         held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
@@ -162,21 +169,52 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
     return batches
 
 
+def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraft:
+    """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
+    earlier = start_directory(cfg, HEADS, "medusa_lm_head.safetensors")
+    if earlier is None:
+        return MedusaDraft.from_backbone(backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32)
+    draft = load_heads(earlier, backbone, torch.float32)
+    if (draft.num_heads, draft.num_layers) != (cfg.medusa_num_heads, cfg.medusa_num_layers):
+        raise ConfigError(
+            f"lora_model_dir: {earlier} holds {draft.num_heads} heads x {draft.num_layers} layers, the configuration "
+            f"asks for medusa_num_heads: {cfg.medusa_num_heads}, medusa_num_layers: {cfg.medusa_num_layers}"
+        )
+    console.print(f"starting from the heads in {earlier}", highlight=False)
+    return draft
+
+
+def _objective(cfg: TrainConfig, draft: MedusaDraft, student: Student) -> Objective:
+    if not student.joint:
+        return Objective(draft, cfg.medusa_decay_coefficient, soft_heads=cfg.medusa_soft_targets)
+    return Objective(
+        draft,
+        cfg.medusa_decay_coefficient,
+        lm="kl" if cfg.medusa_self_distillation else "ce",
+        rho=cfg.medusa_distillation_regularization,
+        heads_coefficient=cfg.medusa_heads_coefficient,
+        schedule=cfg.medusa_scheduler,
+        soft_heads=cfg.medusa_soft_targets,
+    )
+
+
 def _engine(
-    cfg: TrainConfig, draft: MedusaDraft, total_steps: int, warmup: int, precision: Precision, console: Console
+    cfg: TrainConfig, draft: MedusaDraft, student: Student, total_steps: int, warmup: int, console: Console
 ) -> LocalEngine:
-    groups = head_groups(draft, cfg.heads_learning_rate, cfg.weight_decay)
-    optimizer, notice = build_optimizer(cfg.optimizer, groups, precision.device)
+    trained = list(student.parameters.values())
+    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
+    optimizer, notice = build_optimizer(cfg.optimizer, groups, student.precision.device)
     if notice:
         console.print(notice)
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps)
-    return LocalEngine(list(draft.parameters()), optimizer, scheduler, cfg.max_grad_norm)
+    return LocalEngine([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm)
 
 
 def _resume(
     cfg: TrainConfig,
     store: CheckpointStore,
     draft: MedusaDraft,
+    student: Student,
     engine: LocalEngine,
     loader: BatchLoader,
     console: Console,
@@ -189,36 +227,39 @@ def _resume(
     if path is None:
         console.print(f"resume_from_checkpoint: {store.root} holds no checkpoint yet, starting anew")
         return TrainState()
-    state = restore_snapshot(store.load(path), draft, engine, str(path))
+    state = restore_snapshot(store.load(path), draft, student, engine, str(path))
     loader.load_state_dict(state.data)
     console.print(f"going on after step {state.step}, from {path}")
     return state
 
 
 def _describe(
-    cfg: TrainConfig,
-    data: Data,
-    backbone: Backbone,
-    draft: MedusaDraft,
-    plan: Plan,
-    warmup: int,
-    precision: Precision,
-    console: Console,
+    cfg: TrainConfig, data: Data, student: Student, draft: MedusaDraft, plan: Plan, warmup: int, console: Console
 ) -> None:
-    """Say in three lines what is about to happen."""
-    trained = sum(p.numel() for p in draft.parameters())
-    frozen = sum(p.numel() for p in backbone.model.parameters())
-    epochs = plan.epoch(plan.total_steps)
-    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps
+    """Say in a few lines what is about to happen."""
+    heads = sum(p.numel() for p in draft.parameters())
+    learning = sum(p.numel() for p in student.parameters.values())
+    # a quantised matrix packs two parameters into a byte, so they are counted by what was asked for
+    total = student.backbone.model.num_parameters()
+    backbone = f"{(total - learning) / 1e6:.1f}M in the backbone (frozen)"
+    if learning:
+        backbone = f"{learning / 1e6:.2f}M of the backbone (trained), {backbone}"
     console.print(
         f"data: {len(data.train):,} conversations to train on ({data.train.tokens:,} tokens, "
         f"{data.train.supervised_tokens:,} of them learnt), {len(data.held_out):,} held out"
     )
     console.print(
-        f"model: {trained / 1e6:.1f}M parameters in the heads (trained, float32), {frozen / 1e6:.1f}M in the "
-        f"backbone (frozen), computing in {precision} on {precision.device}"
+        f"model: {heads / 1e6:.1f}M parameters in the heads (trained, float32), {backbone}, "
+        f"computing in {student.precision} on {student.precision.device}"
     )
+    if cfg.load_in_4bit or cfg.load_in_8bit:
+        what = "its teacher and the heads" if cfg.medusa_self_distillation else "the heads"
+        console.print(f"note: the backbone is quantised, so {what} learn from the quantised model", style="yellow")
+    rates = f"peak learning rate {cfg.heads_learning_rate:g}"
+    if learning:
+        rates += f" (backbone {cfg.learning_rate:g})"
+    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps
     console.print(
-        f"plan: {plan.total_steps:,} steps of {batch} conversations ({epochs:.2f} epochs), "
-        f"peak learning rate {cfg.heads_learning_rate:g} after {warmup} steps, {cfg.lr_scheduler}"
+        f"plan: {plan.total_steps:,} steps of {batch} {'rows' if cfg.sample_packing else 'conversations'} "
+        f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {warmup} steps, {cfg.lr_scheduler}"
     )

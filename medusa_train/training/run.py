@@ -62,6 +62,7 @@ def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, result
     held_out = trainer.measured  # the loop ends with an evaluation, unless there was nothing left to train
     if held_out is None and trainer.held_out is not None:
         held_out = trainer.evaluate(trainer.held_out())
+    trainer.student.publish(out)
     publish_heads(draft, trainer.precision.dtype, out, cfg.base_model)
     calibration = None
     note = ""
@@ -69,7 +70,7 @@ def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, result
         prompts = calibration_prompts(data.prompts, cfg.calibration_tokens, cfg.seed)
         if not len(data.held_out):
             note = "nothing was held out, so the tree was fitted on prompts that the heads were trained on"
-        calibration = fit_tree(trainer.backbone, draft, prompts, cfg.calibration_tokens, out, console)
+        calibration = fit_tree(trainer.student, draft, prompts, cfg.calibration_tokens, out, console)
     if (table := heads_table(held_out, calibration)) is not None:
         results.print(table)
     layers = f"{draft.num_layers} layer{'' if draft.num_layers == 1 else 's'}"

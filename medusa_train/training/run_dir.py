@@ -13,10 +13,12 @@ from medusa_train.errors import CheckpointError, ConfigError
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 HEADS = "heads"
+ADAPTER = "adapter"
+MODEL = "model"
 TREE = "tree.json"
 CHECKPOINTS = "checkpoints"
 #: What belongs to a run; nothing else in its directory is ever removed.
-OWN = (CONFIG, METRICS, HEADS, TREE, CHECKPOINTS, "eval")
+OWN = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval")
 #: Values of `resume_from_checkpoint` that mean the newest checkpoint of `output_dir`.
 NEWEST = ("latest", "auto")
 

@@ -9,26 +9,31 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
 from medusa_train.training.engine import Engine
 from medusa_train.training.state import TrainState
+from medusa_train.training.student import Student
 
 
-def take_snapshot(draft: Draft, engine: Engine, state: TrainState) -> dict[str, Any]:
-    """Collect heads, optimizer, schedule, random generators and the place in the run, for `CheckpointStore.save`."""
+def take_snapshot(draft: Draft, student: Student, engine: Engine, state: TrainState) -> dict[str, Any]:
+    """Collect everything that learns, optimizer, schedule, random generators and the place in the run, for saving."""
     return {
         "draft": draft.state_dict(),
+        "student": student.state_dict(),
         "engine": engine.state_dict(),
         "rng": rng_state(),
         "run": state.to_json(),
     }
 
 
-def restore_snapshot(snapshot: dict[str, Any], draft: Draft, engine: Engine, where: str) -> TrainState:
-    """Put a snapshot back into `draft`, `engine` and the random generators; return where the run stood.
+def restore_snapshot(
+    snapshot: dict[str, Any], draft: Draft, student: Student, engine: Engine, where: str
+) -> TrainState:
+    """Put a snapshot back into `draft`, `student`, `engine` and the random generators; return where the run stood.
 
     Raises:
         CheckpointError: the snapshot is of other heads, or of something else; `where` names it.
     """
     try:
         draft.load_state_dict(snapshot["draft"])
+        student.load_state_dict(snapshot.get("student", {}))
         engine.load_state_dict(snapshot["engine"])
         set_rng_state(snapshot["rng"])
         return TrainState.from_json(snapshot["run"])
@@ -36,5 +41,6 @@ def restore_snapshot(snapshot: dict[str, Any], draft: Draft, engine: Engine, whe
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{where}: does not fit this run ({reason}).\n"
-            "A run goes on with the base_model, medusa_num_heads, medusa_num_layers and optimizer it began with."
+            "A run goes on with the base_model, heads (medusa_num_heads, medusa_num_layers), adapter and optimizer it "
+            "began with."
         ) from error

@@ -22,6 +22,21 @@ class Window:
     seconds: float = 0.0
     correct: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    lm_ce: float = 0.0
+    lm_kl: float = 0.0
+    lm_count: int = 0
+
+    def add_lm(self, ce: float, kl: float, count: int) -> None:
+        """Add one micro-batch's sums of the backbone's own loss, nats, over `count` targets."""
+        self.lm_ce += ce
+        self.lm_kl += kl
+        self.lm_count += count
+
+    def lm(self) -> dict[str, float]:
+        """Mean cross-entropy against the labels and KL to the teacher, nats; nothing where the backbone is frozen."""
+        if not self.lm_count:
+            return {}
+        return {"lm_loss": self.lm_ce / self.lm_count, "lm_kl": self.lm_kl / self.lm_count}
 
     def add_heads(self, correct: Sequence[int], counts: Sequence[int]) -> None:
         """Add one step's right top-1 guesses and valid targets, per head."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
 from medusa_train.errors import MedusaError
-from medusa_train.losses.objective import Medusa1Objective
-from medusa_train.models.backbone import Backbone
+from medusa_train.losses.objective import LMSums, Objective
 from medusa_train.models.drafts.base import Draft
 from medusa_train.tracking import Tracker
 from medusa_train.training.engine import Engine
@@ -25,6 +24,7 @@ from medusa_train.training.plan import Plan
 from medusa_train.training.precision import Precision
 from medusa_train.training.snapshot import take_snapshot
 from medusa_train.training.state import TrainState, Window
+from medusa_train.training.student import Student
 
 
 class Outcome(Enum):
@@ -48,6 +48,7 @@ class MicroStep:
     correct: Tensor  # long [K]
     counts: Tensor  # long [K]
     tokens: int
+    lm: LMSums | None  # of the backbone's own loss, where it learns
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Trainer:
     """One run in one process.
 
     Attributes:
-        backbone, draft, objective: what is run, what is trained, and what it minimises.
+        student, draft, objective: the backbone as it is run and perhaps trained, the heads, and what they minimise.
         engine: holds gradients, optimizer and schedule.
         loader: training micro-batches without end, whose place can be saved.
         held_out: makes the held-out batches, the whole set once; None where nothing is held out.
@@ -66,9 +67,9 @@ class Trainer:
         top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
     """
 
-    backbone: Backbone
+    student: Student
     draft: Draft
-    objective: Medusa1Objective
+    objective: Objective
     engine: Engine
     loader: BatchLoader
     held_out: Callable[[], Iterable[Batch]] | None
@@ -94,6 +95,7 @@ class Trainer:
         if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
             self._evaluate(stop)  # the run was stopped after this step, before its evaluation
         batches = iter(self.loader)
+        self.student.train()
         while state.step < plan.total_steps and not self._out_of_patience():
             last = self._train_step(batches)
             self.tracker.advance(state.step)
@@ -109,8 +111,7 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> HeldOut | None:
         """Measure the heads as they are now on `batches`; None when `stop` said so."""
-        decay = self.objective.decay
-        return evaluate_held_out(self.backbone, self.draft, batches, decay, self.precision, stop)
+        return evaluate_held_out(self.student, self.draft, batches, self.objective.decay, stop)
 
     def _train_step(self, batches: Iterator[Batch]) -> Batch:
         """Run one optimizer step; return its last micro-batch.
@@ -119,7 +120,7 @@ class Trainer:
         over its targets however they fall into micro-batches.
         """
         started = time.perf_counter()
-        micro = [next(batches).to(self.backbone.device) for _ in range(self.accumulation)]
+        micro = [next(batches).to(self.student.backbone.device) for _ in range(self.accumulation)]
         counts = torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0)
         done = [self._micro_step(batch, counts) for batch in micro]
         loss = sum(float(part.loss) for part in done)
@@ -131,13 +132,21 @@ class Trainer:
         return micro[-1]
 
     def _micro_step(self, batch: Batch, counts: Tensor) -> MicroStep:
-        with torch.no_grad():
-            feats = self.backbone.run(batch.tokens, positions=batch.positions)
+        feats = self.student.features(batch)
+        teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
         with self.precision.autocast():
-            out = self.objective.loss(feats, batch, counts)
+            out = self.objective.loss(
+                feats,
+                batch,
+                counts,
+                progress=self.state.step / self.plan.total_steps,
+                student_unembedding=self.student.unembedding() if self.student.joint else None,
+                teacher=teacher[0],
+                teacher_unembedding=teacher[1],
+            )
         self.engine.backward(out.loss)
         tokens = int((batch.segments >= 0).sum())
-        return MicroStep(batch.records, out.loss.detach(), out.head_correct, out.head_counts, tokens)
+        return MicroStep(batch.records, out.loss.detach(), out.head_correct, out.head_counts, tokens, out.lm)
 
     def _advance(self, done: list[MicroStep], loss: float, norm: float, seconds: float) -> None:
         """Count one finished step."""
@@ -155,6 +164,8 @@ class Trainer:
         correct = torch.stack([part.correct for part in done]).sum(dim=0)
         counts = torch.stack([part.counts for part in done]).sum(dim=0)
         window.add_heads(correct.tolist(), counts.tolist())
+        for lm in [part.lm for part in done if part.lm is not None]:
+            window.add_lm(float(lm.ce), float(lm.kl), int(lm.count))
 
     def _log(self, last: Batch) -> None:
         """Hand out the means over the steps since the last log line, and begin the next window."""
@@ -167,6 +178,7 @@ class Trainer:
             "lr": window.lr,
             "tokens_per_s": window.tokens / max(window.seconds, 1e-9),
             "tokens": self.state.tokens,
+            **window.lm(),
         }
         if self.top_k_in_log and (seen := self.evaluate([last])) is not None:
             figures["head_top"] = seen.top
@@ -186,7 +198,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.state.data = self.loader.state_dict()
-        self.store.save(self.state.step, take_snapshot(self.draft, self.engine, self.state))
+        self.store.save(self.state.step, take_snapshot(self.draft, self.student, self.engine, self.state))
 
     def _non_finite(self, done: list[MicroStep], loss: float) -> NonFiniteLossError:
         bad_loss = [part for part in done if not math.isfinite(float(part.loss))]

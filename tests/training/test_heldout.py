@@ -8,6 +8,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.training import heldout
 from medusa_train.training.precision import Precision
+from medusa_train.training.student import Student
 
 PRECISION = Precision(torch.device("cpu"), torch.float32)
 
@@ -37,7 +38,7 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     draft = MedusaDraft.from_backbone(backbone, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
-    found = heldout.evaluate_held_out(backbone, draft, random_batches(), 0.8, PRECISION)
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), 0.8)
     losses, top3 = [], []
     for k in (1, 2):
         logits, wanted = [], []
@@ -59,11 +60,11 @@ def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
     empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
-    found = heldout.evaluate_held_out(backbone, draft, [empty], 0.8, PRECISION)
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [empty], 0.8)
     assert found.loss == 0.0
     assert found.targets == [0, 0]
 
 
 def test_a_stop_gives_up(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
-    assert heldout.evaluate_held_out(backbone, draft, random_batches(), 0.8, PRECISION, lambda: True) is None
+    assert heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), 0.8, lambda: True) is None

@@ -1,0 +1,152 @@
+"""The backbone as a recipe trains it: frozen, with an adapter, or with its last layers free. Knows no loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Batch
+from medusa_train.errors import CheckpointError
+from medusa_train.models.adapter import Adapter, LoraSpec
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.features import Features
+from medusa_train.models.packing_mask import packing_mask
+from medusa_train.models.unembedding import Unembedding
+from medusa_train.training.precision import Precision
+from medusa_train.training.run_dir import ADAPTER, MODEL
+
+
+@dataclass
+class Student:
+    """What runs forward in training, and what of it learns.
+
+    Attributes:
+        backbone: the model. adapter: its LoRA, or None.
+        parameters: what is trained of it, by name; empty where it is frozen (Medusa-1).
+    """
+
+    backbone: Backbone
+    precision: Precision
+    adapter: Adapter | None = None
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the backbone learns together with the heads (Medusa-2)."""
+        return bool(self.parameters)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off; a frozen backbone has none in either mode."""
+        self.backbone.model.train(mode and self.joint)
+
+    def features(self, batch: Batch) -> Features:
+        """One forward pass over `batch`; keeps a graph only where something in it learns."""
+        mask = packing_mask(batch.segments, self.backbone.dtype)
+        with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
+            return self.backbone.run(batch.tokens, positions=batch.positions, mask=mask)
+
+    def unembedding(self) -> Unembedding:
+        """lm_head as it is being trained."""
+        return self.backbone.unembedding()
+
+    def teacher(self, batch: Batch, own: Features) -> tuple[Features, Unembedding]:
+        """Features and unembedding of the backbone as it was: the adapter off; the frozen backbone is its own."""
+        if self.adapter is None:
+            return Features(own.hidden.detach()), self.unembedding()
+        with self.adapter.teacher():
+            mask = packing_mask(batch.segments, self.backbone.dtype)
+            with self._autocast():
+                feats = self.backbone.run(batch.tokens, positions=batch.positions, mask=mask)
+            return feats, self.unembedding()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything of the backbone that learns."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: other parameters, or other shapes.
+        """
+        if set(state) != set(self.parameters):
+            raise ValueError(f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone differ")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if parameter.shape != state[name].shape:
+                    raise ValueError(f"{name} has shape {list(parameter.shape)}, saved is {list(state[name].shape)}")
+                parameter.copy_(state[name])
+
+    def publish(self, out: Path) -> None:
+        """Write what was learned: adapter/ for LoRA, model/ (the whole backbone) where layers were trained."""
+        if self.adapter is not None:
+            self.adapter.save(out / ADAPTER)
+        elif self.joint:
+            self.backbone.model.to(self.precision.dtype).save_pretrained(out / MODEL, safe_serialization=True)
+            self.backbone.tokenizer.save_pretrained(out / MODEL)
+
+    def _autocast(self) -> Any:
+        # a frozen backbone runs in its own dtype; trained parts are float32 and meet bfloat16 layers
+        return self.precision.autocast() if self.joint else torch.autocast(self.precision.device.type, enabled=False)
+
+
+def make_student(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> Student:
+    """Prepare `backbone` for the recipe: nothing, an adapter (fresh or from `lora_model_dir`), or free layers.
+
+    Raises:
+        BackboneError: the adapter's targets don't fit. CheckpointError: `lora_model_dir` holds nothing to start from.
+    """
+    if cfg.recipe == "medusa1":
+        return Student(backbone, precision)
+    if cfg.gradient_checkpointing:
+        backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
+    adapter = None
+    if cfg.adapter is not None:
+        adapter = _adapter(cfg, backbone)
+    else:
+        _free(backbone, cfg.medusa_num_unfreeze_layers or None)
+    trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
+    return Student(backbone, precision, adapter, trained)
+
+
+def start_directory(cfg: TrainConfig, name: str, marker: str) -> Path | None:
+    """`name` (heads or adapter) of the run that `lora_model_dir` names, or that directory itself, by `marker`."""
+    if cfg.lora_model_dir is None:
+        return None
+    home = Path(cfg.lora_model_dir).expanduser()
+    return next((path for path in (home / name, home) if (path / marker).is_file()), None)
+
+
+def _adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
+    earlier = start_directory(cfg, ADAPTER, "adapter_config.json")
+    if earlier is not None:
+        return Adapter.load(backbone, earlier, trainable=True)
+    if cfg.lora_model_dir is not None and not Path(cfg.lora_model_dir).expanduser().is_dir():
+        raise CheckpointError(f"lora_model_dir: {cfg.lora_model_dir}: no such directory")
+    targets = tuple(cfg.lora_target_modules or ())
+    spec = LoraSpec(
+        r=cfg.lora_r,
+        alpha=cfg.lora_alpha,
+        dropout=cfg.lora_dropout,
+        targets=None if cfg.lora_target_linear or not targets else targets,
+        modules_to_save=tuple(cfg.lora_modules_to_save or ()),
+    )
+    return Adapter.attach(backbone, spec)
+
+
+def _free(backbone: Backbone, layers: int | None) -> None:
+    """Make the last `layers` decoder layers (all with None), the final norm and lm_head trainable, in float32.
+
+    With all layers the embeddings learn too: full joint training.
+    """
+    if layers is None:
+        free: list[nn.Module] = [backbone.model]
+    else:
+        free = [*backbone.body.layers[-layers:], backbone.body.norm, backbone.head]
+    for module in free:
+        module.float().requires_grad_(True)

@@ -1,0 +1,146 @@
+"""Medusa-2: adapters, free layers, the teacher, two stages, and going on after a stop."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from medusa_train.checkpoint.layouts import load_heads
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.evaluation.subject import load_subject, locate
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.training.optim import parameter_groups
+from tests.training.conftest import metrics
+from tests.training.test_run import stop_after, train
+
+LORA = {
+    "recipe": "medusa2",
+    "adapter": "lora",
+    "lora_target_linear": True,
+    "lora_r": 4,
+    "lora_dropout": 0.2,
+    "medusa_self_distillation": True,
+    "learning_rate": 1e-2,
+    "medusa_lr_multiplier": 2.0,
+}
+
+
+def train_records(run):
+    return [record for record in metrics(run) if "lm_kl" in record and "grad_norm" in record]
+
+
+def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_path, backbone_dir):
+    run = tmp_path / "run"
+    assert train(make_config(**LORA, calibration_tokens=80), console) == 0
+    records = train_records(run)
+    assert len(records) == 6
+    # B = 0: the student begins as its teacher, but for the adapter's dropout, which B = 0 hides
+    assert records[0]["lm_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert records[-1]["lm_kl"] > 1e-6
+    assert {"config.yaml", "heads", "adapter", "tree.json"} <= {path.name for path in run.iterdir()}
+    evaluations = [record for record in metrics(run) if "lm_kl" in record and "grad_norm" not in record]
+    assert evaluations
+    assert evaluations[-1]["lm_loss"] > 0
+
+
+def test_the_trained_model_is_the_one_that_is_evaluated(make_config, console, tmp_path, backbone_dir):
+    """Adapter folded in, heads on top: other than the backbone, and tree decoding equals its plain decoding."""
+    train(make_config(**{**LORA, "learning_rate": 5e-2}, calibration_tokens=80), console)
+    subject = load_subject(locate(str(tmp_path / "run"), None, None), "float32")
+    tokens = torch.tensor([[0, 2, 10, 3, 40]])
+    original = Backbone.load(str(backbone_dir))
+    adapted = subject.backbone.logits(subject.backbone.run(tokens).hidden)
+    assert not torch.allclose(adapted, original.logits(original.run(tokens).hidden), atol=1e-3)
+    plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
+    drafted = Decoder(subject.backbone, subject.draft, subject.tree).generate([0, 2, 10, 3], 20)
+    assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [LORA, {**LORA, "medusa_self_distillation": False, "medusa_distillation_regularization": 0.5},
+     {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1}],
+    ids=["kl", "rho", "unfreeze"],
+)  # fmt: skip
+def test_resumed_is_uninterrupted_with_dropout_on(make_config, console, tmp_path, monkeypatch, keys):
+    train(make_config(**keys, output_dir=str(tmp_path / "whole")), console)
+    cfg = make_config(**keys, output_dir=str(tmp_path / "parts"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, signal.SIGINT)
+        assert train(cfg, console) == 130
+    assert CheckpointStore(tmp_path / "parts").steps() == [3]
+    assert train(cfg.model_copy(update={"resume_from_checkpoint": "latest"}), console) == 0
+    whole, parts = (
+        [(r["step"], r["loss"], r["lm_loss"], r["grad_norm"]) for r in metrics(tmp_path / name) if "grad_norm" in r]
+        for name in ("whole", "parts")
+    )
+    assert len(whole) == 6
+    assert whole == parts
+
+
+def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
+    first = make_config(output_dir=str(tmp_path / "m1"))
+    train(first, console)
+    train(make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), output_dir=str(tmp_path / "m2")), console)
+    ends = [record for record in metrics(tmp_path / "m1") if "grad_norm" in record][-1]["loss"]
+    begins = train_records(tmp_path / "m2")[0]
+    fresh = [record for record in metrics(tmp_path / "m1") if "grad_norm" in record][0]["loss"]
+    heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
+    assert abs(heads - ends) < abs(heads - fresh)
+    assert begins["step"] == 1  # counters begin anew
+    with pytest.raises(ConfigError, match="3 heads x 1 layers"):
+        train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),
+                          output_dir=str(tmp_path / "m3")), console)  # fmt: skip
+
+
+def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_dir):
+    train(make_config(recipe="medusa2", medusa_num_unfreeze_layers=1), console)
+    before = load_file(backbone_dir / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {
+        name for name in before if "layers.1." in name or name in ("model.norm.weight", "lm_head.weight")
+    }
+    subject = load_subject(locate(str(tmp_path / "run"), None, None), "float32")
+    assert torch.equal(subject.backbone.head.weight, after["lm_head.weight"])
+
+
+def test_full_joint_training_changes_everything(make_config, console, tmp_path, backbone_dir):
+    train(make_config(recipe="medusa2"), console)
+    before = load_file(backbone_dir / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_medusa1_trains_no_backbone(make_config, console, tmp_path):
+    train(make_config(recipe="medusa1"), console)
+    assert not (tmp_path / "run" / "adapter").exists()
+    assert "lm_loss" not in metrics(tmp_path / "run")[0]
+
+
+def test_soft_targets_for_heads_alone(make_config, console, tmp_path, backbone_dir):
+    hard, soft = (tmp_path / name for name in ("hard", "soft"))
+    train(make_config(output_dir=str(hard)), console)
+    train(make_config(output_dir=str(soft), medusa_soft_targets=0.5), console)
+    backbone = Backbone.load(str(backbone_dir))
+    one, other = load_heads(hard / "heads", backbone), load_heads(soft / "heads", backbone)
+    assert not torch.equal(one.lm_heads[0].weight, other.lm_heads[0].weight)
+
+
+def test_a_wrong_target_is_named(make_config, console):
+    with pytest.raises(BackboneError, match="query: no such linear layer"):
+        train(make_config(recipe="medusa2", adapter="lora", lora_target_modules=["query"]), console)
+
+
+def test_differential_learning_rates_cover_everything_once() -> None:
+    heads = torch.nn.Linear(3, 3)
+    backbone = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    groups = parameter_groups(heads.parameters(), 4e-3, backbone.parameters(), 1e-3, 0.1)
+    assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups] == [
+        (1, 4e-3, 0.1), (1, 4e-3, 0.0), (1, 1e-3, 0.1), (3, 1e-3, 0.0),
+    ]  # fmt: skip
