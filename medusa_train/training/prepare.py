@@ -31,7 +31,7 @@ from medusa_train.training.precision import choose_precision
 from medusa_train.training.run_dir import HEADS, NEWEST, prepare_output_dir, write_config
 from medusa_train.training.snapshot import restore_snapshot
 from medusa_train.training.state import TrainState
-from medusa_train.training.student import Student, make_student, start_directory
+from medusa_train.training.student import HEADS_FILE, Student, check_start, make_student, start_directory
 from medusa_train.training.trainer import Trainer
 
 
@@ -65,10 +65,12 @@ def load_data(cfg: TrainConfig, console: Console) -> Data:
     Raises:
         BackboneError: there is no such backbone, or the hub can't be reached.
         ConfigError: a key is not supported by this version.
+        CheckpointError: there is nothing to start from where `lora_model_dir` says.
         DataError: the data can't be read, or nothing in it can be learnt.
     """
     where, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_supported(cfg)
+    check_start(cfg)
     context = int(config.get_text_config().max_position_embeddings)
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
@@ -171,7 +173,7 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
 
 def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraft:
     """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
-    earlier = start_directory(cfg, HEADS, "medusa_lm_head.safetensors")
+    earlier = start_directory(cfg, HEADS, HEADS_FILE)
     if earlier is None:
         return MedusaDraft.from_backbone(backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32)
     draft = load_heads(earlier, backbone, torch.float32)

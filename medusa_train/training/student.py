@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models.adapter import Adapter, LoraSpec
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features
 from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.training.precision import Precision
-from medusa_train.training.run_dir import ADAPTER, MODEL
+from medusa_train.training.run_dir import ADAPTER, HEADS, MODEL
+
+HEADS_FILE, ADAPTER_FILE = "medusa_lm_head.safetensors", "adapter_config.json"
 
 
 @dataclass
@@ -114,6 +116,18 @@ def make_student(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> 
     return Student(backbone, precision, adapter, trained)
 
 
+def check_start(cfg: TrainConfig) -> None:
+    """Raise CheckpointError when `lora_model_dir` holds nothing to start from; asked before anything is loaded."""
+    if cfg.lora_model_dir is None or any(
+        start_directory(cfg, name, marker) for name, marker in ((HEADS, HEADS_FILE), (ADAPTER, ADAPTER_FILE))
+    ):
+        return
+    raise CheckpointError(
+        f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
+        f"(for example medusa-train configs/tiny_m1.yaml), or leave the key out to start from untrained heads."
+    )
+
+
 def start_directory(cfg: TrainConfig, name: str, marker: str) -> Path | None:
     """`name` (heads or adapter) of the run that `lora_model_dir` names, or that directory itself, by `marker`."""
     if cfg.lora_model_dir is None:
@@ -123,11 +137,9 @@ def start_directory(cfg: TrainConfig, name: str, marker: str) -> Path | None:
 
 
 def _adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    earlier = start_directory(cfg, ADAPTER, "adapter_config.json")
+    earlier = start_directory(cfg, ADAPTER, ADAPTER_FILE)
     if earlier is not None:
         return Adapter.load(backbone, earlier, trainable=True)
-    if cfg.lora_model_dir is not None and not Path(cfg.lora_model_dir).expanduser().is_dir():
-        raise CheckpointError(f"lora_model_dir: {cfg.lora_model_dir}: no such directory")
     targets = tuple(cfg.lora_target_modules or ())
     spec = LoraSpec(
         r=cfg.lora_r,
@@ -143,10 +155,16 @@ def _free(backbone: Backbone, layers: int | None) -> None:
     """Make the last `layers` decoder layers (all with None), the final norm and lm_head trainable, in float32.
 
     With all layers the embeddings learn too: full joint training.
+
+    Raises:
+        BackboneError: the architecture keeps its layers or its norm under other names.
     """
+    body = backbone.body
     if layers is None:
         free: list[nn.Module] = [backbone.model]
+    elif hasattr(body, "layers") and hasattr(body, "norm"):
+        free = [*body.layers[-layers:], body.norm, backbone.head]
     else:
-        free = [*backbone.body.layers[-layers:], backbone.body.norm, backbone.head]
+        raise BackboneError(f"medusa_num_unfreeze_layers: the layers of {type(body).__name__} can't be told apart here")
     for module in free:
         module.float().requires_grad_(True)

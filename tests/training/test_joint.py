@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation.subject import load_subject, locate
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
@@ -89,13 +89,19 @@ def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     train(make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), output_dir=str(tmp_path / "m2")), console)
     ends = [record for record in metrics(tmp_path / "m1") if "grad_norm" in record][-1]["loss"]
     begins = train_records(tmp_path / "m2")[0]
-    fresh = [record for record in metrics(tmp_path / "m1") if "grad_norm" in record][0]["loss"]
+    fresh = next(record for record in metrics(tmp_path / "m1") if "grad_norm" in record)["loss"]
     heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
     assert abs(heads - ends) < abs(heads - fresh)
     assert begins["step"] == 1  # counters begin anew
     with pytest.raises(ConfigError, match="3 heads x 1 layers"):
         train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),
                           output_dir=str(tmp_path / "m3")), console)  # fmt: skip
+
+
+def test_a_stage_one_that_is_not_there_is_said_before_data_are_read(make_config, console, tmp_path):
+    cfg = make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), datasets=[{"path": str(tmp_path / "absent.jsonl")}])
+    with pytest.raises(CheckpointError, match="holds neither heads nor an adapter"):
+        train(cfg, console)
 
 
 def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_dir):
