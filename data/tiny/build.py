@@ -30,6 +30,10 @@ from corpus import Item  # noqa: E402
 if TYPE_CHECKING:
     from library import Library
     from training import Recipe
+    from transformers import LlamaForCausalLM
+
+
+PLAN = ("steps", "polish_rounds", "polish_rate", "polish_requests")  # what may change when a run goes on
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -58,7 +62,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--work", type=Path, default=Path("runs/tiny-build"), help="checkpoint, log and preview of a run"
     )
-    parser.add_argument("--steps", type=int, default=2800, help="optimizer steps of about 7,500 tokens")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of about 7,500 tokens")
+    parser.add_argument(
+        "--polish", type=int, default=150, help="rounds after them in which its own greedy answers unlearn loops"
+    )
     parser.add_argument("--every", type=int, default=120, help="steps between evaluations and checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the wording and the order")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, few documents, a few steps: does it run?")
@@ -81,11 +88,11 @@ def read_documents(arguments: argparse.Namespace) -> list[Item]:
 
 
 def go_on_or_refuse(work: Path, recipe: dict[str, object]) -> None:
-    """Note the recipe in the work directory; refuse one that differs from the checkpoint's in more than steps."""
+    """Note the recipe in the work directory; refuse one that differs from the checkpoint's in more than its plan."""
     path = work / "recipe.json"
     if (work / "checkpoint.safetensors").exists() and path.exists():
         before = json.loads(path.read_text())
-        changed = [key for key in recipe if key != "steps" and before.get(key) != recipe[key]]
+        changed = [key for key in recipe if key not in PLAN and before.get(key) != recipe[key]]
         if changed:
             raise SystemExit(
                 f"{work} holds a run with another {', '.join(changed)}: choose another --work, or delete it"
@@ -97,6 +104,7 @@ def go_on_or_refuse(work: Path, recipe: dict[str, object]) -> None:
 def train(options: argparse.Namespace, recipe: Recipe, library: Library) -> None:
     """Train, or go on training; the state after every evaluation stands in `--work`, loadable as `preview/`."""
     import torch
+    from polish import polish
     from training import Run, save_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,12 +125,20 @@ def train(options: argparse.Namespace, recipe: Recipe, library: Library) -> None
         with (options.work / "log.jsonl").open("a") as file:
             file.write(line + "\n")
 
-    run.train(
-        lambda number: library.epoch(options.seed, number),
+    def show(model: LlamaForCausalLM) -> None:
+        save_model(model, options.work / "preview")
+
+    seed = options.seed
+    run.train(lambda number: library.epoch(seed, number), held_out, log, options.every, show)
+    polish(
+        run,
+        library.tokenizer,
+        lambda number: library.requests(recipe.polish_requests, Random(f"requests {seed} {number}")),
+        lambda number: library.epoch(seed, 10_000 + number),
         held_out,
         log,
-        options.every,
-        lambda model: save_model(model, options.work / "preview"),
+        max(1, options.every // 6),  # a round takes as long as several steps
+        show,
     )
     save_model(run.model, options.out)
 
@@ -137,10 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from training import Recipe
     from vocabulary import save_tokenizer, train_tokenizer
 
-    recipe = Recipe(steps=options.steps, seed=options.seed)
+    recipe = Recipe(steps=options.steps, polish_rounds=options.polish, seed=options.seed)
     if options.smoke:
         recipe = dataclasses.replace(
-            recipe, hidden=64, head_dim=32, layers=2, intermediate=96, vocabulary=512, micro_batch=1024
+            recipe,
+            hidden=64,
+            head_dim=32,
+            layers=2,
+            intermediate=96,
+            vocabulary=512,
+            micro_batch=1024,
+            polish_requests=8,
         )
     rng = Random(f"tokenizer {options.seed}")
     texts = ["\n".join(corpus.single_turn(item, rng)) for item in items if not corpus.is_held_out(item)]

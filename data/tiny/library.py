@@ -5,11 +5,15 @@ Knows nothing of the model or of how long it trains.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from random import Random
 
 import corpus
 from corpus import Function, Item, Problem
+from phrasing import phrase_function, phrase_problem
+from polish import Request
 from tokenizers import Tokenizer
 from vocabulary import Encoded, encode_chats, encode_texts
 
@@ -53,6 +57,29 @@ class Library:
         tokens = sum(len(chat.ids) for chat in chats)
         long = corpus.long_chats(self.long, self.long_lengths, int(tokens * LONG_SHARE), rng)
         return chats + encode_chats(self.tokenizer, long)
+
+    def requests(self, count: int, rng: Random) -> list[Request]:
+        """Requests to practise on, half of them for code, a third of them after another turn.
+
+        Half of the problems come with other numbers, half of the functions with another one's description: what is
+        asked later will not be what was learned by heart either.
+        """
+        problems = [item for item in self.short if isinstance(item, Problem)]
+        functions = [item for item in self.short if isinstance(item, Function)]
+        made = []
+        for number in range(count):
+            history = (corpus.single_turn(rng.choice(self.short), rng),) if rng.random() < 1 / 3 else ()
+            if number % 2:
+                function, other = rng.choice(functions), rng.choice(functions)
+                if rng.random() < 0.5 and function.is_method == other.is_method:
+                    function = dataclasses.replace(function, description=other.description)
+                made.append(Request(history, phrase_function(function, rng), True))
+            else:
+                text = phrase_problem(rng.choice(problems).question, rng)
+                if rng.random() < 0.5:
+                    text = re.sub(r"(?<=\d)\d|[1-9]", lambda _: str(rng.randint(1, 9)), text)
+                made.append(Request(history, text, False))
+        return made
 
     def held_out_chats(self) -> dict[str, list[Encoded]]:
         """Held-out documents as chats of one turn, always in the same wording."""

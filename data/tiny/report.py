@@ -76,6 +76,7 @@ def settings(recipe: Recipe) -> str:
 def write_readme(directory: Path, recipe: Recipe, library: Library, log: Path) -> None:
     """Measure the model in `directory` and write its README.md."""
     entries = [json.loads(line) for line in log.read_text().splitlines()]
+    epochs = 1 + max(entry.get("epoch", 0) for entry in entries)
     questions = [{"category": category, "turns": [text]} for category, text in SAMPLES]
     answers = answer_all(directory, questions, "float32", 256)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
@@ -105,7 +106,7 @@ weights on the answers, end mark included; bytes are those of the answers' text.
 ## Trained with
     python data/tiny/build.py --gsm8k train.jsonl
 
-{recipe.steps} steps, {entries[-1]["epoch"] + 1} epochs begun; Muon for the matrices inside the layers, AdamW for the
+{recipe.steps} steps, {epochs} epochs begun; Muon for the matrices inside the layers, AdamW for the
 rest, bf16 autocast, torch {torch.__version__}, transformers {transformers.__version__}.
 
 {settings(recipe)}

@@ -42,7 +42,10 @@ class Recipe:
     muon_decay: float = 0.1
     adam_lr: float = 3e-3
     warmup: int = 40
-    flat: float = 0.4  # share of the steps before the learning rate falls linearly to zero
+    flat: float = 0.4  # share of the steps before the learning rate falls linearly ...
+    polish_rate: float = 0.2  # ... to this share of its peak; the polishing rounds take it to zero
+    polish_rounds: int = 150
+    polish_requests: int = 48  # answered in each round
     embedding_dropout: float = 0.1
     question_weight: float = 1.0  # of the loss on what users write ...
     answers_only_from: float = 0.75  # ... until this share of the steps; 0 afterwards
@@ -68,10 +71,13 @@ class Recipe:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate's factor at a step: warm-up, flat, then linear to zero."""
+        """The learning rate's factor at a step: warm-up, flat, down to `polish_rate`, and with polishing to 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        return min(1.0, (1 - step / self.steps) / (1 - self.flat))
+        if step >= self.steps:
+            return self.polish_rate * (1 - (step - self.steps) / self.polish_rounds)
+        fallen = max(0.0, step / self.steps - self.flat) / (1 - self.flat)
+        return 1 - fallen * (1 - self.polish_rate)
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
@@ -132,13 +138,18 @@ def to_tensors(chats: Sequence[Encoded], device: torch.device) -> tuple[Tensor, 
     return ids.to(device), kinds.to(device)
 
 
-def token_losses(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
-    """Cross-entropy [B, T-1] in nats of each next token, float32; `dropout` acts on the embeddings."""
+def next_token_logits(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    """Logits [B, T-1, V] of ids[:, 1:], float32; `dropout` acts on the embeddings."""
     embedded = model.model.embed_tokens(ids[:, :-1])
     if dropout:
         embedded = F.dropout(embedded, dropout)
-    logits = model(inputs_embeds=embedded, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
+    return model(inputs_embeds=embedded, use_cache=False).logits.float()
+
+
+def token_losses(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    """Cross-entropy [B, T-1] in nats of each next token, float32."""
+    logits = next_token_logits(model, ids, dropout)
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
 
 
 @torch.no_grad()
@@ -163,7 +174,7 @@ def held_out_losses(model: LlamaForCausalLM, chats: Sequence[Encoded], tokens: i
     return {"all": float(mean[0]), "assistant": float(mean[1])}
 
 
-def _stream(epoch: Epoch, recipe: Recipe) -> Iterator[tuple[int, list[Encoded]]]:
+def stream(epoch: Epoch, recipe: Recipe) -> Iterator[tuple[int, list[Encoded]]]:
     """(epoch number, micro-batch) for ever; the same for the same seed, wherever training starts."""
     number = 0
     while True:
@@ -228,14 +239,19 @@ class Run:
             part = (losses * weighting).sum() / total
             part.backward()
             loss += float(part.detach())
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer, rate in zip(self.optimizers, (recipe.muon_lr, recipe.adam_lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * recipe.rate(self.step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.apply(recipe.rate(self.step))
         self.step += 1
         return loss, sum(len(chat.ids) for batch in batches for chat in batch)
+
+    def apply(self, rate: float) -> None:
+        """Clip the gradients, step both optimizers at `rate` times their learning rates, clear the gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        peaks = (self.recipe.muon_lr, self.recipe.adam_lr)
+        for optimizer, peak in zip(self.optimizers, peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def train(
         self,
@@ -247,13 +263,13 @@ class Run:
     ) -> None:
         """Train to `recipe.steps`; every `every` steps (and at the end) evaluate, save, call `on_checkpoint`."""
         recipe = self.recipe
-        stream = _stream(epoch, recipe)
+        batches = stream(epoch, recipe)
         for _ in range(self.step * recipe.accumulation):
-            next(stream)
+            next(batches)
         losses: list[float] = []
         tokens, began, first = 0, time.monotonic(), self.step
         while self.step < recipe.steps:
-            drawn = [next(stream) for _ in range(recipe.accumulation)]
+            drawn = [next(batches) for _ in range(recipe.accumulation)]
             loss, read = self.update([batch for _, batch in drawn])
             losses.append(loss)
             tokens += read

@@ -12,6 +12,7 @@ import pytest
 import torch
 import vocabulary
 from check import Answer, judge, loops
+from polish import repeated, signed_losses
 from training import Recipe, Run, held_out_losses, micro_batches, to_tensors, token_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vocabulary import Encoded
@@ -225,6 +226,37 @@ def test_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
 
+def test_the_rate_warms_up_stays_and_ends_at_zero_after_polishing() -> None:
+    recipe = Recipe(steps=1000, warmup=10, flat=0.4, polish_rate=0.2, polish_rounds=50)
+    assert [recipe.rate(step) for step in (0, 9, 400)] == [0.1, 1.0, 1.0]
+    assert recipe.rate(700) == pytest.approx(0.6)
+    assert recipe.rate(999) == pytest.approx(0.2, abs=2e-3)
+    assert recipe.rate(1000) == pytest.approx(0.2)
+    assert recipe.rate(1049) == pytest.approx(0.2 / 50)
+
+
+def test_tokens_that_go_on_a_loop_are_marked() -> None:
+    once = list(range(8))
+    assert not any(repeated([*once, 9, *once[:7]]))
+    assert repeated(once + once) == [False] * 15 + [True]
+    assert repeated([1, 2, 3, 4, 5] * 4)[15:19] == [True] * 4  # 8 tokens a second time
+    assert not any(repeated([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4]))
+    assert repeated([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4, 7, 1, 2, 3, 4])[-1]  # 4 tokens a fourth time
+
+
+def test_unlikelihood_pushes_a_token_down_and_likelihood_up() -> None:
+    logits = torch.tensor([[[1.0, 0.0, -1.0]] * 3], requires_grad=True)
+    ids = torch.tensor([[2, 0, 1, 2]])
+    sign = torch.tensor([[1.0, -1.0, 1.0, 0.0]])
+    losses = signed_losses(logits, ids, sign)
+    p = logits.detach().softmax(-1)[0, 0]
+    torch.testing.assert_close(losses[0], torch.stack([-torch.log(1 - p[0]), -torch.log(p[1]), torch.tensor(0.0)]))
+    losses.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 1, 1]
+    assert not logits.grad[0, 2].any()
+
+
 def test_figures_see_loops_repeats_and_broken_code() -> None:
     assert loops([1, 2, 3, 4, 5, 6, 7, 8] * 3)
     assert not loops([1, 2, 3, 4, 5, 6, 7, 8] * 2)
@@ -239,12 +271,23 @@ def test_a_build_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     source = tmp_path / "train.jsonl"
     rows = [PROBLEM | {"question": f"Ada has {n} boxes. How many are that?"} for n in range(80)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["--gsm8k", str(source), "--smoke", "--work", str(tmp_path / "work"), "--every", "2", "--steps"]
+    command = [
+        "--gsm8k",
+        str(source),
+        "--smoke",
+        "--work",
+        str(tmp_path / "work"),
+        "--every",
+        "2",
+        "--polish",
+        "1",
+        "--steps",
+    ]
     assert build.main([*command, "2"]) == 0
     assert build.main([*command, "4"]) == 0  # goes on
-    assert "from step 2" in capsys.readouterr().out
+    assert "from step 3" in capsys.readouterr().out
     steps = [json.loads(line)["step"] for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
-    assert steps == [2, 4]
+    assert steps == [2, 3, 4, 5]
     made = tmp_path / "work" / "model"
     model = AutoModelForCausalLM.from_pretrained(made)
     assert model.dtype == torch.bfloat16
