@@ -117,16 +117,31 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int) -> Tree
 
 
 def step_latency(backbone: Backbone, draft: MedusaDraft, trees: Sequence[Tree], prompt: list[int]) -> list[float]:
-    """Median milliseconds of a decoding step with each of `trees`, measured in turns so that drift hits all alike."""
-    decoders = [Decoder(backbone, draft, tree) for tree in trees]
-    tokens = min(_LATENCY_TOKENS, backbone.max_context - len(prompt))
+    """Median milliseconds of a decoding step with each of `trees`, measured in turns so that drift hits all alike.
+
+    All share one cache, so that a large backbone needs room for one only.
+
+    Raises:
+        MedusaError: `prompt` leaves no room for `_LATENCY_TOKENS` tokens in the context.
+    """
+    if len(prompt) + _LATENCY_TOKENS > backbone.max_context:
+        raise MedusaError(f"a prompt of {len(prompt)} tokens leaves no room to time steps in")
+    cache = backbone.new_cache(len(prompt) + _LATENCY_TOKENS + max(tree.size for tree in trees) + 1)
+    decoders = [Decoder(backbone, draft, tree, cache) for tree in trees]
     times: list[list[float]] = [[] for _ in trees]
     for round_ in range(_LATENCY_ROUNDS + 1):
         for decoder, seen in zip(decoders, times, strict=True):
-            out = decoder.generate(prompt, tokens, eos_ids=())
+            out = decoder.generate(prompt, _LATENCY_TOKENS, eos_ids=())
             if round_:  # the first round warms up
                 seen.append(1000 * (out.seconds - out.prefill_seconds) / max(out.steps, 1))
     return [statistics.median(seen) for seen in times]
+
+
+def _typical_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]:
+    """The prompt of median length among those that leave room to time steps in; else the end of the shortest."""
+    room = backbone.max_context - _LATENCY_TOKENS
+    fitting = sorted((prompt for prompt in prompts if len(prompt) <= room), key=len)
+    return fitting[len(fitting) // 2] if fitting else min(prompts, key=len)[-max(room, 1) :]
 
 
 def calibrate(
@@ -155,6 +170,6 @@ def calibrate(
     fit = [trace for i, trace in enumerate(traces) if i % 3 != 2]
     trees = {tree.size: tree for tree in (fit_tree(fit, held_out, size) for size in sizes)}
     ordered = [trees[size] for size in sorted(trees)]
-    latency = step_latency(backbone, draft, ordered, list(prompts[0]))
+    latency = step_latency(backbone, draft, ordered, _typical_prompt(backbone, prompts))
     choices = [TreeChoice(tree, tokens_per_step(held_out, tree), ms) for tree, ms in zip(ordered, latency, strict=True)]
     return Calibration(choices, head_accuracy(traces), len(traces), sum(len(trace.ranks) for trace in traces))

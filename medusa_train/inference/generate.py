@@ -71,9 +71,16 @@ class Decoder:
 
     Args:
         backbone: who decides. draft: who guesses. tree: which guesses are verified; the empty tree by default.
+        cache: memory to use for keys and values; by default the decoder makes its own, and keeps it between answers.
     """
 
-    def __init__(self, backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        draft: Draft | None = None,
+        tree: Tree | None = None,
+        cache: TreeCache | None = None,
+    ) -> None:
         self.backbone = backbone
         self.draft = draft
         self.tree = tree if tree is not None and draft is not None else Tree.empty()
@@ -82,7 +89,7 @@ class Decoder:
         if self.tree.width > backbone.vocab_size:
             raise MedusaError(f"the tree reads rank {self.tree.width - 1} of {backbone.vocab_size} tokens")
         self._depths = self.tree.depths.to(backbone.device)[None]
-        self._cache: TreeCache | None = None
+        self._cache = cache
 
     @torch.inference_mode()
     def generate(
@@ -119,7 +126,7 @@ class Decoder:
         state = self.draft.start(feats) if self.draft is not None and self.tree.size else None
 
         while not (out.tokens[-1] in stops or len(out.tokens) >= room):
-            proposal = self._propose(state, out.tokens[-1])
+            proposal = self._propose(state, out.tokens[-1], cache.length)
             feats, accepted = self._verify(proposal, cache, mask)
             cache.keep(accepted.path)
             if self.draft is not None and self.tree.size:
@@ -132,22 +139,27 @@ class Decoder:
         out.seconds = time.perf_counter() - started
         return out
 
-    def _propose(self, state: object, root: int) -> Proposal:
+    def _propose(self, state: object, root: int, prefix: int) -> Proposal:
         token = torch.tensor([root], device=self.backbone.device)
-        if self.draft is None or not self.tree.size:
-            return Proposal(token, self.tree)
+        if self.draft is None or not self.tree.size or self._straddles_rope_switch(prefix):
+            return Proposal(token, Tree.empty())
         return self.draft.propose(state, token, self.tree)
+
+    def _straddles_rope_switch(self, prefix: int) -> bool:
+        """Whether a tree behind `prefix` positions would make a longrope model switch before the root gets there."""
+        switch = self.backbone.rope_switch
+        return switch is not None and prefix < switch <= prefix + self.tree.max_depth
 
     def _verify(self, proposal: Proposal, cache: TreeCache, mask: _TreeMask | None) -> tuple[Features, Accepted]:
         """One pass over all nodes; a node's position id is prefix length + depth."""
-        positions = self._depths + cache.length
+        positions = self._depths[:, : len(proposal.tokens)] + cache.length
         if cache.length + self.tree.max_depth >= self.backbone.max_context:
             # nodes past the context are never kept; no position table must be asked for them either
             positions = positions.clamp(max=self.backbone.max_context - 1)
         feats = self.backbone.run(
             proposal.tokens[None],
             positions=positions,
-            mask=mask.at(cache.length) if mask is not None else None,
+            mask=mask.at(cache.length) if mask is not None and proposal.tree.size else None,
             cache=cache,
         )
         logits = self.backbone.logits(feats.hidden[0])

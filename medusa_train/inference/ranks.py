@@ -112,6 +112,10 @@ def trace_answer(backbone: Backbone, draft: MedusaDraft, prompt: list[int], answ
 
 
 def _rank_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many of the [N, V] logits beat their row's target; -1 from `MAX_RANK` on."""
-    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)
-    return ranks.masked_fill(ranks >= MAX_RANK, -1)
+    """At which place of its row's best guesses [N, V] each target [N] stands; -1 past `MAX_RANK`.
+
+    Asked by the same top-k that proposals are made with, so that equal logits (common in bfloat16) get the places
+    that they have in decoding.
+    """
+    hit = logits.topk(min(MAX_RANK, logits.shape[1])).indices == targets[:, None]
+    return torch.where(hit.any(1), hit.int().argmax(1), -1)

@@ -64,7 +64,8 @@ class Backbone:
 
     Attributes:
         name: as the user gave it. device, dtype, hidden_size (d), vocab_size (V), num_layers: plain facts.
-        max_context: positions the model was made for. eos_ids: tokens that end an answer.
+        max_context: positions the model was made for. rope_switch: where a longrope model changes its angles, or None.
+        eos_ids: tokens that end an answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
@@ -80,10 +81,11 @@ class Backbone:
         self.dtype: torch.dtype = head.weight.dtype
         self.vocab_size, self.hidden_size = head.weight.shape
         self.num_layers: int = self.config.num_hidden_layers
-        self.max_context: int = self.config.max_position_embeddings
+        self.max_context: int = context_length(self.config)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.layer_types = _layer_types(self.config)
         self.window: int | None = getattr(self.config, "sliding_window", None)
+        self.rope_switch = _rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.scale = _logit_scale(self.config)
         model.eval().requires_grad_(False)
@@ -216,6 +218,26 @@ class Backbone:
             )
 
 
+def context_length(config: Any) -> int:
+    """Positions that a model was made for.
+
+    Raises:
+        BackboneError: its config does not say (ALiBi and state-space models, whose trees can't be verified here).
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not length:
+        raise BackboneError(f"{config.model_type}: names no max_position_embeddings; only models with it are supported")
+    return int(length)
+
+
+def _rope_switch(config: Any) -> int | None:
+    """The position from which a longrope model uses its long angles; the largest position of a pass decides."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+
+
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends an answer: the generation config's, else the tokenizer's."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -229,12 +251,16 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 def _layer_types(config: Any) -> set[str]:
     """The kinds of attention among the layers.
 
+    transformers lists them in `layer_types`; an older config without the list has windows everywhere where its class
+    declares a `sliding_window` (Mistral, Phi-3), and none where the attribute is a stray of somebody's file.
+
     Raises:
         BackboneError: a kind that tree verification can't mask (state-space, chunked or linear attention).
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
-        kinds = {"sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"}
+        windowed = getattr(config, "sliding_window", None) and hasattr(type(config)(), "sliding_window")
+        kinds = {"sliding_attention" if windowed else "full_attention"}
     if unknown := kinds - _KNOWN_LAYER_TYPES:
         raise BackboneError(f"{config.model_type}: layers of type {sorted(unknown)} can't be verified by a tree")
     return kinds

@@ -11,9 +11,18 @@ import pytest
 import torch
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.calibrate import Calibration, TreeChoice, calibrate, count_paths, fit_tree, most_frequent
+from medusa_train.inference.calibrate import (
+    Calibration,
+    TreeChoice,
+    _typical_prompt,
+    calibrate,
+    count_paths,
+    fit_tree,
+    most_frequent,
+    step_latency,
+)
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import Trace, head_accuracy, tokens_per_step, trace_answer
+from medusa_train.inference.ranks import Trace, _rank_of, head_accuracy, tokens_per_step, trace_answer
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
@@ -140,3 +149,20 @@ def test_speed_decides_not_acceptance() -> None:
     slow = TreeChoice(Tree.cartesian([4, 4]), 3.0, 9.0)
     quick = TreeChoice(Tree.chain(2), 2.0, 4.0)
     assert Calibration([quick, slow], [], 3, 100).best is quick
+
+
+def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
+    logits = torch.tensor([[2.0, 5.0, 5.0, 5.0, 1.0] + [0.0] * 19 + [-1.0]])
+    order = logits.topk(5).indices[0].tolist()
+    for place, token in enumerate(order):
+        assert int(_rank_of(logits, torch.tensor([token]))) == place
+    assert int(_rank_of(logits, torch.tensor([24]))) == -1
+
+
+def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:
+    backbone = random_backbone("llama")
+    long, short = list(range(2, 60)) * 2, [3, 4, 5]
+    assert _typical_prompt(backbone, [long, short]) == short
+    assert len(_typical_prompt(backbone, [long])) == backbone.max_context - 48
+    with pytest.raises(MedusaError, match="no room"):
+        step_latency(backbone, _noisy(backbone), [Tree.empty()], long)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
@@ -77,3 +77,17 @@ def test_a_loaded_backbone_is_frozen_and_knows_itself(tmp_path: Path) -> None:
     assert not any(p.requires_grad for p in backbone.model.parameters())
     assert not backbone.model.training
     assert (backbone.hidden_size, backbone.vocab_size, backbone.num_layers, backbone.max_context) == (32, 61, 3, 128)
+
+
+def test_a_stray_window_in_a_llama_config_is_no_window() -> None:
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.sliding_window = 3
+    assert Backbone(LlamaForCausalLM(config), NoTokenizer()).layer_types == {"full_attention"}
+    assert random_backbone("mistral-window").layer_types == {"sliding_attention"}
+
+
+def test_a_model_without_a_context_length_is_refused() -> None:
+    with pytest.raises(BackboneError, match="max_position_embeddings"):
+        context_length(BloomConfig())
