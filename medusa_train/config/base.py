@@ -56,6 +56,11 @@ class Config(BaseModel):
         """Keys that the user set and that change nothing here; commands print them in one line."""
         return self._ignored
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Keys that change nothing beside the values of the others, whatever they hold; a dump leaves them out."""
+        return ()
+
     def resolved(self: Self) -> Self:
         """This configuration with the values filled in that follow from other keys."""
         return self

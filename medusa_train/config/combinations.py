@@ -1,7 +1,11 @@
-"""Sets of `medusa-train` keys that cannot hold together, and what to do about each. Knows values, not files."""
+"""What `medusa-train` keys mean to each other: which cannot hold together, which lose their effect.
+
+Knows values, not files.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from medusa_train.config.base import Impossible
@@ -12,6 +16,40 @@ def asks_for_joint_training(cfg: Any) -> bool:
     if cfg.medusa_only_heads is not None:
         return not cfg.medusa_only_heads
     return bool(cfg.adapter or cfg.medusa_num_unfreeze_layers or cfg.medusa_self_distillation)
+
+
+_LORA_KEYS = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_linear",
+    "lora_modules_to_save",
+)
+_JOINT_KEYS = (
+    "adapter",
+    "medusa_self_distillation",
+    "medusa_distillation_regularization",
+    "medusa_heads_coefficient",
+    "medusa_scheduler",
+    "gradient_checkpointing",
+)
+
+
+def keys_without_effect(cfg: Any) -> Iterator[str]:
+    """Name the keys that change nothing beside the others' values, whatever they hold; `cfg` is resolved."""
+    if cfg.recipe == "medusa1":
+        yield from _JOINT_KEYS
+    elif cfg.adapter is not None:
+        yield "medusa_num_unfreeze_layers"
+        if cfg.medusa_self_distillation:
+            yield "medusa_distillation_regularization"  # the teacher's share of a target that is all the teacher's
+    if cfg.recipe == "medusa1" or cfg.adapter is None:
+        yield from _LORA_KEYS
+    elif cfg.lora_target_linear:
+        yield "lora_target_modules"
+    if cfg.wandb_project is None:
+        yield from ("wandb_entity", "wandb_run_id")
 
 
 def _quantised(cfg: Any) -> bool:

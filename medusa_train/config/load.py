@@ -63,8 +63,9 @@ def load_config(
 
 
 def dump_config(cfg: Config) -> str:
-    """Write the resolved values as YAML that `load_config` reads again; keys without a value are left out."""
-    values = cfg.resolved().model_dump(mode="json", exclude_none=True)
+    """Write the resolved values as YAML that `load_config` reads again; keys without a value or effect are left out."""
+    cfg = cfg.resolved()
+    values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.without_effect))
     ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from medusa_train.config.base import Config, Impossible, key
-from medusa_train.config.combinations import IMPOSSIBLE, asks_for_joint_training
+from medusa_train.config.combinations import IMPOSSIBLE, asks_for_joint_training, keys_without_effect
 from medusa_train.config.types import (
     Bool,
     BoolOrAuto,
@@ -148,7 +148,9 @@ class TrainConfig(Config):
     sequence_len: Int = key(2048, "longest conversation in tokens; longer ones are cut at a turn's end", ge=4)
     sample_packing: Bool = key(False, "several whole conversations in one row of sequence_len tokens")
     pad_to_sequence_len: Bool | None = key(None, "ignored: rows are padded to the longest of their batch")
-    chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
+    chat_template: Text | None = key(
+        None, "chat template by name; default: the `conversation` of all datasets, else the tokenizer's own"
+    )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
         ["assistant"], "whose words are learned", min_length=1
     )
@@ -189,7 +191,7 @@ class TrainConfig(Config):
     evals_per_epoch: Int | None = key(None, "the same by epochs; default: one per epoch", ge=1)
     save_steps: Interval | None = key(None, "optimizer steps (below 1: share of the run) between checkpoints")
     saves_per_epoch: Int | None = key(None, "the same by epochs; default: one per epoch", ge=1)
-    save_total_limit: Int = key(2, "checkpoints kept, the newest ones", ge=1)
+    save_total_limit: Int = key(2, "checkpoints kept: the newest ones, and the best in evaluation besides", ge=1)
     early_stopping_patience: Int | None = key(None, "stop after so many evaluations without progress", ge=1)
     wandb_project: Text | None = key(None, "report to this Weights & Biases project")
     wandb_entity: Text | None = key(None, "team or user of that project")
@@ -200,9 +202,15 @@ class TrainConfig(Config):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Foreign keys that the file set, and known ones whose question this program answers by itself."""
-        answered = (name for name in SELF_ANSWERED_KEYS if getattr(self, name) not in (None, False))
-        return tuple(sorted({*self._ignored, *answered}))
+        """Foreign keys that were set, those that this program answers by itself, and those `without_effect`."""
+        answered = {name for name in SELF_ANSWERED_KEYS if getattr(self, name) not in (None, False)}
+        idle = {name for name in self.without_effect if name in self.model_fields_set and self._asks(name)}
+        return tuple(sorted({*self._ignored, *answered, *idle}))
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Keys of joint training where the backbone is frozen, of an adapter where there is none, and their like."""
+        return tuple(keys_without_effect(self))
 
     @property
     def heads_learning_rate(self) -> float:
@@ -210,9 +218,22 @@ class TrainConfig(Config):
         return self.learning_rate * self.medusa_lr_multiplier
 
     def resolved(self) -> TrainConfig:
-        """Fill in `recipe` and `medusa_only_heads`, each from the other or from the keys of joint training."""
+        """Fill in what follows from other keys.
+
+        `recipe` and `medusa_only_heads` follow each from the other or from the keys of joint training; `chat_template`
+        from the datasets, where all name the same `conversation`: the backbone is then asked in the form that its
+        heads were trained in.
+        """
         recipe = self.recipe or ("medusa2" if asks_for_joint_training(self) else "medusa1")
-        return self.model_copy(update={"recipe": recipe, "medusa_only_heads": recipe == "medusa1"})
+        forms = {entry.conversation for entry in self.datasets}
+        template = self.chat_template or (forms.pop() if len(forms) == 1 else None)
+        follows = {"recipe": recipe, "medusa_only_heads": recipe == "medusa1", "chat_template": template}
+        return self.model_copy(update=follows)
+
+    def _asks(self, name: str) -> bool:
+        """Whether a key holds more than `false`, 0 or null where that is its default anyway."""
+        value = getattr(self, name)
+        return bool(value) or value != type(self).model_fields[name].default
 
 
 def unsupported_keys(cfg: TrainConfig) -> list[str]:
@@ -227,6 +248,8 @@ class EvalConfig(Config):
     bench: Text = key("tiny", "questions: tiny, mtbench, or a file in MT-Bench's form")
     model: Text | None = key(None, "run directory, or directory of heads; default: the newest run under runs/")
     base_model: Text | None = key(None, "backbone; default: the one that the run or the heads name")
+    trust_remote_code: Bool = key(False, "run Python code that the backbone's repository ships")
+    chat_template: Text | None = key(None, "chat template by name; default: the run's, else the tokenizer's own")
     tree: Text | None = key(None, "tree file; default: the tree.json beside the heads")
     max_new_tokens: Int = key(256, "longest answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest here for plain decoding")
@@ -243,6 +266,8 @@ class SelfDistillConfig(Config):
     seed_dataset: Text = key("tiny", "prompts: tiny, sharegpt, or a file of conversations")
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "form of a record; auto: by its keys")
     base_model: Text = key("data/tiny", "the model that answers: a Hugging Face directory or a name on the hub")
+    trust_remote_code: Bool = key(False, "run Python code that the model's repository ships")
+    chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
     output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
     temperature: Float = key(0.3, "of sampling; 0: greedy", ge=0)
     top_p: Float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)

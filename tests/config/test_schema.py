@@ -90,6 +90,58 @@ def test_the_recipe_follows_from_the_keys(overrides: list[str], recipe: str) -> 
     assert (cfg.recipe, cfg.medusa_only_heads) == (recipe, recipe == "medusa1")
 
 
+LORA = ["adapter=lora", "lora_r=32", "lora_alpha=8", "lora_dropout=0", "lora_target_linear=true"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignored"),
+    [
+        ([], ""),
+        (["recipe=medusa1", *LORA], "adapter lora_alpha lora_dropout lora_r lora_target_linear"),
+        (["recipe=medusa1", "lora_target_modules=[q]", "lora_modules_to_save=[v]"],
+         "lora_modules_to_save lora_target_modules"),
+        (["recipe=medusa1", "adapter=lora", "medusa_self_distillation=true", "medusa_heads_coefficient=0",
+          "medusa_distillation_regularization=0.5", "medusa_scheduler=sine", "gradient_checkpointing=true"],
+         "adapter gradient_checkpointing medusa_distillation_regularization medusa_heads_coefficient "
+         "medusa_scheduler medusa_self_distillation"),
+        (["recipe=medusa1", "gradient_checkpointing=false", "medusa_self_distillation=false"], ""),
+        (["recipe=medusa1", "medusa_lr_multiplier=2", "lora_model_dir=runs/x", "medusa_soft_targets=0.5"], ""),
+        (["recipe=medusa2", *LORA, "medusa_self_distillation=true", "gradient_checkpointing=true"], ""),
+        (["recipe=medusa2", *LORA, "lora_target_modules=[q]"], "lora_target_modules"),
+        (["recipe=medusa2", "adapter=lora", "medusa_num_unfreeze_layers=1"], "medusa_num_unfreeze_layers"),
+        (["recipe=medusa2", "lora_r=8", "medusa_num_unfreeze_layers=1"], "lora_r"),
+        (["adapter=lora", "medusa_self_distillation=true", "medusa_distillation_regularization=0.5"],
+         "medusa_distillation_regularization"),
+        (["wandb_entity=me", "wandb_run_id=7"], "wandb_entity wandb_run_id"),
+        (["wandb_entity=me", "wandb_run_id=7", "wandb_project=p"], ""),
+    ],
+)  # fmt: skip
+def test_keys_that_were_set_without_effect_are_listed(overrides: list[str], ignored: str) -> None:
+    assert train(*overrides).ignored == tuple(ignored.split())
+
+
+def test_a_runs_own_configuration_names_nothing_as_ignored(tmp_path: Path) -> None:
+    """It holds every key with its value, and nobody set those."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(train("recipe=medusa1")))
+    assert load_config(TrainConfig, path).ignored == ()
+    assert "lora_r" not in path.read_text()
+
+
+def test_the_chat_template_is_that_of_all_datasets() -> None:
+    def template(*overrides: str) -> str | None:
+        return load_config(TrainConfig, None, ["base_model=m", *overrides]).chat_template
+
+    vicuna, zephyr = "{path: a, conversation: vicuna_v1.1}", "{path: b, conversation: zephyr}"
+    assert template(f"datasets=[{vicuna}, {vicuna}]") == "vicuna_v1.1"
+    assert template(f"datasets=[{vicuna}]", "chat_template=zephyr") == "zephyr"
+    assert template(f"datasets=[{vicuna}, {zephyr}]") is None
+    assert template(f"datasets=[{vicuna}, {{path: c}}]") is None
+    assert "chat_template: zephyr" in dump_config(
+        TrainConfig(base_model="m", datasets=[{"path": "b", "conversation": "zephyr"}])
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
