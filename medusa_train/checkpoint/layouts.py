@@ -107,21 +107,23 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         CheckpointError: see `read_heads`; or they were made for another hidden size or vocabulary.
     """
     heads = read_heads(directory)
-    if (heads.hidden_size, heads.vocab_size) != (backbone.hidden_size, backbone.vocab_size):
+    vocab_size = backbone.vocab_size if heads.vocab_size is None else heads.vocab_size
+    if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
         raise CheckpointError(
-            f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of {heads.vocab_size}, but "
+            f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of {vocab_size}, but "
             f"{backbone.name or 'the backbone'} has {backbone.hidden_size} and {backbone.vocab_size}. "
             f"Name the backbone they were trained on" + (f" ({heads.base_model})." if heads.base_model else ".")
         )
     transform = backbone.unembedding()
     draft = MedusaDraft(
         heads.hidden_size,
-        heads.vocab_size,
+        vocab_size,
         heads.num_heads,
         heads.num_layers,
         bias="lm_heads.0.bias" in heads.state,
         softcap=transform.softcap,
         scale=transform.scale,
+        shared=transform if heads.shared else None,
         dtype=dtype or backbone.dtype,
     )
     draft.load_state_dict(heads.state)

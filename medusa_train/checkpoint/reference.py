@@ -3,6 +3,8 @@
 {i}.{j}.linear.weight|bias   residual block j of head i (0-based), d x d
 {i}.{n}.weight               the head's own unembedding, V x d; n = number of blocks
 {i}.{n}.bias                 only where the backbone's lm_head has one; our extension, others skip it
+
+"Version 2" has no {i}.{n}.weight: its heads share the backbone's lm_head.
 """
 
 from __future__ import annotations
@@ -37,14 +39,19 @@ class HeadTensors:
     base_model: str | None = None
 
     @property
-    def hidden_size(self) -> int:
-        """d."""
-        return self.state["lm_heads.0.weight"].shape[1]
+    def shared(self) -> bool:
+        """Whether the heads use the backbone's lm_head ("version 2")."""
+        return "lm_heads.0.weight" not in self.state
 
     @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.state["lm_heads.0.weight"].shape[0]
+    def hidden_size(self) -> int:
+        """d."""
+        return self.state["blocks.0.0.linear.weight" if self.shared else "lm_heads.0.weight"].shape[1]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """V; None where the backbone's lm_head is shared."""
+        return None if self.shared else self.state["lm_heads.0.weight"].shape[0]
 
     def with_base_model(self, name: str | None) -> HeadTensors:
         """The same heads for the backbone `name`."""
@@ -87,12 +94,10 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
             state[f"lm_heads.{head}.{match[3]}"] = tensor
         else:
             raise CheckpointError(f"{source}: {name} is no weight of Medusa heads in the reference's layout")
-    if blocks and not tops:
-        raise CheckpointError(
-            f"{source}: no head has an unembedding matrix of its own ('version 2', which shares the backbone's "
-            "lm_head); this version reads heads that have one each"
-        )
-    heads = HeadTensors(len(tops), next(iter(tops.values()), 0), state)
+    if tops:
+        heads = HeadTensors(len(tops), next(iter(tops.values())), state)
+    else:
+        heads = HeadTensors(len(blocks), max(map(len, blocks.values()), default=0), state)
     _check_complete(heads, blocks, tops, source)
     _check_shapes(heads, source)
     return heads
@@ -118,12 +123,12 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
 
 
 def _check_complete(heads: HeadTensors, blocks: Mapping[int, set[int]], tops: Mapping[int, int], source: str) -> None:
-    if not tops:
+    if not tops and not blocks:
         raise CheckpointError(f"{source}: holds no heads")
     if len(set(tops.values())) > 1:
         raise CheckpointError(f"{source}: the heads have different numbers of blocks: {sorted(set(tops.values()))}")
     with_bias = any(name.startswith("lm_heads.") and name.endswith(".bias") for name in heads.state)
-    wanted = {f"lm_heads.{i}.weight" for i in range(heads.num_heads)}
+    wanted = {f"lm_heads.{i}.weight" for i in range(heads.num_heads) if tops}
     wanted |= {f"lm_heads.{i}.bias" for i in range(heads.num_heads) if with_bias}
     for i in range(heads.num_heads):
         for j in range(heads.num_layers):
@@ -137,9 +142,11 @@ def _check_complete(heads: HeadTensors, blocks: Mapping[int, set[int]], tops: Ma
 
 
 def _check_shapes(heads: HeadTensors, source: str) -> None:
-    first = heads.state["lm_heads.0.weight"]
+    name = "blocks.0.0.linear.weight" if heads.shared else "lm_heads.0.weight"
+    first = heads.state[name]
     if first.dim() != 2:
-        raise CheckpointError(f"{source}: 0.{heads.num_layers}.weight is no matrix: {list(first.shape)}")
+        (key,) = to_reference({name: first}, heads.num_layers)
+        raise CheckpointError(f"{source}: {key} is no matrix: {list(first.shape)}")
     vocab, width = first.shape
     for name, tensor in heads.state.items():
         rows = vocab if name.startswith("lm_heads.") else width

@@ -53,8 +53,8 @@ def export(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{paths.home} -> {target}")
     console.print(
-        f"{heads.num_heads} heads x {heads.num_layers} blocks, d {heads.hidden_size}, V {heads.vocab_size}; "
-        f"backbone {base_model}"
+        f"{heads.num_heads} heads x {heads.num_layers} blocks, d {heads.hidden_size}, "
+        f"{'the lm_head of the backbone' if heads.shared else f'V {heads.vocab_size}'}; backbone {base_model}"
     )
 
 
@@ -75,6 +75,10 @@ def warnings_for(to: str, heads: HeadTensors) -> list[str]:
     warnings = []
     if "lm_heads.0.bias" in heads.state:
         warnings.append("the heads' unembeddings have a bias, which the layout has no place for: it will be skipped")
+    if heads.shared and to == "tgi" and heads.num_layers != 1:
+        warnings.append("TGI reads heads that share lm_head only with one block each")
+    if heads.shared and to == "reference":
+        warnings.append("the heads share the backbone's lm_head; the public Medusa loader leaves theirs random")
     if to == "reference":
         if shared := shared_block_warning(heads):
             warnings.append(shared)

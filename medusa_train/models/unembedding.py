@@ -55,9 +55,15 @@ class Unembedding:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> [..., V]."""
+    def raw(self, hidden: Tensor) -> Tensor:
+        """Logits before scale and soft cap, [..., d] -> [..., V]: the same order, for less."""
+        if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(self.weight.dtype)  # float32 heads on a shared bfloat16 matrix
         logits = linear(hidden, self.weight, self.bias)
         if self.low_rank is not None:
             logits = logits + linear(self.low_rank.down(hidden), self.low_rank.b).to(logits.dtype)
-        return self.transform(logits)
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> [..., V]."""
+        return self.transform(self.raw(hidden))

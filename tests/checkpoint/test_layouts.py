@@ -79,6 +79,25 @@ def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone
     }
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama-bias-tied"])
+def test_heads_on_a_shared_lm_head_round_trip(tmp_path: Path, family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = MedusaDraft.from_backbone(backbone, 3, share_lm_head=True)
+    hidden = torch.randn(4, backbone.hidden_size)
+    assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))  # untrained: the backbone's own
+    assert sum(p.numel() for p in draft.parameters()) == 3 * (backbone.hidden_size**2 + backbone.hidden_size)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.normal_(0, 0.3)
+    save_heads(draft, tmp_path, "m")
+    assert sorted(load_file(tmp_path / SAFETENSORS)) == [
+        f"{i}.0.linear.{k}" for i in range(3) for k in ("bias", "weight")
+    ]
+    loaded = load_heads(tmp_path, backbone)
+    assert torch.equal(loaded.head_logits(hidden, 3), draft.head_logits(hidden, 3))
+    assert not torch.equal(loaded.head_logits(hidden, 3), loaded.head_logits(hidden, 1))
+
+
 def test_dtype_defaults_to_the_backbone_s(tmp_path: Path, backbone: Backbone) -> None:
     save_heads(trained(backbone).to(torch.bfloat16), tmp_path, "m")
     assert next(load_heads(tmp_path, backbone).parameters()).dtype == backbone.dtype

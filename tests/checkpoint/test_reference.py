@@ -62,7 +62,6 @@ def test_a_foreign_name_is_not_dropped_in_silence() -> None:
         (lambda t: t.update({"1.0.linear.weight": torch.zeros(D, D + 1)}), r"1\.0\.linear\.weight is \[4, 5\]"),
         (lambda t: t.update({"0.2.weight": torch.zeros(V)}), "no matrix"),
         (lambda t: t.update({"0.2.bias": torch.zeros(V)}), r"1\.2\.bias"),
-        (lambda t: [t.pop(f"{i}.2.weight") for i in range(3)], "version 2"),
         (lambda t: t.update({"0.5.linear.weight": torch.zeros(D, D)}), r"0\.5\.linear\.weight"),
         (lambda t: t.clear(), "holds no heads"),
     ],
@@ -73,6 +72,19 @@ def test_incomplete_or_misshapen_heads_are_named(change, message: str) -> None: 
     with pytest.raises(CheckpointError, match=message) as caught:
         from_reference(tensors, "some/file")
     assert "some/file" in str(caught.value)
+
+
+def test_heads_without_a_matrix_of_their_own_share_the_backbone_s() -> None:
+    tensors = reference()
+    for i in range(3):
+        del tensors[f"{i}.2.weight"]
+    found = from_reference(tensors)
+    assert found.shared
+    assert (found.num_heads, found.num_layers, found.hidden_size, found.vocab_size) == (3, 2, D, None)
+    assert to_reference(found.state, 2) == tensors
+    tensors["0.2.weight"] = torch.zeros(V, D)  # one of three: neither the one layout nor the other
+    with pytest.raises(CheckpointError):
+        from_reference(tensors)
 
 
 def test_heads_of_different_depth_are_refused() -> None:

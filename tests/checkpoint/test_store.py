@@ -90,6 +90,17 @@ def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: lis
     assert len(list(store.root.iterdir())) == len(kept)
 
 
+def test_retention_spares_what_it_is_told_to_keep(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, save_total_limit=1)
+    for step, best in ((1, 1), (2, 1), (3, 1)):
+        store.save(step, state(step), keep={best})
+    assert store.steps() == [1, 3]
+    assert store.at(1) == tmp_path / "checkpoints" / "step-1"
+    assert store.at(2) is None
+    store.save(4, state(4), keep={4})
+    assert store.steps() == [4]
+
+
 def test_retention_spares_what_was_just_written(tmp_path: Path) -> None:
     """A run that went back to an earlier checkpoint must not lose the one it saves now."""
     store = CheckpointStore(tmp_path)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
@@ -47,6 +47,8 @@ class MedusaDraft(Draft):
         hidden_size, vocab_size: d and V of the backbone. num_heads: K. num_layers: residual blocks per head.
         bias: whether the unembeddings carry a bias, as the backbone's lm_head does.
         softcap, scale: the backbone's logit transform, see `Unembedding`.
+        shared: the backbone's own unembedding, for heads without a matrix of their own ("version 2": about 11 % of
+            the parameters at the shape of a 7B model); it is read, never trained or saved by the heads.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MedusaDraft(Draft):
         bias: bool = False,
         softcap: float | None = None,
         scale: float = 1.0,
+        shared: Unembedding | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -68,11 +71,12 @@ class MedusaDraft(Draft):
         self.vocab_size = vocab_size
         self.softcap = softcap
         self.scale = scale
+        self.shared = shared
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers))) for _ in range(num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, vocab_size, bias=bias, dtype=dtype) for _ in range(num_heads)
+            nn.Linear(hidden_size, vocab_size, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
         )
 
     @classmethod
@@ -82,6 +86,7 @@ class MedusaDraft(Draft):
         num_heads: int = 5,
         num_layers: int = 1,
         *,
+        share_lm_head: bool = False,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
         """Untrained heads that predict what `backbone` predicts, on its device; dtype by default its own."""
@@ -94,6 +99,7 @@ class MedusaDraft(Draft):
             bias=own.bias is not None,
             softcap=own.softcap,
             scale=own.scale,
+            shared=own if share_lm_head else None,
             dtype=dtype or backbone.dtype,
         ).to(backbone.device)
         with torch.no_grad():
@@ -122,7 +128,9 @@ class MedusaDraft(Draft):
             yield self.hidden_at(feats.hidden, k)
 
     def unembed(self, k: int) -> Unembedding:
-        """Head k's W2 with the backbone's logit transform."""
+        """Head k's W2, or the shared one, with the backbone's logit transform."""
+        if self.shared is not None:
+            return self.shared
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
         return Unembedding(head.weight, head.bias, self.softcap, self.scale)
@@ -139,7 +147,7 @@ class MedusaDraft(Draft):
         """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
         best = [
             # soft-capping and scaling keep the order of logits, so the raw product is enough
-            self._raw_logits(state.hidden, k).topk(tree.width).indices
+            self.unembed(k).raw(self.hidden_at(state.hidden, k)).topk(tree.width).indices
             for k in range(1, tree.max_depth + 1)
         ]
         guesses = torch.cat(best, dim=1)[0]  # [max_depth * width]
@@ -148,8 +156,3 @@ class MedusaDraft(Draft):
     def advance(self, state: MedusaState, feats: Features, path: list[int]) -> MedusaState:
         """The state of the last accepted node."""
         return MedusaState(feats.hidden[:, path[-1]])
-
-    def _raw_logits(self, states: Tensor, k: int) -> Tensor:
-        head = self.lm_heads[k - 1]
-        assert isinstance(head, nn.Linear)
-        return linear(self.hidden_at(states, k), head.weight, head.bias)
