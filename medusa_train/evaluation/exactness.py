@@ -12,7 +12,7 @@ from medusa_train.evaluation.subject import Subject
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 
-#: Two best logits within this of each other may change places by rounding alone, in float32.
+#: Logits within this of the best one may change places with it by rounding alone, in float32.
 TIE_MARGIN = 1e-4
 
 
@@ -51,19 +51,21 @@ def judge_again(
 def verdict(
     backbone: Backbone, prompt_ids: Sequence[int], tree: Sequence[int], plain: Sequence[int], *, ties: bool
 ) -> Verdict:
-    """Equal, different, or (with `ties`) first different where the two best logits nearly coincide."""
+    """Equal, different, or (with `ties`) first different where both tokens' logits nearly coincide with the best."""
     place = first_difference(tree, plain)
     if place is None:
         return Verdict.EQUAL
-    if ties and place < min(len(tree), len(plain)) and margin_at(backbone, prompt_ids, plain, place) <= TIE_MARGIN:
-        return Verdict.TIE
-    return Verdict.DIFFERENT
+    if not ties or place >= min(len(tree), len(plain)):
+        return Verdict.DIFFERENT
+    behind = behind_best(backbone, prompt_ids, plain[:place], (tree[place], plain[place]))
+    return Verdict.TIE if max(behind) <= TIE_MARGIN else Verdict.DIFFERENT
 
 
 @torch.no_grad()
-def margin_at(backbone: Backbone, prompt_ids: Sequence[int], answer: Sequence[int], place: int) -> float:
-    """By how much the best logit leads the second best where token `place` of the answer was chosen."""
-    tokens = torch.tensor([[*prompt_ids, *answer[:place]]], device=backbone.device)
-    hidden = backbone.run(tokens).hidden[:, -1]
-    best = backbone.logits(hidden).float().topk(2, dim=-1).values[0]
-    return float(best[0] - best[1])
+def behind_best(
+    backbone: Backbone, prompt_ids: Sequence[int], answer: Sequence[int], candidates: Sequence[int]
+) -> list[float]:
+    """By how much the best logit after prompt and answer leads each candidate's; 0 for the best token itself."""
+    tokens = torch.tensor([[*prompt_ids, *answer]], device=backbone.device)
+    logits = backbone.logits(backbone.run(tokens).hidden[:, -1]).float()[0]
+    return [float(logits.max() - logits[candidate]) for candidate in candidates]

@@ -10,7 +10,7 @@ class Verdict(str, enum.Enum):
     """How the tree's answer compares with the plain one, token for token."""
 
     EQUAL = "equal"
-    TIE = "tie"  # they first differ where the plain pass's two best logits lie within the tie margin
+    TIE = "tie"  # where they first differ, the logits of both tokens lie within the tie margin of the best
     DIFFERENT = "different"
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_train.evaluation.exactness import judge_again, judge_timed, margin_at, verdict
+from medusa_train.evaluation.exactness import behind_best, judge_again, judge_timed, verdict
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.evaluation.subject import Subject
 from medusa_train.trees.tree import Tree
@@ -12,7 +12,7 @@ from tests.families import random_backbone
 
 
 class StubBackbone:
-    """Its two best logits lie `margin` apart after a prefix of `at` tokens, and 1 apart elsewhere."""
+    """Tokens 6 and 9 lead, `margin` apart after a prefix of `at` tokens and 1 apart elsewhere; the others are far."""
 
     device = torch.device("cpu")
 
@@ -25,7 +25,10 @@ class StubBackbone:
         return SimpleNamespace(hidden=hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.zeros_like(hidden), hidden, torch.full_like(hidden, -5.0)], dim=-1)
+        logits = torch.full((*hidden.shape[:-1], 12), -5.0)
+        logits[..., 6] = hidden[..., 0]
+        logits[..., 9] = 0.0
+        return logits
 
 
 PROMPT = (1, 2, 3)
@@ -38,7 +41,10 @@ PLAIN = (5, 6, 7)
         ((5, 6, 7), 1e-9, True, Verdict.EQUAL),
         ((5, 9, 7), 9e-5, True, Verdict.TIE),
         ((5, 9, 7), 2e-4, True, Verdict.DIFFERENT),
+        ((5, 9, 7), -9e-5, True, Verdict.TIE),  # an uncached pass may find the tree's token the best
+        ((5, 9, 7), -2e-4, True, Verdict.DIFFERENT),
         ((5, 9, 7), 9e-5, False, Verdict.DIFFERENT),
+        ((5, 4, 7), 9e-5, True, Verdict.DIFFERENT),  # a near-tie, but of two other tokens
         ((9, 6, 7), 9e-5, True, Verdict.DIFFERENT),  # the tie lies one token later
         ((5,), 9e-5, True, Verdict.DIFFERENT),  # one answer ends where the other goes on: no tie does that
     ],
@@ -48,11 +54,13 @@ def test_verdicts(tree: tuple[int, ...], margin: float, ties: bool, expected: Ve
     assert verdict(backbone, PROMPT, tree, PLAIN, ties=ties) is expected
 
 
-def test_margin_is_read_where_the_token_was_chosen() -> None:
+def test_logits_are_compared_where_the_token_was_chosen() -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
-    tokens = torch.tensor([[*PROMPT, *PLAIN]])
-    best = backbone.model(input_ids=tokens).logits[0, len(PROMPT) + 1].topk(2).values
-    assert margin_at(backbone, PROMPT, PLAIN, 2) == pytest.approx(float(best[0] - best[1]), abs=1e-4)
+    logits = backbone.model(input_ids=torch.tensor([[*PROMPT, *PLAIN]])).logits[0, len(PROMPT) + 1]
+    expected = [float(logits.max() - logits[token]) for token in (4, int(logits.argmax()))]
+    assert behind_best(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(expected, abs=1e-4)
+    assert expected[0] > 1e-2
+    assert expected[1] == 0.0
 
 
 def record(tree: tuple[int, ...]) -> TurnRecord:
