@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.errors import DataError
 
@@ -82,7 +83,7 @@ KNOWN = {
 def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
     """Find and read a bench given by name (`tiny`, `mtbench`, `specbench`, a folder of your own) or by file.
 
-    `note` is told when the hub is asked, which takes a while where there is no network.
+    `note` is told when the hub is asked, which may take a while.
 
     Raises DataError when there is no such bench (the message says which file to put where) or its file is broken.
     """
@@ -105,7 +106,8 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     if known is None:
         raise DataError(_unknown_bench(name_or_file, candidates))
     if known.hub_repo is not None and known.hub_file is not None:
-        note(f"bench {name_or_file}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
+        if not hub_is_out_of_reach():
+            note(f"bench {name_or_file}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
         downloaded = _from_hub(known.hub_repo, known.hub_file)
         if downloaded is not None:
             return downloaded
@@ -128,7 +130,9 @@ def _from_hub(repo: str, filename: str) -> Path | None:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repo, filename, repo_type="dataset"))
+        # Where the hub is out of reach the client would try again and again before it looked into its cache.
+        offline = hub_is_out_of_reach()
+        return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
     except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
         return None
 

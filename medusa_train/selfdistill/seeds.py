@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import DataError
 
@@ -57,7 +58,7 @@ def short_name(seed_dataset: str) -> str:
 def find_seeds(seed_dataset: str, note: Callable[[str], None] = lambda line: None) -> Path:
     """The file of a seed set given by name or path.
 
-    `note` is told when the hub is asked, which takes a while where there is no network.
+    `note` is told when the hub is asked, which may take a while.
 
     Raises:
         DataError: it is nowhere; the message says which file to put where.
@@ -74,7 +75,8 @@ def find_seeds(seed_dataset: str, note: Callable[[str], None] = lambda line: Non
         if path is not None:
             return path
     if named.hub_repo is not None and named.hub_file is not None:
-        note(f"seeds {seed_dataset}: not on this machine, asking the Hugging Face hub for {named.hub_repo} ...")
+        if not hub_is_out_of_reach():
+            note(f"seeds {seed_dataset}: not on this machine, asking the Hugging Face hub for {named.hub_repo} ...")
         downloaded = _from_hub(named.hub_repo, named.hub_file)
         if downloaded is not None:
             return downloaded
@@ -86,7 +88,9 @@ def _from_hub(repo: str, filename: str) -> Path | None:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repo, filename, repo_type="dataset"))
+        # Where the hub is out of reach the client would try again and again before it looked into its cache.
+        offline = hub_is_out_of_reach()
+        return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
     except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
         return None
 

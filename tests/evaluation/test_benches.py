@@ -143,10 +143,32 @@ def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, mo
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(benches, "_from_hub", fetch)
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
     told: list[str] = []
     assert load_bench("mtbench", told.append) == Bench("mtbench", fetched, read_questions(fetched))
     assert "HuggingFaceH4/mt_bench_prompts" in told[0]
     assert asked == [("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")]
+
+
+@pytest.mark.parametrize("out_of_reach", [True, False])
+def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_reach: bool
+) -> None:
+    asked: list[bool] = []
+
+    def download(repo: str, filename: str, *, repo_type: str, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        raise OSError("nowhere")
+
+    monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
+    monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    told: list[str] = []
+    with pytest.raises(DataError, match="could not be fetched"):
+        load_bench("mtbench", told.append)
+    assert asked == [out_of_reach]
+    assert bool(told) is not out_of_reach
 
 
 def test_limit_takes_from_every_category_and_keeps_the_order() -> None:

@@ -99,6 +99,7 @@ def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_say
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_from_hub", lambda repo, filename: None)
+    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: False)
     notes: list[str] = []
     with pytest.raises(DataError, match=r"put it at data/seeds/sharegpt\.json"):
         find_seeds("sharegpt", notes.append)
@@ -111,3 +112,23 @@ def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_say
     (tmp_path / "data" / "seeds").mkdir(parents=True)
     own = jsonl(tmp_path / "data" / "seeds" / "sharegpt.json", {"turns": ["a"]})
     assert find_seeds("sharegpt").resolve() == own
+
+
+@pytest.mark.parametrize("out_of_reach", [True, False])
+def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_reach: bool
+) -> None:
+    asked: list[bool] = []
+
+    def download(repo: str, filename: str, *, repo_type: str, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        raise OSError("nowhere")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    told: list[str] = []
+    with pytest.raises(DataError, match="could not be fetched"):
+        find_seeds("sharegpt", told.append)
+    assert asked == [out_of_reach]
+    assert bool(told) is not out_of_reach
