@@ -34,6 +34,7 @@ def selfdistill(
     output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/SEED.jsonl.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of sampling; 0: greedy.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="By name; default: the tokenizer's own.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many conversations.")] = None,
 ) -> int:
@@ -44,6 +45,7 @@ def selfdistill(
         "output": output,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
+        "chat_template": chat_template,
         "dtype": dtype,
         "limit": limit,
     }
@@ -86,8 +88,14 @@ def _load(cfg: SelfDistillConfig, dtype: str) -> LocalEngine:
     from medusa_train.models.backbone import Backbone
     from medusa_train.selfdistill.engines import LocalEngine
 
-    backbone = Backbone.load(cfg.base_model, dtype=dtype)
-    return LocalEngine(backbone, temperature=cfg.temperature, top_p=cfg.top_p, max_new_tokens=cfg.max_new_tokens)
+    backbone = Backbone.load(cfg.base_model, dtype=dtype, trust_remote_code=cfg.trust_remote_code)
+    return LocalEngine(
+        backbone,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template=cfg.chat_template,
+    )
 
 
 def _run(
@@ -135,6 +143,7 @@ def _settings(cfg: SelfDistillConfig, dtype: str) -> dict[str, object]:
         "model": _public_name(cfg.base_model),
         "seed_dataset": _public_name(cfg.seed_dataset),
         "type": cfg.type,
+        "chat_template": cfg.chat_template,
         **_sampling(cfg, dtype),
         "drop_truncated": cfg.drop_truncated,
     }

@@ -14,9 +14,9 @@ import torch
 
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
-from medusa_train.errors import DataError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.precision import has_fast_bf16
 from medusa_train.selfdistill.sampling import Finish, Sampler
 
 Reason = Literal["stop", "length", "context"]
@@ -49,11 +49,10 @@ class Engine(Protocol):
 
 def fastest_dtype(device: torch.device | None = None) -> str:
     """bfloat16 where the device multiplies it in hardware, else float16 on a GPU and float32 on a CPU."""
-    kind = device.type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    # the only public sign of it; torch names no other for CPUs
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if has_fast_bf16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
 
 
 class LocalEngine:
@@ -62,20 +61,25 @@ class LocalEngine:
     Args:
         backbone: who answers. max_new_tokens: longest answer.
         temperature: 0 for greedy decoding. top_p: nucleus of sampling (Holtzman et al. 2020), 1 for all tokens.
+        chat_template: name of the template that chats are written in; None for the tokenizer's own.
 
     Raises:
-        DataError: the backbone's tokenizer has no chat template.
+        ConfigError: no template of that name.
+        DataError: the backbone's tokenizer has no chat template, and none was named.
     """
 
-    def __init__(self, backbone: Backbone, *, temperature: float, top_p: float, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+        chat_template: str | None = None,
+    ) -> None:
         self.backbone = backbone
         self.max_new_tokens = max_new_tokens
-        if not backbone.tokenizer.chat_template:
-            raise DataError(
-                f"base_model {backbone.name}: its tokenizer has no chat template, so it is not known how a chat is "
-                "written for it; put a chat_template into its tokenizer_config.json"
-            )
-        self._encoder = ChatEncoder(backbone.tokenizer)
+        self._encoder = ChatEncoder(backbone.tokenizer, chat_template)
         self._greedy = Decoder(backbone) if temperature == 0 else None
         self._sampler = Sampler(backbone, temperature, top_p) if temperature else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -162,9 +162,9 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: not valid JSON; mend it, or name another output") from None
     if output.exists() and output.stat().st_size and stored is None:
         raise ConfigError(f"output {output}: it exists, and no {path.name} says how it was made; name another output")
-    if stored is not None and stored != dict(settings):
+    if stored is not None and (differing := _differing(stored, settings)):
         if output.exists() and output.stat().st_size:
-            raise ConfigError(_differences(output, stored, settings))
+            raise ConfigError(_differences(output, differing, stored, settings))
         stored = None  # nothing was made with them
     if stored is None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -173,9 +173,13 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
         os.replace(fresh, path)
 
 
-def _differences(output: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    names = [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
-    lines = [f"  {name}: {stored.get(name)!r} there, {settings.get(name)!r} now" for name in names]
+def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that are not the same; one that is not there says no more than None."""
+    return [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
+
+
+def _differences(output: Path, differing: Sequence[str], stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    lines = [f"  {name}: {stored.get(name)!r} there, {settings.get(name)!r} now" for name in differing]
     return "\n".join(
         [
             f"output {output}: it holds conversations made with other settings",

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from medusa_train.models.precision import has_fast_bf16
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -28,13 +30,3 @@ def choose_precision(bf16: bool | Literal["auto"], device: torch.device) -> Prec
     """Pick bfloat16 where it is asked for, or left to us and fast; float32 otherwise."""
     wanted = has_fast_bf16(device) if bf16 == "auto" else bf16
     return Precision(device, torch.bfloat16 if wanted else torch.float32)
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; without it a CPU is slower than in float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        # the only public sign of it; torch names no other for CPUs
-        return bool(torch.cpu._is_avx512_bf16_supported())
-    return False

@@ -56,15 +56,16 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
         "dtype": "float32",
     }
 
-    result = runner.invoke(app, [*flags, "seed=1"])
+    result = runner.invoke(app, [*flags, "seed=1", "--chat-template", "zephyr"])
     assert result.exit_code == 2
     assert "seed: 42 there, 1 now" in result.output
+    assert "chat_template: None there, 'zephyr' now" in result.output
 
 
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
     (at_work / "sd.yaml").write_text(
         f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype: float32\nmax_new_tokens: 4\n"
-        "temperature: 0.7\ndrop_truncated: false\noutput: never.jsonl\n"
+        "temperature: 0.7\ndrop_truncated: false\noutput: never.jsonl\nchat_template: zephyr\n"
     )
     result = runner.invoke(app, ["sd.yaml", "--output", "out/sampled.jsonl", "limit=1"])
     assert result.exit_code == 0, result.output

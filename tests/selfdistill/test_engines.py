@@ -9,6 +9,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
+from medusa_train.selfdistill import engines
 from medusa_train.selfdistill.engines import LocalEngine, fastest_dtype
 from medusa_train.selfdistill.sampling import Sampler
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
@@ -83,11 +84,23 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
     template = backbone.tokenizer.chat_template
     try:
         backbone.tokenizer.chat_template = None
-        with pytest.raises(DataError, match="no chat template"):
+        with pytest.raises(DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"):
             engine(backbone)
+        named = LocalEngine(backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr")
+        ids = backbone.tokenizer("<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False)[
+            "input_ids"
+        ]
+        assert named.answer(PROMPT, seed=0).prompt_tokens == len(ids)
     finally:
         backbone.tokenizer.chat_template = template
 
 
-def test_the_fastest_dtype_is_one_that_backbones_load_in() -> None:
-    assert fastest_dtype(torch.device("cpu")) in ("bfloat16", "float32")
+@pytest.mark.parametrize(
+    ("device", "fast", "expected"),
+    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda", True, "bfloat16"), ("cuda", False, "float16")],
+)
+def test_the_fastest_dtype_is_bfloat16_where_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, fast: bool, expected: str
+) -> None:
+    monkeypatch.setattr(engines, "has_fast_bf16", lambda asked: fast)
+    assert fastest_dtype(torch.device(device)) == expected

@@ -83,6 +83,14 @@ def test_changed_settings_are_refused_with_the_differences(tmp_path: Path) -> No
     assert ids(out) == ["a"]
 
 
+def test_a_setting_that_is_not_there_says_no_more_than_none(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with Writer(out, SETTINGS) as writer:
+        writer.write({"id": "a"})
+    with Writer(out, {**SETTINGS, "later": None}) as writer:
+        assert writer.done == {"a"}
+
+
 def test_a_file_of_unknown_origin_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": "theirs"}')
