@@ -34,6 +34,7 @@ def evaluate(
     base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, the baselines alone.")] = None,
     tree: Annotated[str | None, typer.Option(help="Tree file; default: the run's tree.json.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="By name; default: the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto: the fastest here for plain decoding.")] = None,
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions, of all categories.")] = None,
     output_dir: Annotated[str | None, typer.Option(help="Where the report goes; default: RUN/eval/BENCH.")] = None,
@@ -45,6 +46,7 @@ def evaluate(
         "base_model": base_model,
         "tree": tree,
         "max_new_tokens": max_new_tokens,
+        "chat_template": chat_template,
         "dtype": dtype,
         "limit": limit,
         "output_dir": output_dir,
@@ -55,7 +57,13 @@ def evaluate(
     from medusa_train.evaluation.subject import locate
 
     questions = load_bench(cfg.bench, error_console().print).limited(cfg.limit)
-    paths = locate(cfg.model, cfg.base_model, None if cfg.tree is None else Path(cfg.tree))
+    paths = locate(
+        cfg.model,
+        cfg.base_model,
+        None if cfg.tree is None else Path(cfg.tree),
+        chat_template=cfg.chat_template,
+        trust_remote_code=cfg.trust_remote_code,
+    )
     console = _console()
     console.print(_first_line(cfg, questions, paths), highlight=False, soft_wrap=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ class SubjectPaths:
 
     `home` is the directory that results go under; `base_model` a directory or a hub name; `tree` a tree.json;
     `adapter` what a joint run trained of the backbone, folded into it for decoding; `quantization` how the backbone
-    was loaded for that.
+    was loaded in training; `trust_remote_code` whether Python code that it ships may run.
     """
 
     home: Path
@@ -37,6 +37,14 @@ class SubjectPaths:
     chat_template: str | None
     adapter: Path | None = None
     quantization: Quantization | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def backbone_form(self) -> str:
+        """In which form the backbone decodes, for reports."""
+        if self.adapter is not None:
+            return f"{self.quantization}, dequantised, adapter folded in" if self.quantization else "adapter folded in"
+        return self.quantization or "unquantised"
 
     @property
     def name(self) -> str | None:
@@ -81,14 +89,32 @@ def _heads_written(directory: Path) -> float:
     return max((directory / name).stat().st_mtime for name in HEADS_FILES if (directory / name).is_file())
 
 
-def locate(model: str | None, base_model: str | None, tree: Path | None) -> SubjectPaths:
+def locate(
+    model: str | None,
+    base_model: str | None,
+    tree: Path | None,
+    *,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+) -> SubjectPaths:
     """Resolve what the user named: a run, a directory of heads, a backbone alone, or nothing (the newest run).
+
+    What is not given (None, False) is taken from the run's config.yaml where there is one; but that a run trusted
+    its own backbone's code says nothing about another `base_model`.
 
     Raises CheckpointError, saying what to do, when something is missing.
     """
+    paths = _locate(model, base_model, tree)
+    return replace(
+        paths,
+        chat_template=chat_template or paths.chat_template,
+        trust_remote_code=trust_remote_code or (paths.trust_remote_code and base_model is None),
+    )
+
+
+def _locate(model: str | None, base_model: str | None, tree: Path | None) -> SubjectPaths:
     if model is None and base_model is not None:
-        local = resolve_path(base_model)
-        base = base_model if local is None else str(local)
+        base = _local_or_hub(base_model)
         return SubjectPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
     if _has_heads(directory) and (directory.parent / "config.yaml").is_file() and directory.name == "heads":
@@ -115,21 +141,22 @@ def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> Subject
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
         raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
+    quantization: Quantization | None = None
     if base_model is None and (run / "model" / "config.json").is_file():
         base = str(run / "model")  # a joint run without an adapter trained the backbone itself
-    template = config.get("chat_template")
-    adapter = run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None
-    quantization: Quantization | None = None
-    if adapter is not None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+    elif config.get("load_in_4bit") or config.get("load_in_8bit"):
+        # Heads over a quantised backbone learnt from its states and its answers, not from those of the original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
+    template = config.get("chat_template")
     return SubjectPaths(
         run,
         _local_or_hub(base),
         run / "heads",
         _find_tree(tree, run),
         template if isinstance(template, str) else None,
-        adapter,
+        run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None,
         quantization,
+        config.get("trust_remote_code") is True,
     )
 
 
@@ -183,18 +210,34 @@ def load_tree(paths: SubjectPaths, num_heads: int) -> Tree:
     return tree
 
 
+def load_backbone(paths: SubjectPaths, dtype: str) -> Backbone:
+    """Load the backbone in the form that it decodes in, without its adapter. Raises BackboneError."""
+    from medusa_train.models.backbone import Backbone
+
+    quantization = paths.quantization if paths.adapter is None else None  # folding an adapter in dequantises
+    return Backbone.load(
+        paths.base_model, dtype=dtype, quantization=quantization, trust_remote_code=paths.trust_remote_code
+    )
+
+
 def load_subject(paths: SubjectPaths, dtype: str) -> Subject:
     """Load the backbone and, where there are any, heads and tree. Raises BackboneError and CheckpointError."""
     from medusa_train.checkpoint.layouts import load_heads
-    from medusa_train.models.backbone import Backbone
 
-    backbone = Backbone.load(paths.base_model, dtype=dtype, quantization=paths.quantization)
-    if paths.adapter is not None:
-        from medusa_train.models.adapter import Adapter
-
-        Adapter.load(backbone, paths.adapter).merge()
-        backbone = backbone.to_dtype(dtype)
+    backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_with_adapter(paths, paths.adapter, dtype)
     if paths.heads is None:
         return Subject(backbone, None, None)
     draft = load_heads(paths.heads, backbone, backbone.dtype)
     return Subject(backbone, draft, load_tree(paths, draft.num_heads))
+
+
+def _load_with_adapter(paths: SubjectPaths, adapter: Path, dtype: str) -> Backbone:
+    """The backbone as it was loaded in training, with the adapter folded in."""
+    from medusa_train.models.adapter import Adapter
+    from medusa_train.models.backbone import Backbone
+
+    backbone = Backbone.load(
+        paths.base_model, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code
+    )
+    Adapter.load(backbone, adapter).merge()
+    return backbone.to_dtype(dtype)

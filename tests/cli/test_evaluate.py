@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,27 @@ def test_a_yaml_gives_the_keys_and_flags_come_over_it(workplace: Path, monkeypat
     report = json.loads((workplace / "out" / "report.json").read_text())
     assert report["overall"]["speedup"] is None
     assert (report["meta"]["questions"], report["meta"]["max_new_tokens"]) == (1, 4)
+
+
+def test_a_backbone_without_a_template_is_told_which_key_to_set_and_takes_it(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    bare = workplace / "bare"
+    shutil.copytree(workplace / "backbone", bare)
+    (bare / "chat_template.jinja").unlink()
+    flags = ["--bench", "small.jsonl", "--base-model", "bare", "--max-new-tokens", "4", "--limit", "1", "warmup=0"]
+    flags += ["--output-dir", "bare-out", "--dtype", "float32"]
+    result = runner.invoke(app, flags)
+    assert result.exit_code == 1
+    assert "set chat_template to one of vicuna_v1.1, zephyr" in " ".join(result.stderr.split())
+    for template in (["--chat-template", "zephyr"], ["chat_template=zephyr"]):
+        result = runner.invoke(app, [*flags, *template])
+        assert result.exit_code == 0, result.output
+
+
+def test_help_names_every_bench() -> None:
+    assert "tiny, mtbench, specbench" in " ".join(runner.invoke(app, ["--help"], terminal_width=200).output.split())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,58 @@ def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
     assert (paths.base_model, paths.heads, paths.tree) == ("some/model", run / "heads", run / "tree.json")
     assert (paths.home, paths.chat_template) == (run, "chatml")
     assert locate(str(run), "other/model", None).base_model == "other/model"
+
+
+def test_a_named_template_comes_over_the_runs(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", chat_template="chatml")
+    assert locate(str(run), None, None, chat_template="zephyr").chat_template == "zephyr"
+    assert locate(str(run / "heads"), None, None, chat_template="zephyr").chat_template == "zephyr"
+    assert locate(None, "some/model", None, chat_template="zephyr").chat_template == "zephyr"
+
+
+def test_a_run_may_trust_its_own_backbones_code_and_no_other(tmp_path: Path) -> None:
+    run = str(fake_run(tmp_path / "run", trust_remote_code=True))
+    assert locate(run, None, None).trust_remote_code
+    assert not locate(run, "other/model", None).trust_remote_code
+    assert locate(run, "other/model", None, trust_remote_code=True).trust_remote_code
+    assert not locate(str(fake_run(tmp_path / "plain")), None, None).trust_remote_code
+    assert locate(None, "some/model", None, trust_remote_code=True).trust_remote_code
+
+
+@pytest.mark.parametrize(
+    ("keys", "adapter", "quantization", "form"),
+    [
+        ({}, False, None, "unquantised"),
+        ({"load_in_4bit": True}, False, "nf4", "nf4"),
+        ({"load_in_8bit": True}, False, "int8", "int8"),
+        ({"load_in_4bit": True}, True, "nf4", "nf4, dequantised, adapter folded in"),
+        ({}, True, None, "adapter folded in"),
+    ],
+)
+def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
+    tmp_path: Path, keys: dict[str, bool], adapter: bool, quantization: str | None, form: str
+) -> None:
+    run = fake_run(tmp_path / "run", **keys)
+    if adapter:
+        (run / "adapter").mkdir()
+        (run / "adapter" / "adapter_config.json").write_text("{}")
+    paths = locate(str(run), None, None)
+    assert (paths.quantization, paths.backbone_form) == (quantization, form)
+
+
+def test_a_backbone_that_a_run_trained_itself_is_not_quantised(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", load_in_4bit=True)
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert locate(str(run), None, None).quantization is None
+
+
+def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    subject = load_subject(replace(locate(str(run_dir), None, None), quantization="nf4"), "float32")
+    assert subject.backbone.model.is_quantized
+    assert subject.draft is not None
+    assert subject.draft.num_heads == 3
 
 
 def test_the_heads_directory_of_a_run_is_that_run(tmp_path: Path) -> None:
