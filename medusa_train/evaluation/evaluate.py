@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,24 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
+from medusa_train.errors import BackboneError
 from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.exactness import judge_again, judge_timed
+from medusa_train.evaluation.fastest import fastest_dtype
+from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report import Report, terminal_table, write_report
-from medusa_train.evaluation.speed import SpeedTest, fastest_dtype
+from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.evaluation.subject import Subject, SubjectPaths, load_subject
 from medusa_train.models.backbone import Backbone
 
 EXACTNESS_DTYPES = ("float32", "bfloat16")
+
+# How the comparison of the answers in a dtype ended, in the report.
+COMPARED = "compared"
+NO_MEMORY = "not enough memory"
 
 
 def evaluate(
@@ -35,27 +43,45 @@ def evaluate(
 ) -> tuple[Report, list[Path]]:
     """Measure and report; returns the report and the files that were written.
 
-    `bench` holds the questions to ask (already limited); `command` is what the user typed, kept in the report.
+    `bench` holds the questions to ask (already limited); `command` is what the user typed, kept in the report. The
+    files are written as soon as the timed pass is done, and once more after the comparison of the answers, which may
+    take as long and may not fit into memory.
 
-    Raises BackboneError, CheckpointError and DataError, each saying what to do.
+    Raises BackboneError, CheckpointError and DataError, each saying what to do, and KeyboardInterrupt.
     """
     started = time.perf_counter()
     torch.manual_seed(cfg.seed)
     dtype = cfg.dtype if cfg.dtype != "auto" else _choose_dtype(bench, paths, console)
-    subject = load_subject(paths, dtype)
-    records, skipped = _time(cfg, bench, subject, paths, dtype, console)
+    subject, records, skipped = _load_and_time(cfg, bench, paths, dtype, console)
     meta = _meta(cfg, bench, subject, paths, dtype, records, skipped, command)
-    has_tree = subject.draft is not None
-    if has_tree and dtype in EXACTNESS_DTYPES:
-        judge_timed(records, subject.backbone, dtype)
-    del subject  # a large backbone fits once, not once for each dtype
-    if has_tree and cfg.exactness:
-        _judge_elsewhere(cfg, records, paths, dtype, console)
-    meta["seconds"] = round(time.perf_counter() - started, 1)
-    report = Report.from_records(records, meta)
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / bench.name
-    written = write_report(report, records, skipped, directory)
+
+    def save() -> tuple[Report, list[Path]]:
+        meta["seconds"] = round(time.perf_counter() - started, 1)
+        report = Report.from_records(records, meta)
+        return report, write_report(report, records, skipped, directory)
+
+    report, written = save()
+    if subject.draft is not None:
+        weights = Weights.of(subject.backbone.model, subject.backbone.device)
+        try:
+            if dtype in EXACTNESS_DTYPES:
+                meta["exactness"][dtype] = _attempt(
+                    records, dtype, partial(judge_timed, records, subject.backbone, dtype)
+                )
+                report, written = save()
+            del subject  # a large backbone fits once, not once for each dtype
+            if cfg.exactness:
+                _judge_elsewhere(cfg, records, paths, dtype, weights, meta["exactness"], console)
+        except KeyboardInterrupt:
+            console.print(terminal_table(report))
+            console.print(f"interrupted while comparing answers; the timed figures are kept in {directory}")
+            raise
+        report, written = save()
     console.print(terminal_table(report))
+    for judged, outcome in (meta["exactness"] or {}).items():
+        if outcome == NO_MEMORY:
+            console.print(f"answers were not compared in {judged}: {NO_MEMORY}")
     if skipped:
         console.print(f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context")
     return report, written
@@ -67,6 +93,21 @@ def _choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
         return chat.prompt([Message("user", bench.questions[0].turns[0])])
 
     return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
+
+
+def _load_and_time(
+    cfg: EvalConfig, bench: Bench, paths: SubjectPaths, dtype: str, console: Console
+) -> tuple[Subject, list[TurnRecord], list[SkippedTurn]]:
+    try:
+        subject = load_subject(paths, dtype)
+        return subject, *_time(cfg, bench, subject, paths, dtype, console)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise BackboneError(
+            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\n"
+            "Set another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger device."
+        ) from error
 
 
 def _time(
@@ -88,16 +129,44 @@ def _time(
 
 
 def _judge_elsewhere(
-    cfg: EvalConfig, records: list[TurnRecord], paths: SubjectPaths, timed_dtype: str, console: Console
+    cfg: EvalConfig,
+    records: list[TurnRecord],
+    paths: SubjectPaths,
+    timed_dtype: str,
+    weights: Weights,
+    outcomes: dict[str, str],
+    console: Console,
 ) -> None:
     """Compare tree and plain answers in the dtypes that were not timed, by decoding every prompt once more."""
     for dtype in EXACTNESS_DTYPES:
         if dtype == timed_dtype:
             continue
-        subject = load_subject(paths, dtype)
-        with TurnProgress(console, f"exactness in {dtype}", len(records)) as progress:
-            judge_again(records, subject, dtype, cfg.max_new_tokens, progress.advance)
-        del subject
+        release_memory()
+        if weights.fit(dtype):
+            outcomes[dtype] = _attempt(records, dtype, partial(_load_and_judge, cfg, records, paths, dtype, console))
+        else:
+            outcomes[dtype] = NO_MEMORY
+
+
+def _load_and_judge(
+    cfg: EvalConfig, records: list[TurnRecord], paths: SubjectPaths, dtype: str, console: Console
+) -> None:
+    subject = load_subject(paths, dtype)
+    with TurnProgress(console, f"exactness in {dtype}", len(records)) as progress:
+        judge_again(records, subject, dtype, cfg.max_new_tokens, progress.advance)
+
+
+def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None]) -> str:
+    """Compare the answers in `dtype`, or leave that out where memory does not suffice; returns how it ended."""
+    try:
+        judge()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        for record in records:
+            record.exact.pop(dtype, None)  # a count over some of the answers would pass for one over all
+        return NO_MEMORY
+    return COMPARED
 
 
 def _meta(
@@ -120,6 +189,7 @@ def _meta(
         "questions": len(bench.questions),
         "skipped_turns": len(skipped),
         "max_new_tokens": cfg.max_new_tokens,
+        "backbone": paths.backbone_form,
         "dtype": dtype,
         "heads": None if draft is None else draft.num_heads,
         "tree_nodes": None if tree is None else tree.size,
@@ -130,6 +200,7 @@ def _meta(
             "generate_tokens_per_s": f"transformers {transformers.__version__} generate, greedy, with its own cache",
         },
         "plain_equal_generate": same,
+        "exactness": None if draft is None else dict.fromkeys(EXACTNESS_DTYPES, "not compared"),
         "device": _device_name(subject.backbone),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

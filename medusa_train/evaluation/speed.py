@@ -18,13 +18,11 @@ from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.evaluation.benches import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
-from medusa_train.evaluation.subject import Subject, SubjectPaths
+from medusa_train.evaluation.subject import Subject
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 
 WARM_UP_TOKENS = 64
-PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
-PROBE_ROUNDS = 3
 
 
 class Answerer(Protocol):
@@ -53,6 +51,8 @@ class GenerateAnswerer:
 
     The backbone's generation config is replaced by a bare one, since a checkpoint may bring a repetition penalty or
     a sampling temperature, and `generate` fills gaps from there: it would no longer be greedy decoding of this model.
+    The old one is not put back: the backbone was loaded for this evaluation alone, its own `eos_ids` were read before
+    and stand in the bare config too, and nothing else here asks for the rest.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -75,35 +75,6 @@ class GenerateAnswerer:
             )
         tokens = made[0, len(prompt_ids) :].tolist()
         return TimedAnswer(tuple(tokens), time.perf_counter() - started)
-
-
-def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:
-    """The dtype in which plain decoding has the fastest steps on this machine.
-
-    Measures float32 and bfloat16, and float16 on a GPU only (CPUs emulate it), one after the other, keeping one
-    backbone in memory at a time. `prompt_of` makes a prompt to continue; `note` takes the line that says what was
-    found.
-    """
-    candidates = ["float32", "bfloat16"] + (["float16"] if torch.cuda.is_available() else [])
-    seconds: dict[str, float] = {}
-    for dtype in candidates:
-        backbone = Backbone.load(paths.base_model, dtype=dtype)
-        seconds[dtype] = plain_step_seconds(backbone, prompt_of(backbone))
-        del backbone
-    best = min(seconds, key=lambda dtype: seconds[dtype])
-    shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
-    note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step)")
-    return best
-
-
-def plain_step_seconds(backbone: Backbone, prompt_ids: list[int]) -> float:
-    """Latency of a plain decoding step in seconds: the fastest of a few short continuations, after a warm-up."""
-    decoder = Decoder(backbone)
-    tokens = min(PROBE_TOKENS, backbone.max_context)
-    prompt = prompt_ids[-max(1, backbone.max_context - tokens) :]
-    decoder.generate(prompt, tokens, eos_ids=())
-    rounds = [decoder.generate(prompt, tokens, eos_ids=()) for _ in range(PROBE_ROUNDS)]
-    return min((made.seconds - made.prefill_seconds) / max(made.steps, 1) for made in rounds)
 
 
 class SpeedTest:

@@ -2,9 +2,13 @@ import io
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from rich.console import Console
 
 from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation import evaluate as module
 from medusa_train.evaluation.benches import load_bench
 from medusa_train.evaluation.evaluate import evaluate
 from medusa_train.evaluation.subject import locate
@@ -56,3 +60,64 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert meta["model"] is None
     assert meta["plain_equal_generate"] == 4
     assert "Baselines only" in shown
+
+
+def no_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_an_exactness_pass_without_enough_memory_leaves_its_figures_open_and_says_so(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_again = module.judge_again
+
+    def fails_at_the_end(*args: object) -> None:
+        judge_again(*args)  # type: ignore[arg-type]
+        no_memory()
+
+    monkeypatch.setattr(module, "judge_again", fails_at_the_end)
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="bfloat16")
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    assert overall["speedup"] > 0
+    assert (overall["equal_answers"], overall["tie_answers"]) == (None, None)
+    assert overall["equal_answers_bf16"] is not None
+    assert meta["exactness"] == {"float32": "not enough memory", "bfloat16": "compared"}
+    assert "answers were not compared in float32: not enough memory" in shown
+
+
+def test_weights_that_cannot_fit_are_not_loaded_for_exactness(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.Weights, "fit", lambda self, dtype: False)
+    monkeypatch.setattr(module, "judge_again", lambda *args: pytest.fail("loaded nevertheless"))
+    meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
+    assert isinstance(meta, dict)
+    assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
+
+
+def test_an_interruption_while_answers_are_compared_keeps_the_timed_result(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "judge_again", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["overall"]["speedup"] > 0
+    assert report["overall"]["equal_answers_bf16"] is None
+    assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
+    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": "not compared"}
+    assert report["meta"]["backbone"] == "unquantised"
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_timed_pass_without_enough_memory_says_what_to_set(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_subject", no_memory)
+    with pytest.raises(BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"):
+        run(bench_file, run_dir, tmp_path, dtype="float32")

@@ -8,7 +8,7 @@ from medusa_train.data.chat import ChatEncoder
 from medusa_train.errors import DataError
 from medusa_train.evaluation.benches import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest, fastest_dtype
+from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest
 from medusa_train.evaluation.subject import Subject, load_subject, locate
 
 
@@ -117,12 +117,3 @@ def test_generate_stops_after_the_first_eos(subject: Subject) -> None:
     again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
     assert again.tokens == made.tokens[: made.tokens.index(stop) + 1]
     GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
-
-
-def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None:
-    said: list[str] = []
-    chosen = fastest_dtype(locate(str(run_dir), None, None), lambda backbone: [1, 50, 60], said.append)
-    assert chosen in ("float32", "bfloat16", "float16")
-    assert said[0].startswith(f"dtype: {chosen}, the fastest")
-    assert "float32" in said[0]
-    assert "bfloat16" in said[0]

@@ -1,0 +1,74 @@
+"""Which dtype to measure in: times plain decoding in each that fits into memory. Knows no bench and no tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
+from medusa_train.evaluation.subject import SubjectPaths, load_backbone
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone, resolve_backbone
+
+PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
+PROBE_ROUNDS = 3
+
+
+def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:
+    """The dtype in which plain decoding has the fastest steps on this machine.
+
+    Measures float32 and bfloat16, and float16 on a GPU only (CPUs emulate it), one after the other, keeping one
+    backbone in memory at a time. The dtype of the checkpoint's files comes first, as the likeliest to fit; one whose
+    weights do not fit into memory is left out. `prompt_of` makes a prompt to continue; `note` takes the lines that
+    say what was found.
+
+    Raises:
+        BackboneError: the backbone fits into memory in no dtype, or can't be loaded at all.
+    """
+    seconds: dict[str, float] = {}
+    weights: Weights | None = None
+    for dtype in _candidates(paths):
+        if weights is not None and not weights.fit(dtype):
+            note(f"dtype {dtype}: the weights alone would not fit into the free memory; left out")
+            continue
+        try:
+            seconds[dtype], weights = _probe(paths, dtype, prompt_of)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            note(f"dtype {dtype}: not enough memory; left out")
+        release_memory()
+    if not seconds:
+        raise BackboneError(
+            f"base_model {paths.base_model}: not enough memory for it here in any dtype; "
+            "free some, or measure on a larger device"
+        )
+    best = min(seconds, key=lambda dtype: seconds[dtype])
+    shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
+    note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step)")
+    return best
+
+
+def _candidates(paths: SubjectPaths) -> list[str]:
+    names = ["float32", "bfloat16"] + (["float16"] if torch.cuda.is_available() else [])
+    config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)[1]
+    stored = str(config.get_text_config().dtype or config.dtype).removeprefix("torch.")
+    return sorted(names, key=lambda name: name != stored)
+
+
+def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]) -> tuple[float, Weights]:
+    """A step's latency, and what the weights take; the backbone is let go on return."""
+    backbone = load_backbone(paths, dtype)
+    return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device)
+
+
+def plain_step_seconds(backbone: Backbone, prompt_ids: list[int]) -> float:
+    """Latency of a plain decoding step in seconds: the fastest of a few short continuations, after a warm-up."""
+    decoder = Decoder(backbone)
+    tokens = min(PROBE_TOKENS, backbone.max_context)
+    prompt = prompt_ids[-max(1, backbone.max_context - tokens) :]
+    decoder.generate(prompt, tokens, eos_ids=())
+    rounds = [decoder.generate(prompt, tokens, eos_ids=()) for _ in range(PROBE_ROUNDS)]
+    return min((made.seconds - made.prefill_seconds) / max(made.steps, 1) for made in rounds)
