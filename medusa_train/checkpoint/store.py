@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,14 @@ class CheckpointStore:
         self.root = Path(output_dir) / "checkpoints"
         self.limit = save_total_limit or None
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], keep: Collection[int] = ()) -> Path:
         """Write the state after `step` optimizer steps; then drop the oldest checkpoints beyond the limit.
 
         Args:
             step: names the checkpoint; one that is there already is replaced.
             state: part -> nested dicts, lists, tuples, tensors and plain values (see `pack`), for instance
                 `{"draft": draft.state_dict(), "engine": engine.state_dict(), "rng": rng_state(), "run": {...}}`.
+            keep: steps whose checkpoints stay beside those that the limit allows.
 
         Raises:
             CheckpointError: it could not be written (disk full, no permission); earlier ones are as they were.
@@ -73,7 +74,7 @@ class CheckpointStore:
             raise CheckpointError(self._failure(step, error)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._retain(final)
+        self._retain({step, *keep})
         return final
 
     def steps(self) -> list[int]:
@@ -88,6 +89,11 @@ class CheckpointStore:
         self._put_back()
         steps = self.steps()
         return self.root / f"step-{steps[-1]}" if steps else None
+
+    def at(self, step: int) -> Path | None:
+        """The checkpoint of that step, or None."""
+        self._put_back()
+        return self.root / f"step-{step}" if step in self.steps() else None
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """The state that `save` was given, its tensors on the CPU.
@@ -121,12 +127,12 @@ class CheckpointStore:
             else:
                 path.rename(final)
 
-    def _retain(self, newest: Path) -> None:
+    def _retain(self, kept: Collection[int]) -> None:
         if self.limit is None:
             return
         for step in self.steps()[: -self.limit]:
             path = self.root / f"step-{step}"
-            if path != newest:
+            if step not in kept:
                 (path / MANIFEST).unlink(missing_ok=True)  # from here on it doesn't count, however far we get
                 shutil.rmtree(path, ignore_errors=True)
 

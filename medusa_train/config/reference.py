@@ -66,9 +66,9 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
         return "mapping"
-    names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
-    if annotation in names:
-        return names[annotation]
+    plain = {bool: "true, false", int: "whole number", float: "number", str: "text"}
+    if annotation in plain:
+        return plain[annotation]
     return "mapping" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation)
 
 

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
+
+_THIS_RUNS = ("initial_lr", "weight_decay")  # of a parameter group; the others are the optimizer's own
 
 
 class Engine(Protocol):
@@ -42,7 +44,7 @@ class LocalEngine:
         self,
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler,
+        scheduler: LambdaLR,
         max_grad_norm: float,
     ) -> None:
         """Take over the trained parameters; `max_grad_norm` 0 measures the norm and clips nothing."""
@@ -75,8 +77,18 @@ class LocalEngine:
         return {"optimizer": self.optimizer.state_dict(), "scheduler": schedule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; the schedule's own functions stay those of this run."""
+        """Take back what `state_dict` gave; learning rates, weight decay and schedule stay those of this run.
+
+        So a run that goes on with another learning rate has it, at the place in the schedule that was reached.
+        """
+        schedule = self.scheduler
+        done = int(state["scheduler"]["last_epoch"])
+        peaks = list(schedule.base_lrs)
+        rates = [peak * share(done) for peak, share in zip(peaks, schedule.lr_lambdas, strict=True)]
+        own = [{name: group[name] for name in _THIS_RUNS} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        functions = self.scheduler.state_dict().get("lr_lambdas")
-        extra = {} if functions is None else {"lr_lambdas": functions}
-        self.scheduler.load_state_dict({**state["scheduler"], **extra})
+        for group, values, rate in zip(self.optimizer.param_groups, own, rates, strict=True):
+            group.update(values, lr=rate)
+        functions = schedule.state_dict()["lr_lambdas"]
+        mine = {"lr_lambdas": functions, "base_lrs": peaks, "_last_lr": rates}
+        schedule.load_state_dict({**state["scheduler"], **mine})

@@ -124,12 +124,13 @@ def _add_columns(table: Table, rows: list[list[str]], name: str, top: Sequence[S
 def summary(
     what: str,
     state: TrainState,
+    step: int,
     held_out: HeldOut | None,
     calibration: Calibration | None,
     out: Path,
     warning: str = "",
 ) -> Table:
-    """Say what was trained, how long it took, where it is and which command comes next."""
+    """Say what was trained, how long it took, what was saved (as of `step`), and which command comes next."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -141,8 +142,9 @@ def summary(
         f"{duration(state.seconds)} ({speed:,.0f} tokens/s)",
     )
     if held_out is not None:
-        best = f" (lowest {state.best_loss:.4f} at step {state.best_step})" if state.best_step != state.step else ""
-        table.add_row("held-out loss", f"{held_out.loss:.4f}{best}")
+        best = f" (lowest {state.best_loss:.4f} at step {state.best_step})" if state.best_step != step else ""
+        saved = f", as of step {step}" if step != state.step else ""
+        table.add_row("held-out loss", f"{held_out.objective:.4f}{saved}{best}")
     if calibration is not None:
         tree = calibration.best
         table.add_row(

@@ -14,6 +14,7 @@ from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.losses.distill import linear_kl
 from medusa_train.losses.linear_ce import linear_cross_entropy
+from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
@@ -29,7 +30,8 @@ class HeldOut:
     """What a held-out evaluation found.
 
     Attributes:
-        loss: `sum_k c^k * head_loss[k]`, nats; comparable with the training loss.
+        loss: the heads', `sum_k c^k * head_loss[k]`, nats; comparable with the training loss of a frozen backbone.
+        objective: what evaluations are compared by, nats: `loss` where the backbone is frozen, see `whole_objective`.
         head_loss: mean cross-entropy per head, nats per valid target.
         top: per head the share of valid targets among its best 1, 2, ..., 10 guesses.
         targets: valid targets per head.
@@ -38,6 +40,7 @@ class HeldOut:
     """
 
     loss: float
+    objective: float
     head_loss: list[float]
     top: list[list[float]]
     targets: list[int]
@@ -48,6 +51,7 @@ class HeldOut:
         """The record for metrics.jsonl."""
         return {
             "loss": self.loss,
+            "objective": self.objective,
             "head_loss": self.head_loss,
             "head_top1": [shares[0] for shares in self.top],
             "head_top": self.top,
@@ -62,7 +66,7 @@ def evaluate_held_out(
     student: Student,
     draft: Draft,
     batches: Iterable[Batch],
-    decay: float,
+    objective: Objective,
     stop: Callable[[], bool] = lambda: False,
 ) -> HeldOut | None:
     """Measure the heads on `batches`, assistant tokens only, with never more than [ROWS, V] logits in memory.
@@ -71,7 +75,7 @@ def evaluate_held_out(
         student: run as in training, with its dropout off.
         draft: the heads, left in the mode that they are in.
         batches: the whole held-out set, once.
-        decay: c of the weighted sum.
+        objective: what the run minimises, for the weights of the terms.
         stop: asked before every batch; True gives up.
 
     Returns:
@@ -101,9 +105,27 @@ def evaluate_held_out(
     finally:
         student.train()
     means = sums / targets.clamp(min=1)
-    weighted = sum(head_weight(k, decay) * float(mean) for k, mean in enumerate(means, start=1))
+    weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(means, start=1))
+    whole = whole_objective(objective, weighted, own.loss, own.kl)
     shares = hits / targets.clamp(min=1)[:, None]
-    return HeldOut(float(weighted), means.tolist(), shares.tolist(), targets.tolist(), own.loss, own.kl)
+    return HeldOut(float(weighted), whole, means.tolist(), shares.tolist(), targets.tolist(), own.loss, own.kl)
+
+
+def whole_objective(objective: Objective, heads: float, ce: float | None, kl: float | None) -> float:
+    """What a run minimises, of held-out means in nats: the heads' alone, or `L_LM + lambda0 * heads`.
+
+    lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run compare. A target mixed
+    with a teacher's (rho) counts as rho * KL + (1 - rho) * CE: its loss but for the teacher's entropy, a constant.
+
+    Args:
+        objective: the run's. heads: `sum_k c^k * L_k`.
+        ce, kl: of the backbone, against the labels and from its teacher; None: not measured, which counts 0.
+    """
+    if objective.lm is None:
+        return heads
+    teachers = 1.0 if objective.lm == "kl" else objective.rho
+    own = (1.0 - teachers) * (ce or 0.0) + teachers * (kl or 0.0)
+    return own + objective.heads_coefficient * heads
 
 
 class _OwnLoss:

@@ -11,7 +11,6 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
@@ -19,7 +18,7 @@ from medusa_train.data.examples import Example
 from medusa_train.models.backbone import resolve_backbone
 from medusa_train.models.memory import Memory, estimate_memory
 from medusa_train.training.precision import choose_precision
-from medusa_train.training.prepare import load_data, make_plan
+from medusa_train.training.prepare import load_data, load_tokenizer, make_plan
 
 SAMPLES = 3
 TOKENS = 400  # shown of a sample
@@ -42,8 +41,7 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
     """
     data = load_data(cfg, console)
     where, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=cfg.trust_remote_code)
-    results.print(inspect(cfg, data.train, data.held_out, tokenizer, model_config))
+    results.print(inspect(cfg, data.train, data.held_out, load_tokenizer(cfg, where), model_config))
     return 0
 
 

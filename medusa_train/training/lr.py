@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from medusa_train.errors import ConfigError
@@ -20,7 +20,7 @@ def count_warmup_steps(warmup_steps: int | None, warmup_ratio: float | None, tot
     return math.ceil((warmup_ratio or 0.0) * total_steps)
 
 
-def build_scheduler(name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> LRScheduler:
+def build_scheduler(name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
     """Build transformers' own schedule `name`; `constant` has no warm-up, as there.
 
     Raises:
@@ -28,5 +28,5 @@ def build_scheduler(name: str, optimizer: torch.optim.Optimizer, warmup_steps: i
     """
     if name not in SCHEDULES:
         raise ConfigError([f"lr_scheduler: {name!r} is not one of {', '.join(SCHEDULES)}"])
-    scheduler: LRScheduler = get_scheduler(name, optimizer, warmup_steps, total_steps)
+    scheduler: LambdaLR = get_scheduler(name, optimizer, warmup_steps, total_steps)
     return scheduler

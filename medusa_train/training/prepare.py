@@ -15,12 +15,13 @@ from transformers import AutoTokenizer
 
 from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.schema import TrainConfig, unsupported_keys
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.tracking import open_tracker
 from medusa_train.training.engine import LocalEngine
@@ -28,7 +29,13 @@ from medusa_train.training.lr import build_scheduler, count_warmup_steps
 from medusa_train.training.optim import build_optimizer, parameter_groups
 from medusa_train.training.plan import Plan, count_steps, interval
 from medusa_train.training.precision import choose_precision
-from medusa_train.training.run_dir import HEADS, NEWEST, prepare_output_dir, write_config
+from medusa_train.training.run_dir import (
+    HEADS,
+    check_nothing_is_lost,
+    named_checkpoint,
+    prepare_output_dir,
+    write_config,
+)
 from medusa_train.training.snapshot import restore_snapshot
 from medusa_train.training.state import TrainState
 from medusa_train.training.student import HEADS_FILE, Student, check_start, make_student, start_directory
@@ -63,19 +70,19 @@ def load_data(cfg: TrainConfig, console: Console) -> Data:
     """Find the backbone, refuse what can't be done with it, and encode the data; loads no weights.
 
     Raises:
-        BackboneError: there is no such backbone, or the hub can't be reached.
-        ConfigError: a key is not supported by this version.
+        BackboneError: there is no such backbone, the hub can't be reached, or it can't be trained for here.
+        ConfigError: a key is not supported by this version, or means nothing where it stands.
         CheckpointError: there is nothing to start from where `lora_model_dir` says.
         DataError: the data can't be read, or nothing in it can be learnt.
     """
     where, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_supported(cfg)
     check_start(cfg)
-    context = int(config.get_text_config().max_position_embeddings)
+    context = context_length(config.get_text_config())
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
         cfg = cfg.model_copy(update={"sequence_len": context})
-    encoder = ChatEncoder(_tokenizer(cfg.base_model, where, cfg.trust_remote_code), cfg.chat_template)
+    encoder = chat_encoder(cfg, load_tokenizer(cfg, where))
     train, held_out = load_datasets(cfg, encoder)
     for line in train.report.lines():
         console.print(f"data: {line}", highlight=False)
@@ -86,11 +93,27 @@ def load_data(cfg: TrainConfig, console: Console) -> Data:
     return Data(train, held_out, held_out if len(held_out) else train)
 
 
-def _tokenizer(name: str, where: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(cfg: TrainConfig, where: str) -> Any:
+    """Load the backbone's tokenizer; `where` is what `resolve_backbone` gave.
+
+    Raises:
+        BackboneError: it can't be loaded.
+    """
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"base_model {name}: its tokenizer can't be loaded: {error}") from error
+        return AutoTokenizer.from_pretrained(
+            where, trust_remote_code=cfg.trust_remote_code, local_files_only=hub_is_out_of_reach()
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise BackboneError(f"base_model {cfg.base_model}: its tokenizer can't be loaded: {error}") from error
+
+
+def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
+    """Make the encoder that every data set's own is a variant of.
+
+    Where each of them names its `conversation`, any of those will do: the tokenizer needs no template of its own.
+    """
+    named = [entry.conversation for entry in cfg.datasets]
+    return ChatEncoder(tokenizer, cfg.chat_template or (named[0] if all(named) else None))
 
 
 def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
@@ -222,11 +245,11 @@ def _resume(
     console: Console,
 ) -> TrainState:
     """Take up the place of the checkpoint that the config names; a new run where there is none yet."""
-    wanted = cfg.resume_from_checkpoint
-    if wanted is None:
+    if cfg.resume_from_checkpoint is None:
         return TrainState()
-    path = store.latest() if wanted in NEWEST else Path(wanted)
+    path = named_checkpoint(cfg) or store.latest()
     if path is None:
+        check_nothing_is_lost(cfg)
         console.print(f"resume_from_checkpoint: {store.root} holds no checkpoint yet, starting anew")
         return TrainState()
     state = restore_snapshot(store.load(path), draft, student, engine, str(path))

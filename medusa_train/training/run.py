@@ -37,13 +37,9 @@ def train(cfg: TrainConfig, console: Console, results: Console) -> int:
     if outcome is Outcome.INTERRUPTED:
         console.print(f"stopped after step {ready.trainer.state.step}, saved. To go on:\n  {go_on}", highlight=False)
         return stop.exit_code
-    if outcome is Outcome.EARLY:
-        console.print(
-            f"stopped early: no better held-out loss in {cfg.early_stopping_patience} evaluations "
-            f"(lowest {ready.trainer.state.best_loss:.4f} at step {ready.trainer.state.best_step})"
-        )
     try:
-        _finish(cfg, data, ready, console, results)
+        step = _stopped_early(cfg, ready, console) if outcome is Outcome.EARLY else ready.trainer.state.step
+        _finish(cfg, data, ready, step, console, results)
     except KeyboardInterrupt:
         saved = f"{ready.out / HEADS} is saved" if (ready.out / HEADS).exists() else "the checkpoint is saved"
         console.print(f"stopped: {saved}, {TREE} is not. To make it:\n  {go_on}", style="yellow", highlight=False)
@@ -56,8 +52,22 @@ def go_on_command(out: Path) -> str:
     return shlex.join(["medusa-train", str(out / CONFIG), "resume_from_checkpoint=auto"])
 
 
-def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, results: Console) -> None:
-    """Save the heads, fit the tree, and show what came out."""
+def _stopped_early(cfg: TrainConfig, ready: Ready, console: Console) -> int:
+    """Go back to the best evaluation, say so, and return its step."""
+    state = ready.trainer.state
+    step = ready.trainer.take_best()
+    taken = f"taking what was learnt by step {step}"
+    if step != state.best_step:
+        taken = f"its checkpoint is gone, so {taken}"
+    console.print(
+        f"stopped early: no better held-out loss in {cfg.early_stopping_patience} evaluations "
+        f"(lowest {state.best_loss:.4f} at step {state.best_step}), {taken}"
+    )
+    return step
+
+
+def _finish(cfg: TrainConfig, data: Data, ready: Ready, step: int, console: Console, results: Console) -> None:
+    """Save what was learnt by `step`, which the trainer holds, fit the tree, and show what came out."""
     trainer, draft, out = ready.trainer, ready.draft, ready.out
     held_out = trainer.measured  # the loop ends with an evaluation, unless there was nothing left to train
     if held_out is None and trainer.held_out is not None:
@@ -75,4 +85,4 @@ def _finish(cfg: TrainConfig, data: Data, ready: Ready, console: Console, result
         results.print(table)
     layers = f"{draft.num_layers} layer{'' if draft.num_layers == 1 else 's'}"
     what = f"{draft.num_heads} Medusa heads x {layers} on {cfg.base_model}"
-    results.print(summary(what, trainer.state, held_out, calibration, out, note))
+    results.print(summary(what, trainer.state, step, held_out, calibration, out, note))

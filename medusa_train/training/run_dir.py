@@ -17,6 +17,8 @@ ADAPTER = "adapter"
 MODEL = "model"
 TREE = "tree.json"
 CHECKPOINTS = "checkpoints"
+#: What a run was for; never removed unless the user says so.
+RESULTS = (HEADS, ADAPTER, MODEL)
 #: What belongs to a run; nothing else in its directory is ever removed.
 OWN = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval")
 #: Values of `resume_from_checkpoint` that mean the newest checkpoint of `output_dir`.
@@ -28,17 +30,13 @@ def check_output_dir(cfg: TrainConfig) -> None:
 
     Raises:
         ConfigError: it is a file, or holds a run that is neither to be overwritten nor resumed.
-        CheckpointError: `resume_from_checkpoint` names no checkpoint.
+        CheckpointError: `resume_from_checkpoint` names no checkpoint, or there is none beside the run's results.
     """
     out = Path(cfg.output_dir).expanduser()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"output_dir: {out} is a file; a run needs a directory")
     resume = cfg.resume_from_checkpoint
-    if resume is not None and resume not in NEWEST and not Path(resume).is_dir():
-        raise CheckpointError(
-            f"resume_from_checkpoint: {resume}: no such checkpoint{_checkpoints_of(out)}; "
-            "`resume_from_checkpoint=auto` takes the newest one in output_dir"
-        )
+    named = named_checkpoint(cfg)
     found = [name for name in OWN if (out / name).exists()]
     if not found or cfg.overwrite_output_dir:
         return
@@ -49,10 +47,47 @@ def check_output_dir(cfg: TrainConfig) -> None:
             f"  resume_from_checkpoint=auto     go on with this run from its newest checkpoint\n"
             f"  overwrite_output_dir=true       delete this run and start anew"
         )
-    if resume not in NEWEST and not Path(resume).resolve().is_relative_to(out.resolve()):
+    if named is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
+        check_nothing_is_lost(cfg)
+    if named is not None and not named.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
             f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another; "
             "set output_dir to that run's directory, or to a new one"
+        )
+
+
+def named_checkpoint(cfg: TrainConfig) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; None where it names none, or means the newest.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    resume = cfg.resume_from_checkpoint
+    if resume is None or resume in NEWEST:
+        return None
+    path = resolve_path(resume)
+    if path is None or not path.is_dir():
+        others = _checkpoints_of(Path(cfg.output_dir).expanduser())
+        raise CheckpointError(
+            f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
+            "`resume_from_checkpoint=auto` takes the newest one in output_dir"
+        )
+    return path
+
+
+def check_nothing_is_lost(cfg: TrainConfig) -> None:
+    """Refuse to start anew over results; asked where a run is to go on and no checkpoint was found.
+
+    Raises:
+        CheckpointError: `output_dir` holds heads, an adapter or a model.
+    """
+    out = Path(cfg.output_dir).expanduser()
+    if kept := [f"{name}/" for name in RESULTS if (out / name).exists()]:
+        raise CheckpointError(
+            f"resume_from_checkpoint: nothing to go on from: {out} holds {', '.join(kept)} but no whole checkpoint. "
+            "Choose one in place of resume_from_checkpoint:\n"
+            "  output_dir=OTHER                a new run elsewhere\n"
+            "  overwrite_output_dir=true       starts anew, and deletes what is there"
         )
 
 
@@ -74,14 +109,19 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration; a local backbone by its absolute path, so that the run can be moved about."""
-    local = resolve_path(cfg.base_model)
+    """Write the resolved configuration, what it names locally by absolute paths, so that the run can be moved about."""
     lasting = {
-        "base_model": str(local.resolve()) if local is not None else cfg.base_model,
+        "base_model": _absolute(cfg.base_model),
+        "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }
     (out / CONFIG).write_text(dump_config(cfg.model_copy(update=lasting)), encoding="utf-8")
+
+
+def _absolute(name: str) -> str:
+    local = resolve_path(name)
+    return name if local is None else str(local.resolve())
 
 
 def _later_checkpoints(out: Path, step: int) -> list[Path]:

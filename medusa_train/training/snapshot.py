@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from medusa_train.checkpoint.rng import rng_state, set_rng_state
@@ -31,12 +33,24 @@ def restore_snapshot(
     Raises:
         CheckpointError: the snapshot is of other heads, or of something else; `where` names it.
     """
-    try:
-        draft.load_state_dict(snapshot["draft"])
-        student.load_state_dict(snapshot.get("student", {}))
+    restore_weights(snapshot, draft, student, where)
+    with _fitting(where):
         engine.load_state_dict(snapshot["engine"])
         set_rng_state(snapshot["rng"])
         return TrainState.from_json(snapshot["run"])
+
+
+def restore_weights(snapshot: dict[str, Any], draft: Draft, student: Student, where: str) -> None:
+    """Put back what was learnt, and nothing else; raises CheckpointError as `restore_snapshot` does."""
+    with _fitting(where):
+        draft.load_state_dict(snapshot["draft"])
+        student.load_state_dict(snapshot.get("student", {}))
+
+
+@contextmanager
+def _fitting(where: str) -> Iterator[None]:
+    try:
+        yield
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(

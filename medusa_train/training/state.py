@@ -52,7 +52,7 @@ class Window:
 class TrainState:
     """Place in the run: `step` optimizer steps are done.
 
-    `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out loss (nats), at
+    `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out objective (nats), at
     `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated.
     `tokens` and `seconds` (of training steps alone) count the whole run.
     """
@@ -69,7 +69,7 @@ class TrainState:
     window: Window = field(default_factory=Window)
 
     def note_eval(self, loss: float) -> bool:
-        """Remember a held-out loss measured now; True when it is the best so far."""
+        """Remember a held-out objective measured now; True when it is the best so far."""
         self.evaluated = self.step
         if self.best_loss is not None and loss >= self.best_loss:
             self.evals_since_best += 1

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.models.adapter import Adapter, LoraSpec
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features
@@ -117,22 +118,41 @@ def make_student(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> 
 
 
 def check_start(cfg: TrainConfig) -> None:
-    """Raise CheckpointError when `lora_model_dir` holds nothing to start from; asked before anything is loaded."""
-    if cfg.lora_model_dir is None or any(
-        start_directory(cfg, name, marker) for name, marker in ((HEADS, HEADS_FILE), (ADAPTER, ADAPTER_FILE))
-    ):
+    """Refuse a `lora_model_dir` that this run can't start from; asked before anything is loaded.
+
+    Raises:
+        CheckpointError: it holds neither heads nor an adapter.
+        ConfigError: its heads belong to an adapter or a model of its own, and this run would train on without it.
+    """
+    if cfg.lora_model_dir is None:
         return
-    raise CheckpointError(
-        f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
-        f"(for example medusa-train configs/tiny_m1.yaml), or leave the key out to start from untrained heads."
-    )
+    home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
+    adapter = start_directory(cfg, ADAPTER, ADAPTER_FILE)
+    if home is None or (adapter is None and start_directory(cfg, HEADS, HEADS_FILE) is None):
+        raise CheckpointError(
+            f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
+            f"(for example medusa-train configs/tiny_m1.yaml), or leave the key out to start from untrained heads."
+        )
+    if adapter is not None and (cfg.recipe == "medusa1" or cfg.adapter is None):
+        raise ConfigError(
+            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the adapter in {adapter}, "
+            "and this run would drop it. Go on with recipe: medusa2 and an adapter, or name a run of heads alone"
+        )
+    model = home / MODEL
+    if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
+        raise ConfigError(
+            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the backbone in {model}, "
+            f"not to {cfg.base_model}. Set base_model: {model}, or name a run of heads alone"
+        )
 
 
 def start_directory(cfg: TrainConfig, name: str, marker: str) -> Path | None:
     """`name` (heads or adapter) of the run that `lora_model_dir` names, or that directory itself, by `marker`."""
     if cfg.lora_model_dir is None:
         return None
-    home = Path(cfg.lora_model_dir).expanduser()
+    home = resolve_path(cfg.lora_model_dir)
+    if home is None:
+        return None
     return next((path for path in (home / name, home) if (path / marker).is_file()), None)
 
 

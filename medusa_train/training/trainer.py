@@ -22,7 +22,7 @@ from medusa_train.training.heldout import HeldOut, evaluate_held_out
 from medusa_train.training.interrupt import StopRequest
 from medusa_train.training.plan import Plan
 from medusa_train.training.precision import Precision
-from medusa_train.training.snapshot import take_snapshot
+from medusa_train.training.snapshot import restore_weights, take_snapshot
 from medusa_train.training.state import TrainState, Window
 from medusa_train.training.student import Student
 
@@ -86,14 +86,15 @@ class Trainer:
     def run(self, stop: StopRequest) -> Outcome:
         """Train up to the plan's last step, or until `stop` or too many evaluations without progress.
 
-        Every way out but an exception leaves a checkpoint of the last finished step.
+        Every way out but an exception leaves a checkpoint of the last finished step, and one of the best evaluated.
 
         Raises:
             NonFiniteLossError: with the step, the records in it and the last good checkpoint.
         """
         state, plan = self.state, self.plan
-        if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
-            self._evaluate(stop)  # the run was stopped after this step, before its evaluation
+        # an evaluation is missing where the run was stopped after this step and before it
+        if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate(stop):
+            self._save()
         batches = iter(self.loader)
         self.student.train()
         while state.step < plan.total_steps and not self._out_of_patience():
@@ -101,9 +102,8 @@ class Trainer:
             self.tracker.advance(state.step)
             if plan.logs(state.step):
                 self._log(last)
-            if plan.evaluates(state.step):
-                self._evaluate(stop)
-            if stop or self._out_of_patience() or plan.saves(state.step):
+            best = plan.evaluates(state.step) and self._evaluate(stop)
+            if stop or best or self._out_of_patience() or plan.saves(state.step):
                 self._save()
             if stop:
                 return Outcome.INTERRUPTED
@@ -111,7 +111,24 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> HeldOut | None:
         """Measure the heads as they are now on `batches`; None when `stop` said so."""
-        return evaluate_held_out(self.student, self.draft, batches, self.objective.decay, stop)
+        return evaluate_held_out(self.student, self.draft, batches, self.objective, stop)
+
+    def take_best(self) -> int:
+        """Go back to the weights of the best evaluation; optimizer, counters and the place in the data stay.
+
+        Returns:
+            Their step; that of the last one, whose weights stay, where the best one's checkpoint is gone (this run
+            went on from another's directory, or a user removed it).
+
+        Raises:
+            CheckpointError: that checkpoint is damaged.
+        """
+        path = self.store.at(self.state.best_step)
+        if path is None:
+            return self.state.step
+        restore_weights(self.store.load(path), self.draft, self.student, str(path))
+        self.measured = None
+        return self.state.best_step
 
     def _train_step(self, batches: Iterator[Batch]) -> Batch:
         """Run one optimizer step; return its last micro-batch.
@@ -184,21 +201,23 @@ class Trainer:
             figures["head_top"] = seen.top
         self.tracker.log("train", self.state.step, figures)
 
-    def _evaluate(self, stop: StopRequest) -> None:
-        if self.held_out is None:
-            return
-        found = self.evaluate(self.held_out(), lambda: bool(stop))
-        if found is not None:
-            self.measured = found
-            best = self.state.note_eval(found.loss)
-            self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
+    def _evaluate(self, stop: StopRequest) -> bool:
+        """Measure on the held-out set, if there is one; whether this is the best evaluation so far."""
+        found = None if self.held_out is None else self.evaluate(self.held_out(), lambda: bool(stop))
+        if found is None:
+            return False
+        self.measured = found
+        best = self.state.note_eval(found.objective)
+        self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
+        return best
 
     def _out_of_patience(self) -> bool:
         return self.patience is not None and self.state.evals_since_best >= self.patience
 
     def _save(self) -> None:
         self.state.data = self.loader.state_dict()
-        self.store.save(self.state.step, take_snapshot(self.draft, self.student, self.engine, self.state))
+        snapshot = take_snapshot(self.draft, self.student, self.engine, self.state)
+        self.store.save(self.state.step, snapshot, keep={self.state.best_step})
 
     def _non_finite(self, done: list[MicroStep], loss: float) -> NonFiniteLossError:
         bad_loss = [part for part in done if not math.isfinite(float(part.loss))]

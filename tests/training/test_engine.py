@@ -71,6 +71,35 @@ def test_state_goes_on_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 
+def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
+    def engine_with(lr, decay, total, steps=0):
+        model = linear()
+        groups = [{"params": [model.weight], "lr": lr, "weight_decay": decay}, {"params": [model.bias], "lr": 2 * lr}]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        engine = LocalEngine(list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
+        for _ in range(steps):
+            engine.backward(model(torch.ones(1, 3)).square().sum())
+            engine.step()
+        return engine
+
+    def settings(engine):
+        return [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+
+    before = engine_with(0.1, 0.01, 10, steps=3)
+    wanted = engine_with(0.5, 0.2, 20, steps=3)
+    resumed = engine_with(0.5, 0.2, 20)
+    resumed.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert settings(resumed) == settings(wanted)
+    assert resumed.lr == pytest.approx(0.5 * 17 / 20)
+    assert resumed.scheduler.get_last_lr() == wanted.scheduler.get_last_lr()
+    assert resumed.scheduler.base_lrs == [0.5, 1.0]
+    for engine in (resumed, wanted):
+        engine.scheduler.step()
+    assert settings(resumed) == settings(wanted)  # the schedule goes on from there
+    moments = [next(iter(engine.optimizer.state.values()))["exp_avg"] for engine in (before, resumed)]
+    assert torch.equal(*moments)
+
+
 def test_state_holds_no_functions():
     def plain(value):
         if isinstance(value, dict):

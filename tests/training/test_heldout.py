@@ -4,6 +4,7 @@ from torch.nn.functional import cross_entropy
 
 from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
+from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.training import heldout
@@ -38,7 +39,7 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     draft = MedusaDraft.from_backbone(backbone, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
-    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), 0.8)
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
     losses, top3 = [], []
     for k in (1, 2):
         logits, wanted = [], []
@@ -54,17 +55,34 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     assert found.head_loss == pytest.approx(losses, rel=1e-5)
     assert [shares[2] for shares in found.top] == pytest.approx(top3)
     assert found.loss == pytest.approx(0.8 * losses[0] + 0.64 * losses[1], rel=1e-5)
+    assert found.objective == found.loss  # the backbone is frozen
 
 
 def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
     empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
-    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [empty], 0.8)
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]
 
 
 def test_a_stop_gives_up(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
-    assert heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), 0.8, lambda: True) is None
+    student, objective = Student(backbone, PRECISION), Objective(draft, 0.8)
+    assert heldout.evaluate_held_out(student, draft, random_batches(), objective, lambda: True) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, 2.0),
+        ({"lm": "ce", "heads_coefficient": 0.2}, 3.0 + 0.4),
+        ({"lm": "ce", "rho": 0.25, "heads_coefficient": 0.2}, 0.75 * 3.0 + 0.25 * 0.5 + 0.4),
+        ({"lm": "kl", "heads_coefficient": 0.2}, 0.5 + 0.4),
+        ({"lm": "kl", "heads_coefficient": 0.2, "schedule": "sine_0.5"}, 0.5 + 0.4),
+    ],
+)
+def test_the_whole_objective(backbone, keys, wanted):
+    objective = Objective(MedusaDraft.from_backbone(backbone, 1), 0.8, **keys)
+    assert heldout.whole_objective(objective, 2.0, ce=3.0, kl=0.5) == pytest.approx(wanted)

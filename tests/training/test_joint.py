@@ -98,6 +98,39 @@ def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
                           output_dir=str(tmp_path / "m3")), console)  # fmt: skip
 
 
+def test_heads_of_a_joint_run_go_nowhere_without_its_adapter_or_model(make_config, console, tmp_path):
+    joint, free = str(tmp_path / "joint"), str(tmp_path / "free")
+    train(make_config(**LORA, max_steps=1, output_dir=joint), console)
+    train(make_config(recipe="medusa2", max_steps=1, output_dir=free), console)
+    for keys in ({"recipe": "medusa1"}, {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1}):
+        with pytest.raises(ConfigError, match=r"belong to the adapter in .*joint/adapter"):
+            train(make_config(**keys, lora_model_dir=joint), console)
+    with pytest.raises(ConfigError, match=r"belong to the backbone in .*free/model"):
+        train(make_config(recipe="medusa1", lora_model_dir=free), console)
+    keys = {"lora_model_dir": free, "base_model": f"{free}/model", "max_steps": 1}
+    assert train(make_config(**keys, output_dir=str(tmp_path / "on")), console) == 0
+    assert train(make_config(lora_model_dir=f"{joint}/heads", max_steps=1), console) == 0
+
+
+def test_stage_one_is_found_below_the_project_and_recorded_as_such(make_config, console, tmp_path, monkeypatch):
+    train(make_config(output_dir=str(tmp_path / "m1"), max_steps=1), console)
+    monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
+    assert train(make_config(lora_model_dir="m1", max_steps=1), console) == 0
+    assert f"lora_model_dir: {tmp_path / 'm1'}" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
+    """With a small lambda0 the heads' loss falls while the backbone drifts from its teacher."""
+    keys = {**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2}
+    train(make_config(**keys, eval_steps=1), console)
+    found = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
+    assert [r["objective"] for r in found] == pytest.approx([r["lm_kl"] + 0.01 * r["loss"] for r in found])
+    for name in ("objective", "loss"):
+        values = [record[name] for record in found]
+        lowest = [all(value < earlier for earlier in values[:i]) for i, value in enumerate(values)]
+        assert (lowest == [record["best"] for record in found]) == (name == "objective")
+
+
 def test_a_stage_one_that_is_not_there_is_said_before_data_are_read(make_config, console, tmp_path):
     cfg = make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), datasets=[{"path": str(tmp_path / "absent.jsonl")}])
     with pytest.raises(CheckpointError, match="holds neither heads nor an adapter"):

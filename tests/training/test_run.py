@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -156,8 +157,81 @@ def test_early_stopping(make_config, console, tmp_path):
     assert train(cfg, console) == 0
     steps = [step for step, *_ in losses(tmp_path / "run")]
     assert len(steps) < 40
-    assert "stopped early" in console.file.getvalue()
-    assert (tmp_path / "run" / "heads").is_dir()
+    best = best_step(tmp_path / "run")
+    assert best == steps[-1] - 2
+    text = " ".join(console.file.getvalue().split())
+    assert "stopped early" in text
+    assert f"taking what was learnt by step {best}" in text
+    assert f"as of step {best}" in text
+    assert_heads_are_of(tmp_path / "run", best)
+
+
+def test_early_stopping_with_one_checkpoint_kept_and_after_a_stop(make_config, console, tmp_path):
+    """A run that stopped early, and is finished again, publishes the same heads."""
+    cfg = make_config(learning_rate=0.5, eval_steps=1, early_stopping_patience=2, max_steps=40, save_total_limit=1)
+    train(cfg, console)
+    best = best_step(tmp_path / "run")
+    assert CheckpointStore(tmp_path / "run").steps() == [best, best + 2]
+    shutil.rmtree(tmp_path / "run" / "heads")
+    train(cfg.model_copy(update={"resume_from_checkpoint": "latest"}), console)
+    assert_heads_are_of(tmp_path / "run", best)
+
+
+def test_a_normal_end_publishes_the_last_heads_and_keeps_the_best_checkpoint(make_config, console, tmp_path):
+    train(make_config(learning_rate=0.5, eval_steps=1, save_total_limit=1), console)
+    best = best_step(tmp_path / "run")
+    assert best < 6
+    assert CheckpointStore(tmp_path / "run").steps() == [best, 6]
+    assert_heads_are_of(tmp_path / "run", 6)
+
+
+def best_step(run):
+    return min((r["objective"], r["step"]) for r in metrics(run) if r["kind"] == "eval")[1]
+
+
+def assert_heads_are_of(run, step):
+    store = CheckpointStore(run)
+    masters = store.load(store.at(step))["draft"]
+    saved = load_file(run / "heads" / "medusa_lm_head.safetensors")
+    for i in range(3):
+        assert torch.equal(saved[f"{i}.1.weight"], masters[f"lm_heads.{i}.weight"])
+
+
+@pytest.mark.parametrize("name", ["heads", "adapter", "model"])
+def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(make_config, console, tmp_path, name):
+    result = tmp_path / "run" / name / "weights"
+    result.parent.mkdir(parents=True)
+    result.write_text("mine")
+    for left in (None, "step-7", ".tmp-step-7"):  # no checkpoint, and two that were never finished
+        if left:
+            (tmp_path / "run" / "checkpoints" / left).mkdir(parents=True)
+        with pytest.raises(CheckpointError, match=f"nothing to go on from: .* holds {name}/") as caught:
+            train(make_config(resume_from_checkpoint="auto"), console)
+        assert "overwrite_output_dir=true" in str(caught.value)
+        assert result.read_text() == "mine"
+
+
+def test_a_resume_without_results_starts_anew(make_config, console, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert train(make_config(resume_from_checkpoint="auto", max_steps=1), console) == 0
+    assert "holds no checkpoint yet, starting anew" in " ".join(console.file.getvalue().split())
+
+
+def test_a_resumed_run_takes_the_learning_rate_it_is_given(make_config, console, tmp_path):
+    cfg = make_config(lr_scheduler="constant", max_steps=2)
+    train(cfg, console)
+    more = {"max_steps": 3, "learning_rate": 3e-3, "resume_from_checkpoint": "latest"}
+    train(cfg.model_copy(update=more), console)
+    assert [lr for *_, lr in losses(tmp_path / "run")] == pytest.approx([1e-2, 1e-2, 3e-3])
+
+
+def test_a_checkpoint_is_found_below_the_project_too(make_config, console, tmp_path, monkeypatch):
+    train(make_config(save_steps=2, save_total_limit=9), console)
+    monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
+    cfg = make_config(resume_from_checkpoint="run/checkpoints/step-2")
+    assert train(cfg, console) == 0
+    assert "going on after step 2" in console.file.getvalue()
 
 
 def test_an_earlier_run_is_refused_overwritten_or_resumed(make_config, console, tmp_path):
