@@ -93,10 +93,13 @@ def hold_out(keys: Sequence[str], share: float, seed: int) -> list[bool]:
         return [False] * len(keys)
     room = min(max(1, round(share * len(keys))), len(keys) - 1)
     chosen: set[str] = set()
-    for key in sorted(sizes, key=lambda key: hashlib.sha256(f"{seed}/{key}".encode()).digest()):
+    order = sorted(sizes, key=lambda key: hashlib.sha256(f"{seed}/{key}".encode()).digest())
+    for key in order:
         if sizes[key] <= room:
             chosen.add(key)
             room -= sizes[key]
+    if not chosen:  # every content stands there more often than `share` has room for: the rarest one has to do
+        chosen.add(min(order, key=lambda key: sizes[key]))
     return [key in chosen for key in keys]
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.formats import ReadResult, read_conversations, read_records
-from medusa_train.errors import DataError
+from medusa_train.errors import ConfigError, DataError
 
 _PARQUET = ".parquet"
 _FILES = (".jsonl", ".json", _PARQUET)
@@ -77,10 +78,16 @@ def open_source(source: DatasetConfig) -> Source:
 
     Raises:
         DataError: nothing of that name, or nothing in it that can be read.
+        ConfigError: `split` or `name` beside a path of this machine, which has neither.
     """
     found = resolve_path(source.path)
     if found is None:
         return _open_hub(source)
+    if idle := [key for key in ("split", "name") if getattr(source, key) is not None]:
+        raise ConfigError(
+            f"datasets: {source.path} is on this machine and is read whole, so {' and '.join(idle)} would mean "
+            "nothing: only data sets of the hub have parts. Leave it out, or give the path of the file that is meant"
+        )
     if found.is_dir():
         paths = tuple(sorted(path for path in found.iterdir() if path.suffix in _FILES and path.is_file()))
         if not paths:
@@ -122,6 +129,8 @@ def _open_hub(source: DatasetConfig) -> HubRows:
         raise DataError(f"{source.path}: no such file or directory")
     import datasets  # takes a second to load, and most configurations name files
 
+    if hub_is_out_of_reach():
+        datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before is still found, and nothing is retried
     split = source.split or "train"
     try:
         rows: Any = datasets.load_dataset(source.path, source.name, split=split)

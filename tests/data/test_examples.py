@@ -114,6 +114,13 @@ def test_holding_out_ignores_order_and_keeps_equals_together() -> None:
     assert hold_out(keys, 0.2, 1) != hold_out(keys, 0.2, 2)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_rarest_content_is_held_out_where_none_is_rare_enough(seed: int) -> None:
+    assert sum(hold_out(list("aabbcc"), 0.05, seed)) == 2
+    chosen = hold_out(list("aaabbcccc"), 0.05, seed)
+    assert chosen == [False] * 3 + [True] * 2 + [False] * 4
+
+
 def test_holding_out_at_the_edges() -> None:
     keys = [f"k{n}" for n in range(10)]
     assert sum(hold_out(keys, 0.0, 0)) == 0

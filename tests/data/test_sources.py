@@ -10,7 +10,7 @@ import pytest
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.sources import open_source, read_source
-from medusa_train.errors import DataError
+from medusa_train.errors import ConfigError, DataError
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LINE = json.dumps(RECORD) + "\n"
@@ -73,8 +73,17 @@ def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
     assert open_source(DatasetConfig(path=str(path))).fingerprint() != first
 
 
-def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path) -> None:
-    """In a process of its own: the library reads HF_HUB_OFFLINE only once, when it is first imported."""
+@pytest.mark.parametrize("keys", [{"split": "test"}, {"name": "main"}, {"split": "test", "name": "main"}])
+def test_a_split_of_a_file_is_refused(tmp_path: Path, keys: dict[str, str]) -> None:
+    (tmp_path / "a.jsonl").write_text(LINE)
+    for path in (tmp_path, tmp_path / "a.jsonl"):
+        with pytest.raises(ConfigError, match=f"on this machine and is read whole, so {' and '.join(keys)} would"):
+            open_source(DatasetConfig(path=str(path), **keys))
+
+
+@pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "https://nowhere.invalid"}])
+def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path, offline: dict[str, str]) -> None:
+    """At once, with no attempt on the network; in a process of its own, as libraries read their settings once."""
     program = (
         "from medusa_train.config.schema import DatasetConfig\n"
         "from medusa_train.data.sources import read_source\n"
@@ -84,8 +93,10 @@ def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path) -> None:
         "except DataError as error:\n"
         "    print(error)\n"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE")
+    environment = {name: value for name, value in os.environ.items() if name not in proxies}
+    environment |= {"HF_HOME": str(tmp_path), **offline}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "nobody/nothing: no file or directory of that name is here, and the hub gave no dataset" in done.stdout
-    assert "Couldn't reach 'nobody/nothing' on the Hub" in done.stdout
+    assert "Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)" in done.stdout
     assert "give the path of a JSONL file" in done.stdout
