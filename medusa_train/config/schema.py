@@ -192,7 +192,9 @@ class TrainConfig(Config):
     save_steps: Interval | None = key(None, "optimizer steps (below 1: share of the run) between checkpoints")
     saves_per_epoch: Int | None = key(None, "the same by epochs; default: one per epoch", ge=1)
     save_total_limit: Int = key(2, "checkpoints kept: the newest ones, and the best in evaluation besides", ge=1)
-    early_stopping_patience: Int | None = key(None, "stop after so many evaluations without progress", ge=1)
+    early_stopping_patience: Int | None = key(
+        None, "stop after so many evaluations without progress, and take the best one", ge=1
+    )
     wandb_project: Text | None = key(None, "report to this Weights & Biases project")
     wandb_entity: Text | None = key(None, "team or user of that project")
     wandb_run_id: Text | None = key(None, "run to go on with there")
@@ -245,7 +247,7 @@ def unsupported_keys(cfg: TrainConfig) -> list[str]:
 class EvalConfig(Config):
     """Keys of `medusa-eval`."""
 
-    bench: Text = key("tiny", "questions: tiny, mtbench, or a file in MT-Bench's form")
+    bench: Text = key("tiny", "questions: tiny, mtbench, specbench, or a file in MT-Bench's form")
     model: Text | None = key(None, "run directory, or directory of heads; default: the newest run under runs/")
     base_model: Text | None = key(None, "backbone; default: the one that the run or the heads name")
     trust_remote_code: Bool = key(False, "run Python code that the backbone's repository ships")

@@ -72,8 +72,17 @@ def test_an_earlier_run_is_refused_before_anything_loads(config_file, tmp_path):
     assert "absent-model:" not in result.output
 
 
-def test_overwrite_and_resume_are_keys_too(config_file, tmp_path):
+def test_a_resume_with_nothing_to_go_on_from_is_refused_before_anything_loads(config_file, tmp_path):
     (tmp_path / "run" / "heads").mkdir(parents=True)
+    result = run(config_file, "--resume")
+    assert result.exit_code == 1
+    assert "nothing to go on from" in result.output
+    assert "absent-model:" not in result.output
+
+
+def test_overwrite_and_resume_are_keys_too(config_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
     for flag in ("--overwrite", "--resume", "resume_from_checkpoint=auto"):
         assert "no such directory" in run(config_file, flag).output
     assert run(config_file, "--overwrite", "--resume").exit_code == 2
