@@ -56,6 +56,14 @@ def _quantised(cfg: Any) -> bool:
     return bool(cfg.load_in_4bit or cfg.load_in_8bit)
 
 
+def _trains_lm_head(cfg: Any) -> bool:
+    """Whether the backbone's own lm_head learns: through an adapter on it, or with the whole backbone."""
+    if cfg.recipe == "medusa1" or (cfg.recipe is None and not asks_for_joint_training(cfg)):
+        return False
+    targets = cfg.lora_target_modules
+    return not cfg.adapter or cfg.lora_target_linear or not targets or "lm_head" in targets
+
+
 _RECIPE_KEYS = (
     "recipe",
     "medusa_only_heads",
@@ -124,6 +132,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
             and (cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg)))
         ),
         "a quantised backbone can be trained jointly only through an adapter; set adapter, or recipe: medusa1",
+    ),
+    Impossible(
+        ("medusa_share_lm_head", "lora_target_linear", "lora_target_modules", *_RECIPE_KEYS),
+        lambda cfg: cfg.medusa_share_lm_head and _trains_lm_head(cfg),
+        "the heads would share an lm_head that is trained under them; leave it frozen (recipe: medusa1, or an adapter "
+        "whose lora_target_modules name other layers)",
     ),
     Impossible(
         ("warmup_steps", "warmup_ratio"),

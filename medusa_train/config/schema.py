@@ -71,7 +71,6 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw
 
 #: Keys that ask, when they are set, for what this version does not do.
 LATER_KEYS = (
-    "medusa_share_lm_head",
     "fp16",
     "deepspeed",
     "wandb_project",

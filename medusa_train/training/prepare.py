@@ -198,13 +198,21 @@ def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraf
     """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
     earlier = start_directory(cfg, HEADS, HEADS_FILE)
     if earlier is None:
-        return MedusaDraft.from_backbone(backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32)
+        return MedusaDraft.from_backbone(
+            backbone,
+            cfg.medusa_num_heads,
+            cfg.medusa_num_layers,
+            share_lm_head=cfg.medusa_share_lm_head,
+            dtype=torch.float32,
+        )
     draft = load_heads(earlier, backbone, torch.float32)
     if (draft.num_heads, draft.num_layers) != (cfg.medusa_num_heads, cfg.medusa_num_layers):
         raise ConfigError(
             f"lora_model_dir: {earlier} holds {draft.num_heads} heads x {draft.num_layers} layers, the configuration "
             f"asks for medusa_num_heads: {cfg.medusa_num_heads}, medusa_num_layers: {cfg.medusa_num_layers}"
         )
+    if (draft.shared is not None) != cfg.medusa_share_lm_head:
+        raise ConfigError(f"lora_model_dir: set medusa_share_lm_head as it was for the heads in {earlier}")
     console.print(f"starting from the heads in {earlier}", highlight=False)
     return draft
 

@@ -163,6 +163,9 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
         (["early_stopping_patience=2", "val_set_size=0"], "needs evaluations"),
         (["resume_from_checkpoint=true", "overwrite_output_dir=true"], "choose one"),
         (["sequence_len=6", "medusa_num_heads=5"], "sequence_len: 6: too short"),
+        (["medusa_share_lm_head=true", "adapter=lora"], "leave it frozen"),
+        (["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q_proj, lm_head]"], "leave it frozen"),
+        (["medusa_share_lm_head=true", "recipe=medusa2"], "leave it frozen"),
     ],
 )
 def test_impossible_combinations(overrides: list[str], words: str) -> None:
@@ -183,6 +186,8 @@ def test_impossible_combinations(overrides: list[str], words: str) -> None:
         ["load_in_4bit=true", "medusa_only_heads=true"],
         ["sequence_len=7", "medusa_num_heads=5"],
         ["resume_from_checkpoint=false", "overwrite_output_dir=true"],
+        ["medusa_share_lm_head=true"],
+        ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q_proj]"],
     ],
 )
 def test_possible_combinations(overrides: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import vocabulary
 from check import Answer, judge, loops
-from polish import repeated, signed_losses
+from polish import judge_answer, repeated, signed_losses
 from training import Recipe, Run, held_out_losses, micro_batches, to_tensors, token_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vocabulary import Encoded
@@ -255,6 +255,30 @@ def test_unlikelihood_pushes_a_token_down_and_likelihood_up() -> None:
     assert logits.grad is not None
     assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 1, 1]
     assert not logits.grad[0, 2].any()
+
+
+def test_answers_are_judged_token_by_token(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory).backend_tokenizer
+
+    def judged(text: str, is_code: bool) -> tuple[list[float], set[str], list[str]]:
+        ids = [*tokenizer.encode(text, add_special_tokens=False).ids, 1]
+        weights, kinds = judge_answer(tokenizer, ids, is_code)
+        return weights, kinds, [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+
+    weights, kinds, pieces = judged("def f(a):\n    if a = 2:\n        return a", True)
+    assert kinds == {"broken_code", "short"}
+    assert pieces[weights.index(-1.0)].strip() in ("=", "a")
+    assert weights[-1] < 0
+    weights, kinds, pieces = judged("One line.\nThe answer is 3.", False)
+    assert kinds == {"short"}
+    assert [weight < 0 for weight in weights].index(True) == pieces.index("\n") + 1
+    varied = "def f(a):\n" + "".join(f"    {name} = {name}{name}({value})\n" for value, name in enumerate("bcghklm"))
+    weights, kinds, _ = judged(varied, True)
+    assert kinds == {"good"}
+    assert set(weights) == {0.5}
+    weights, kinds, _ = judged("x = 1\n" * 20, True)
+    assert kinds == {"looping"}
+    assert min(weights) == -1.0
 
 
 def test_figures_see_loops_repeats_and_broken_code() -> None:

@@ -171,6 +171,18 @@ def test_soft_targets_for_heads_alone(make_config, console, tmp_path, backbone_d
     assert not torch.equal(one.lm_heads[0].weight, other.lm_heads[0].weight)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_heads_on_a_shared_lm_head_learn_and_decode(make_config, console, tmp_path, bf16):
+    assert train(make_config(medusa_share_lm_head=True, bf16=bf16, calibration_tokens=80), console) == 0
+    tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
+    assert sorted(tensors) == [f"{i}.0.linear.{kind}" for i in range(3) for kind in ("bias", "weight")]
+    records = [record for record in metrics(tmp_path / "run") if "grad_norm" in record]
+    assert records[-1]["loss"] < records[0]["loss"]
+    subject = load_subject(locate(str(tmp_path / "run"), None, None), "float32")
+    plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
+    assert Decoder(subject.backbone, subject.draft, subject.tree).generate([0, 2, 10, 3], 20).tokens == plain.tokens
+
+
 def test_a_wrong_target_is_named(make_config, console):
     with pytest.raises(BackboneError, match="query: no such linear layer"):
         train(make_config(recipe="medusa2", adapter="lora", lora_target_modules=["query"]), console)
