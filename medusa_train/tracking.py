@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -132,6 +132,81 @@ class PlainLines:
         return duration(per_step * (self._total - step))
 
 
+class Wandb:
+    """Weights & Biases, through `wandb`'s own modes (WANDB_MODE: online, offline, disabled).
+
+    Whatever goes wrong there is said once and costs the run nothing.
+    """
+
+    def __init__(self, console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None) -> None:
+        """Start, or go on with, a run of `project`; its files lie in `run_dir`."""
+        self._console = console
+        self._run: Any = None
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                id=run_id,
+                resume="allow" if run_id else None,
+                dir=str(run_dir),
+                name=run_dir.name,
+                mode=_wandb_mode(),
+                settings=wandb.Settings(silent=True),
+            )
+        except Exception as error:  # whatever a service does, the run goes on
+            self._give_up(error)
+
+    def log(self, record: Record) -> None:
+        """Send a record's numbers, one value per head."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(flat_figures(record), step=int(record["step"]))
+        except Exception as error:  # as above
+            self._give_up(error)
+
+    def advance(self, step: int) -> None:
+        """Nothing to show between records."""
+
+    def close(self) -> None:
+        """Let it finish what it has to send."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:  # as above
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        reason = " ".join(str(error).split())[:200]
+        self._console.print(f"wandb: {reason}; going on without it", style="yellow", markup=False)
+        self._run = None
+
+
+def _wandb_mode() -> Literal["online", "offline", "disabled"]:
+    """WANDB_MODE; where it is silent online with a key at hand, else offline: a run never stops to ask for one."""
+    named = os.environ.get("WANDB_MODE", "")
+    if named in ("online", "offline", "disabled"):
+        return cast(Literal["online", "offline", "disabled"], named)
+    has_key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").is_file()
+    return "online" if has_key else "offline"
+
+
+def flat_figures(record: Record) -> dict[str, float]:
+    """A record as `kind/name` numbers; a list becomes `name_1`, `name_2`, ... and a table is left out."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, bool) or name == "step":
+            continue
+        if isinstance(value, (int, float)):
+            flat[f"{record['kind']}/{name}"] = value
+        elif isinstance(value, list) and all(isinstance(x, (int, float)) for x in value):
+            flat.update({f"{record['kind']}/{name}_{k}": x for k, x in enumerate(value, start=1)})
+    return flat
+
+
 class Tracker:
     """Hands every record to all sinks, and closes them on leaving the `with` block."""
 
@@ -158,13 +233,15 @@ class Tracker:
             sink.close()
 
 
-def open_tracker(run_dir: Path, console: Console, total_steps: int, step: int = 0) -> Tracker:
-    """Set up metrics.jsonl in `run_dir`, and a bar on a terminal, or plain lines elsewhere.
+def open_tracker(
+    run_dir: Path, console: Console, total_steps: int, step: int = 0, extra: Sequence[Sink] = ()
+) -> Tracker:
+    """Set up metrics.jsonl in `run_dir`, and a bar on a terminal, or plain lines elsewhere, then the `extra` sinks.
 
     `step` is where a resumed run goes on; 0 for a new one.
     """
     shown: Sink = (ProgressBar if console.is_terminal else PlainLines)(console, total_steps, step)
-    return Tracker([MetricsFile(run_dir / "metrics.jsonl", step), shown])
+    return Tracker([MetricsFile(run_dir / "metrics.jsonl", step), shown, *extra])
 
 
 def bar_figures(record: Record) -> str:

@@ -4,7 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
-from medusa_train.tracking import MetricsFile, duration, keep_until, open_tracker
+from medusa_train.tracking import MetricsFile, Wandb, duration, flat_figures, keep_until, open_tracker
 
 TRAIN = {
     "loss": 1.25, "head_top1": [0.5, 0.25], "grad_norm": 0.75, "lr": 1e-3, "tokens_per_s": 1234.5,
@@ -74,3 +74,50 @@ def test_plain_lines_are_one_per_record(tmp_path):
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+RECORD = {"kind": "train", "step": 3, "loss": 1.5, "head_top1": [0.5, 0.25], "head_top": [[0.5]], "best": True}
+
+
+def test_figures_for_a_dashboard_are_numbers():
+    assert flat_figures(RECORD) == {"train/loss": 1.5, "train/head_top1_1": 0.5, "train/head_top1_2": 0.25}
+
+
+def test_wandb_offline_writes_into_the_run_directory_alone(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    out.mkdir()
+    console = Console(file=io.StringIO())
+    sink = Wandb(console, out, "project", None, None)
+    sink.log(RECORD)
+    sink.close()
+    assert console.file.getvalue() == ""
+    assert list(out.glob("wandb/offline-run-*/*.wandb"))
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_a_failing_wandb_is_said_once_and_stops_nothing(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**keys):
+        raise RuntimeError("no such project")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    console = Console(file=io.StringIO(), width=120)
+    sink = Wandb(console, tmp_path, "project", None, None)
+    sink.log(RECORD)
+    sink.close()
+    assert console.file.getvalue().count("no such project; going on without it") == 1
+
+    class Broken:
+        def log(self, *args, **keys):
+            raise OSError("connection lost")
+
+    sink._run = Broken()
+    sink.log(RECORD)
+    sink.log(RECORD)
+    assert console.file.getvalue().count("connection lost") == 1

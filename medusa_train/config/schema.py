@@ -73,7 +73,6 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw
 LATER_KEYS = (
     "fp16",
     "deepspeed",
-    "wandb_project",
 )
 
 

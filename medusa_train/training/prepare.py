@@ -23,7 +23,7 @@ from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.tracking import open_tracker
+from medusa_train.tracking import Wandb, open_tracker
 from medusa_train.training.engine import LocalEngine
 from medusa_train.training.lr import build_scheduler, count_warmup_steps
 from medusa_train.training.optim import build_optimizer, parameter_groups
@@ -158,7 +158,7 @@ def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
         precision=precision,
         plan=plan,
         store=store,
-        tracker=open_tracker(out, console, plan.total_steps, state.step),
+        tracker=open_tracker(out, console, plan.total_steps, state.step, _reporters(cfg, out, console)),
         patience=cfg.early_stopping_patience,
         state=state,
         top_k_in_log=cfg.medusa_logging,
@@ -215,6 +215,13 @@ def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraf
         raise ConfigError(f"lora_model_dir: set medusa_share_lm_head as it was for the heads in {earlier}")
     console.print(f"starting from the heads in {earlier}", highlight=False)
     return draft
+
+
+def _reporters(cfg: TrainConfig, out: Path, console: Console) -> list[Wandb]:
+    """Where figures go besides the run directory."""
+    if cfg.wandb_project is None:
+        return []
+    return [Wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id)]
 
 
 def _objective(cfg: TrainConfig, draft: MedusaDraft, student: Student) -> Objective:
