@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of about 7,500 tokens")
     parser.add_argument(
-        "--polish", type=int, default=150, help="rounds after them in which its own greedy answers unlearn loops"
+        "--polish", type=int, default=230, help="rounds after them in which its own greedy answers unlearn loops"
     )
     parser.add_argument("--every", type=int, default=120, help="steps between evaluations and checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the wording and the order")
@@ -109,7 +109,7 @@ def train(options: argparse.Namespace, recipe: Recipe, library: Library) -> None
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(recipe, options.work / "checkpoint.safetensors", device)
-    if not options.smoke and (device.type == "cuda" or shutil.which("g++")):
+    if run.step < recipe.steps and not options.smoke and (device.type == "cuda" or shutil.which("g++")):
         run.model.model.compile(dynamic=True)  # a tenth faster on a CPU
     held_out = library.held_out_chats()
     print(

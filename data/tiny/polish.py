@@ -2,19 +2,21 @@
 
 A small model that only ever saw other people's text loops when it decodes greedily. Each round it answers some
 requests greedily; tokens that go on a loop are made less likely (sequence-level unlikelihood, Welleck et al. 2020,
-"Neural Text Generation with Unlikelihood Training", section 5.2), answers that ended without a loop (and parse, if
-they are code) are learned from like any text, and a batch of the ordinary text keeps the rest in place.
+"Neural Text Generation with Unlikelihood Training", section 5.2), and so are a little the ends of answers that are much
+shorter than people's, and what does not parse; good answers are learned from like any text, and a batch of the
+ordinary text keeps the rest in place.
 Knows nothing of where requests come from.
 """
 
 from __future__ import annotations
 
+import ast
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from check import parses
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,8 +25,12 @@ from transformers import LlamaForCausalLM
 from vocabulary import EOS, PAD, SPECIAL, Encoded, encode_chats
 
 LIMIT = 160  # tokens of an answer here; loops show by then
+SHORT = 52  # tokens: shorter answers are no models, and their end is made less likely
+LOOP_WEIGHT, SHORT_WEIGHT, SYNTAX_WEIGHT, GOOD_WEIGHT = 1.0, 1.0, 8.0, 0.5
+UNLIKELIHOOD = 0.5  # of a step's loss on text, however few tokens are to be made less likely
 EOS_ID = SPECIAL.index(EOS)
-SPANS = ((8, 1), (4, 3))  # (n, m): a token that ends a sequence of n which occurred m times before goes on a loop
+SPANS = ((18, 1), (7, 2), (4, 4))  # (n, m): a sequence of n tokens that occurred m times before is a loop ...
+INSIDE = 6  # ... and in an answer with a loop every token goes on it that ends a sequence of 6 seen before
 
 
 @dataclass(frozen=True)
@@ -37,14 +43,21 @@ class Request:
 
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
-    """For each token whether it goes on a loop: see `SPANS`."""
+    """For each token whether it goes on a loop: see `SPANS` and `INSIDE`."""
+    marks = [any(places) for places in zip(*(_seen(tokens, *span) for span in SPANS), strict=True)]
+    if any(marks):
+        marks = [a or b for a, b in zip(marks, _seen(tokens, INSIDE, 1), strict=True)]
+    return marks
+
+
+def _seen(tokens: Sequence[int], length: int, before: int) -> list[bool]:
+    """For each token whether the `length` tokens ending there occurred `before` times before."""
     marks = [False] * len(tokens)
-    for length, before in SPANS:
-        seen: Counter[tuple[int, ...]] = Counter()
-        for end in range(length, len(tokens) + 1):
-            span = tuple(tokens[end - length : end])
-            marks[end - 1] = marks[end - 1] or seen[span] >= before
-            seen[span] += 1
+    seen: Counter[tuple[int, ...]] = Counter()
+    for end in range(length, len(tokens) + 1):
+        span = tuple(tokens[end - length : end])
+        marks[end - 1] = seen[span] >= before
+        seen[span] += 1
     return marks
 
 
@@ -106,28 +119,77 @@ def polish_round(
     chats_before = encode_chats(tokenizer, [[*request.history, (request.text, "")] for request in requests])
     prompts = [chat.ids[:-1] for chat in chats_before]  # without the end of the empty answer
     answers = greedy_answers(speaker, prompts)
-    looping, good, broken = 0, 0, 0
     chats: list[Encoded] = []
     signs: list[list[float]] = []
+    counts: Counter[str] = Counter()
     for request, prompt, answer in zip(requests, prompts, answers, strict=True):
-        marks = repeated(answer)
-        ended = answer[-1] == EOS_ID
-        valid = not request.is_code or (ended and parses(tokenizer.decode(answer)))
-        is_good = ended and valid and not any(marks)
-        looping += any(marks)
-        broken += not valid
-        good += is_good
+        weights, kinds = judge_answer(tokenizer, answer, request.is_code)
+        counts.update(kinds)
         chats.append(Encoded([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
-        signs.append([0.0] * len(prompt) + [1.0 if is_good else -1.0 if mark else 0.0 for mark in marks])
+        signs.append([0.0] * len(prompt) + weights)
     _step(run, chats, signs, text)
-    count = len(requests)
-    return {"looping": looping / count, "good": good / count, "broken_code": broken / count}
+    shares = {kind: counts[kind] / len(requests) for kind in ("looping", "cut", "short", "broken_code", "good")}
+    return {**shares, "median": float(statistics.median(map(len, answers)))}
+
+
+def judge_answer(tokenizer: Tokenizer, answer: Sequence[int], is_code: bool) -> tuple[list[float], set[str]]:
+    """(a weight per token, above zero = likelier, below = less likely; what was found about the answer)."""
+    marks = repeated(answer)
+    weights = [-LOOP_WEIGHT if mark else 0.0 for mark in marks]
+    kinds: set[str] = set()
+    if any(marks):
+        kinds.add("looping")
+    if answer[-1] != EOS_ID:
+        return weights, kinds | {"cut"}
+    if is_code and (wrong := first_wrong_token(tokenizer, answer[:-1])) is not None:
+        kinds.add("broken_code")
+        weights[wrong] = -SYNTAX_WEIGHT
+    if len(answer) < SHORT:
+        kinds.add("short")
+        weights[len(answer) - 1 if is_code else last_line(tokenizer, answer)] -= SHORT_WEIGHT
+    if not kinds:
+        return [GOOD_WEIGHT] * len(answer), {"good"}
+    return weights, kinds
+
+
+def last_line(tokenizer: Tokenizer, answer: Sequence[int]) -> int:
+    """The index of the token that starts an answer's last line."""
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
+    return max((index + 1 for index, token in enumerate(answer[:-1]) if token == newline), default=0)
+
+
+def first_wrong_token(tokenizer: Tokenizer, answer: Sequence[int]) -> int | None:
+    """The index of the token at which Python's parser gives up (the last one, where it asks for more); or None.
+
+    A bracket that is never closed should have been by the end of its line: our code has no line breaks in brackets.
+    """
+    text = tokenizer.decode(list(answer), skip_special_tokens=False)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        if error.lineno is None or error.offset is None:
+            return len(answer)
+        lines = text.split("\n")[: error.lineno]
+        if "never closed" in error.msg:
+            place = len("\n".join(lines)) + 1
+        else:
+            place = len("\n".join([*lines[:-1], ""])) + error.offset
+        size = 0
+        for index, token in enumerate(answer):
+            size += len(tokenizer.decode([token], skip_special_tokens=False))
+            if size >= place:
+                return index
+        return len(answer)
+    except ValueError:
+        return len(answer)
+    return None
 
 
 def _step(run: Run, chats: Sequence[Encoded], signs: Sequence[Sequence[float]], text: Sequence[Encoded]) -> None:
-    """One optimizer step: likelihood where the sign is 1 and on `text`'s answers, unlikelihood where it is -1."""
+    """One optimizer step: on the weighted tokens of `chats` and on the answers of `text`."""
     device = run.device
-    total = sum(len(chat.ids) for chat in chats)
+    total = sum(sum(chat.assistant) for chat in chats)
+    unlikely = max(32.0, -sum(weight for row in signs for weight in row if weight < 0)) / UNLIKELIHOOD
     order = sorted(range(len(chats)), key=lambda index: len(chats[index].ids))
     for start in range(0, len(order), 16):
         rows = order[start : start + 16]
@@ -136,7 +198,7 @@ def _step(run: Run, chats: Sequence[Encoded], signs: Sequence[Sequence[float]], 
         for place, row in enumerate(rows):
             sign[place, : len(signs[row])] = torch.tensor(signs[row], device=device)
         losses = signed_losses(_logits(run.model, ids), ids, sign)
-        (losses.sum() / total).backward()
+        (losses[sign[:, 1:] > 0].sum() / total + losses[sign[:, 1:] < 0].sum() / unlikely).backward()
     ids, kinds = to_tensors(text, device)
     chosen = (kinds == 2).float()
     losses = signed_losses(_logits(run.model, ids), ids, chosen)
@@ -151,11 +213,11 @@ def _logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 def signed_losses(logits: Tensor, ids: Tensor, sign: Tensor) -> Tensor:
-    """Per next token [B, T-1]: -log p where the sign is 1, -log(1 - p) where it is -1, 0 elsewhere.
+    """Per next token [B, T-1]: -w log p where its weight w is positive, -|w| log(1 - p) where it is negative.
 
-    `logits` is [B, T-1, V], `ids` and `sign` are [B, T]; the sign is that of the token predicted.
+    `logits` is [B, T-1, V]; `ids` and `sign`, the weights, are [B, T], aligned with each other.
     """
-    wanted = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    unwanted = -torch.log1p(-wanted.exp().clamp(max=1 - 1e-4))
-    sign = sign[:, 1:]
-    return torch.where(sign > 0, -wanted, torch.where(sign < 0, unwanted, torch.zeros_like(wanted)))
+    log_p = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    log_rest = torch.log1p(-log_p.exp().clamp(max=1 - 1e-4))
+    weights = sign[:, 1:]
+    return -torch.where(weights > 0, log_p, log_rest) * weights.abs()

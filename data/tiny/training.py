@@ -43,8 +43,8 @@ class Recipe:
     adam_lr: float = 3e-3
     warmup: int = 40
     flat: float = 0.4  # share of the steps before the learning rate falls linearly ...
-    polish_rate: float = 0.2  # ... to this share of its peak; the polishing rounds take it to zero
-    polish_rounds: int = 150
+    polish_rate: float = 0.2  # ... to this share of its peak; the second half of the polishing rounds takes it to zero
+    polish_rounds: int = 230
     polish_requests: int = 48  # answered in each round
     embedding_dropout: float = 0.1
     question_weight: float = 1.0  # of the loss on what users write ...
@@ -71,11 +71,12 @@ class Recipe:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate's factor at a step: warm-up, flat, down to `polish_rate`, and with polishing to 0."""
+        """The learning rate's factor at a step: warm-up, flat, down to `polish_rate`; 0 at the end."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if step >= self.steps:
-            return self.polish_rate * (1 - (step - self.steps) / self.polish_rounds)
+            left = self.steps + self.polish_rounds - step
+            return self.polish_rate * min(1.0, 2 * left / self.polish_rounds)
         fallen = max(0.0, step / self.steps - self.flat) / (1 - self.flat)
         return 1 - fallen * (1 - self.polish_rate)
 
@@ -312,4 +313,5 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
     partial = directory / "model.safetensors.partial"
     save_file(weights, partial, {"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes for the owner alone
     os.replace(partial, directory / "model.safetensors")

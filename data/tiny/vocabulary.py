@@ -5,6 +5,7 @@ Knows nothing of where the text comes from, nor of the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,12 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("backend", None)  # written the way that versions 4 and 5 of transformers both read it
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

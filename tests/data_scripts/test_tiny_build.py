@@ -8,6 +8,7 @@ from random import Random
 import build
 import corpus
 import phrasing
+import polish
 import pytest
 import torch
 import vocabulary
@@ -232,16 +233,18 @@ def test_the_rate_warms_up_stays_and_ends_at_zero_after_polishing() -> None:
     assert recipe.rate(700) == pytest.approx(0.6)
     assert recipe.rate(999) == pytest.approx(0.2, abs=2e-3)
     assert recipe.rate(1000) == pytest.approx(0.2)
-    assert recipe.rate(1049) == pytest.approx(0.2 / 50)
+    assert recipe.rate(1025) == pytest.approx(0.2)
+    assert recipe.rate(1049) == pytest.approx(0.2 / 25)
 
 
 def test_tokens_that_go_on_a_loop_are_marked() -> None:
-    once = list(range(8))
-    assert not any(repeated([*once, 9, *once[:7]]))
-    assert repeated(once + once) == [False] * 15 + [True]
-    assert repeated([1, 2, 3, 4, 5] * 4)[15:19] == [True] * 4  # 8 tokens a second time
-    assert not any(repeated([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4]))
-    assert repeated([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4, 7, 1, 2, 3, 4])[-1]  # 4 tokens a fourth time
+    once = list(range(18))
+    assert not any(repeated([*once, 99, *once[:17]]))
+    assert repeated(once + once)[:24] == [False] * 23 + [True]  # 18 tokens twice: all of it, from the sixth on
+    assert all(repeated(once + once)[23:])
+    assert not any(repeated([1, 2, 3, 4, 5, 6, 7] * 2))
+    assert any(repeated([1, 2, 3, 4, 5, 6, 7] * 3))  # 7 tokens a third time
+    assert any(repeated([1, 2, 3, 4, 11, 1, 2, 3, 4, 12, 1, 2, 3, 4, 13, 1, 2, 3, 4, 14, 1, 2, 3, 4]))
 
 
 def test_unlikelihood_pushes_a_token_down_and_likelihood_up() -> None:
@@ -267,18 +270,22 @@ def test_answers_are_judged_token_by_token(directory: Path) -> None:
 
     weights, kinds, pieces = judged("def f(a):\n    if a = 2:\n        return a", True)
     assert kinds == {"broken_code", "short"}
-    assert pieces[weights.index(-1.0)].strip() in ("=", "a")
+    assert pieces[weights.index(min(weights))].strip() in ("=", "a")
     assert weights[-1] < 0
+    weights, _, pieces = judged("def f(a):\n    b = g(a\n    c = 3\n    return c", True)
+    wrong = weights.index(min(weights))
+    assert pieces[wrong].startswith("\n")
+    assert "".join(pieces[:wrong]) == "def f(a):\n    b = g(a"
     weights, kinds, pieces = judged("One line.\nThe answer is 3.", False)
     assert kinds == {"short"}
     assert [weight < 0 for weight in weights].index(True) == pieces.index("\n") + 1
     varied = "def f(a):\n" + "".join(f"    {name} = {name}{name}({value})\n" for value, name in enumerate("bcghklm"))
     weights, kinds, _ = judged(varied, True)
     assert kinds == {"good"}
-    assert set(weights) == {0.5}
+    assert set(weights) == {polish.GOOD_WEIGHT}
     weights, kinds, _ = judged("x = 1\n" * 20, True)
     assert kinds == {"looping"}
-    assert min(weights) == -1.0
+    assert min(weights) == -polish.LOOP_WEIGHT
 
 
 def test_figures_see_loops_repeats_and_broken_code() -> None:
