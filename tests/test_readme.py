@@ -64,3 +64,9 @@ def test_every_command_of_the_readme_is_installed() -> None:
     assert len(used) >= 3
     assert all(f"{name} = " in pyproject for name in used)
     assert (Path(PROJECT_ROOT) / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_the_demo_s_table_is_there() -> None:
+    table = README.split("<!-- demo:start -->")[1].split("<!-- demo:end -->")[0]
+    assert "| **overall** |" in table
+    assert table.count("\n| ") == 10  # title, eight categories, overall
