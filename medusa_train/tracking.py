@@ -253,10 +253,11 @@ def bar_figures(record: Record) -> str:
 def describe(record: Record) -> str:
     """Render one record as one line of text."""
     heads = " ".join(_share(x) for x in record["head_top1"])
+    own = "".join(f" | {name} {record[key]:.4f}" for name, key in (("lm", "lm_loss"), ("kl", "lm_kl")) if key in record)
     if record["kind"] == "eval":
-        return f"held-out at step {record['step']}: loss {record['loss']:.4f} | top-1 {heads}"
+        return f"held-out at step {record['step']}: heads' loss {record['loss']:.4f} | top-1 {heads}{own}"
     return (
-        f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads} | grad {record['grad_norm']:.3f}"
+        f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads}{own} | grad {record['grad_norm']:.3f}"
         f" | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tok/s"
     )
 

@@ -53,7 +53,7 @@ def test_bar_or_lines_show_the_figures(tmp_path, terminal):
         tracker.log("train", 10, TRAIN)
         tracker.log("eval", 10, EVAL)
     text = shown.file.getvalue()
-    for figure in ("1.25", ".50 .25", "1,23", "left", "held-out at step 10: loss 2.5000 | top-1 .62 .30"):
+    for figure in ("1.25", ".50 .25", "1,23", "left", "held-out at step 10: heads' loss 2.5000 | top-1 .62 .30"):
         assert figure in text
     assert ("10/20" in text) == terminal
     assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == ["train", "eval"]

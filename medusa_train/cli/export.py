@@ -48,7 +48,8 @@ def export(
     target = Path(cfg.output_dir) if cfg.output_dir else paths.home / "export" / cfg.to
     write_heads(heads, target, pickled=True)
 
-    for warning in warnings_for(cfg.to, heads):
+    learned = [name for name in ("adapter", "model") if (paths.home / name).is_dir()]
+    for warning in [*joint_warnings(paths.home, learned), *warnings_for(cfg.to, heads)]:
         error_console().print(f"warning: {warning}", style="yellow")
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{paths.home} -> {target}")
@@ -66,6 +67,14 @@ def read_config(arguments: list[str], to: str | None, output_dir: str | None) ->
         rest.remove(run)
     flags = {"run": run, "to": to, "output_dir": output_dir}
     return read_arguments(ExportConfig, rest, flags={key: value for key, value in flags.items() if value is not None})
+
+
+def joint_warnings(run: Path, learned: list[str]) -> list[str]:
+    """What a joint run trained besides the heads and this layout has no place for."""
+    return [
+        f"this run trained the backbone too ({run / name}), and the heads belong to it: the export has the heads alone"
+        for name in learned
+    ]
 
 
 def warnings_for(to: str, heads: HeadTensors) -> list[str]:

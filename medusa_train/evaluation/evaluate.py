@@ -100,6 +100,10 @@ def _load_and_time(
 ) -> tuple[Subject, list[TurnRecord], list[SkippedTurn]]:
     try:
         subject = load_subject(paths, dtype)
+        if subject.tree is not None and paths.tree is None:
+            console.print(
+                "no tree.json beside the heads: taking the chain of their first guesses (--tree names another)"
+            )
         return subject, *_time(cfg, bench, subject, paths, dtype, console)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,9 +102,11 @@ class Adapter:
         if not (directory / "adapter_config.json").is_file():
             raise CheckpointError(f"{directory}: holds no adapter (no adapter_config.json)")
         try:
-            peft = PeftModel.from_pretrained(
-                backbone.model, directory, is_trainable=trainable, use_safetensors=True, local_files_only=True
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the backbone lies elsewhere now than when it was trained
+                peft = PeftModel.from_pretrained(
+                    backbone.model, directory, is_trainable=trainable, use_safetensors=True, local_files_only=True
+                )
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{directory}: this adapter can't be put on {backbone.name}: {error}") from error
         adapter = cls(backbone, peft)

@@ -79,6 +79,8 @@ def fit_tree(
         console=console,
         disable=not console.is_terminal,
     )
+    if not console.is_terminal:
+        console.print(f"choosing the tree on {token_budget:,} greedy tokens of held-out prompts", highlight=False)
     try:
         with progress:
             task = progress.add_task("tree", total=token_budget)
@@ -144,7 +146,8 @@ def summary(
     if held_out is not None:
         best = f" (lowest {state.best_loss:.4f} at step {state.best_step})" if state.best_step != step else ""
         saved = f", as of step {step}" if step != state.step else ""
-        table.add_row("held-out loss", f"{held_out.objective:.4f}{saved}{best}")
+        whole = "held-out loss" if held_out.lm_loss is None else "held-out objective (backbone + lambda0 x heads)"
+        table.add_row(whole, f"{held_out.objective:.4f}{saved}{best}")
     if calibration is not None:
         tree = calibration.best
         table.add_row(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from medusa_train.checkpoint.layouts import save_heads
-from medusa_train.cli.export import app
+from medusa_train.cli.export import app, joint_warnings
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 D, V = 8, 21
@@ -122,3 +122,10 @@ def test_a_damaged_heads_file_is_named(tmp_path: Path) -> None:
     assert code == 1
     assert path.name in output
     assert not (run / "export").exists()
+
+
+def test_what_a_joint_run_trained_of_the_backbone_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    (line,) = joint_warnings(tmp_path, ["adapter"])
+    assert str(tmp_path / "adapter") in line
+    assert "heads alone" in line
+    assert joint_warnings(tmp_path, []) == []
