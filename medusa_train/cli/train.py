@@ -14,7 +14,8 @@ PIPE_WIDTH = 120
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 HELP = """
-Train Medusa heads on a frozen backbone: draft heads that let it write several tokens per forward pass.
+Train Medusa heads: draft heads that let a language model write several tokens per forward pass. The backbone stays
+frozen (recipe medusa1), or learns with them, through LoRA or itself (medusa2).
 
 [bold]CONFIG.yaml[/bold] holds flat keys with Axolotl's names; [bold]key=value[/bold] sets one for this run, and stands
 above the file. The README lists every key. The least that is needed: base_model (a Hugging Face directory or a hub

@@ -1,10 +1,11 @@
-"""Whether the Hugging Face hub can be reached at all, asked before a client retries for half a minute."""
+"""The Hugging Face hub: whether it can be reached at all, and single files from it. Knows no model and no data."""
 
 from __future__ import annotations
 
 import os
 import socket
 from functools import cache
+from pathlib import Path
 from urllib.parse import urlparse
 
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -26,3 +27,15 @@ def hub_is_out_of_reach() -> bool:
     except OSError:
         return True
     return False
+
+
+def file_from_hub(repo: str, filename: str) -> Path | None:
+    """A file of the data set `repo`, from the hub or its local cache; None where neither has it."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        # Where the hub is out of reach the client would try again and again before it looked into its cache.
+        offline = hub_is_out_of_reach()
+        return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
+    except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
+        return None

@@ -98,7 +98,7 @@ class TrainConfig(Config):
     """Keys of `medusa-train`."""
 
     # Backbone
-    base_model: Text = key(..., "the frozen backbone: a Hugging Face directory or a name on the hub")
+    base_model: Text = key(..., "the backbone: a Hugging Face directory or a name on the hub")
     base_model_config: Text | None = key(None, "ignored: the backbone's own config.json is read")
     model_type: Text | None = key(None, "ignored: the class follows from config.json")
     tokenizer_type: Text | None = key(None, "ignored: the class follows from the tokenizer's files")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_train.config.hub import hub_is_out_of_reach
+from medusa_train.config.hub import file_from_hub, hub_is_out_of_reach
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.errors import DataError
 
@@ -108,7 +108,7 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     if known.hub_repo is not None and known.hub_file is not None:
         if not hub_is_out_of_reach():
             note(f"bench {name_or_file}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
-        downloaded = _from_hub(known.hub_repo, known.hub_file)
+        downloaded = file_from_hub(known.hub_repo, known.hub_file)
         if downloaded is not None:
             return downloaded
     raise DataError(_missing_bench(name_or_file, known))
@@ -123,18 +123,6 @@ def _candidates(name: str) -> list[Path]:
         paths += [root / f"{folder}.jsonl" for folder in folders]
     paths += [PROJECT_ROOT / "data" / "bench" / folder / "question.jsonl" for folder in folders]
     return paths
-
-
-def _from_hub(repo: str, filename: str) -> Path | None:
-    """The file from the hub or its local cache; None where neither has it."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        # Where the hub is out of reach the client would try again and again before it looked into its cache.
-        offline = hub_is_out_of_reach()
-        return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
-    except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
-        return None
 
 
 def _missing_bench(name: str, known: _Known) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_train.config.hub import hub_is_out_of_reach
+from medusa_train.config.hub import file_from_hub, hub_is_out_of_reach
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import DataError
 
@@ -77,22 +77,10 @@ def find_seeds(seed_dataset: str, note: Callable[[str], None] = lambda line: Non
     if named.hub_repo is not None and named.hub_file is not None:
         if not hub_is_out_of_reach():
             note(f"seeds {seed_dataset}: not on this machine, asking the Hugging Face hub for {named.hub_repo} ...")
-        downloaded = _from_hub(named.hub_repo, named.hub_file)
+        downloaded = file_from_hub(named.hub_repo, named.hub_file)
         if downloaded is not None:
             return downloaded
     raise DataError(_missing(seed_dataset, named))
-
-
-def _from_hub(repo: str, filename: str) -> Path | None:
-    """The file from the hub or its local cache; None where neither has it."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        # Where the hub is out of reach the client would try again and again before it looked into its cache.
-        offline = hub_is_out_of_reach()
-        return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
-    except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
-        return None
 
 
 def _missing(name: str, named: _Named) -> str:

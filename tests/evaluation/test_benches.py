@@ -142,7 +142,7 @@ def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, mo
 
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
-    monkeypatch.setattr(benches, "_from_hub", fetch)
+    monkeypatch.setattr(benches, "file_from_hub", fetch)
     monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
     told: list[str] = []
     assert load_bench("mtbench", told.append) == Bench("mtbench", fetched, read_questions(fetched))
@@ -163,6 +163,7 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr("medusa_train.config.hub.hub_is_out_of_reach", lambda: out_of_reach)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     told: list[str] = []
     with pytest.raises(DataError, match="could not be fetched"):

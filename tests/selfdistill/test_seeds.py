@@ -98,7 +98,7 @@ def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_say
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_from_hub", lambda repo, filename: None)
+    monkeypatch.setattr(module, "file_from_hub", lambda repo, filename: None)
     monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: False)
     notes: list[str] = []
     with pytest.raises(DataError, match=r"put it at data/seeds/sharegpt\.json"):
@@ -106,7 +106,7 @@ def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_say
     assert "asking the Hugging Face hub" in notes[0]
 
     downloaded = jsonl(tmp_path / "cached.json", {"turns": ["a"]})
-    monkeypatch.setattr(module, "_from_hub", lambda repo, filename: downloaded)
+    monkeypatch.setattr(module, "file_from_hub", lambda repo, filename: downloaded)
     assert find_seeds("sharegpt") == downloaded
 
     (tmp_path / "data" / "seeds").mkdir(parents=True)
@@ -126,6 +126,7 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr("medusa_train.config.hub.hub_is_out_of_reach", lambda: out_of_reach)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     told: list[str] = []
     with pytest.raises(DataError, match="could not be fetched"):
