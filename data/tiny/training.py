@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from lookahead import Lookahead
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ class Recipe:
     embedding_dropout: float = 0.1
     question_weight: float = 1.0  # of the loss on what users write ...
     answers_only_from: float = 0.75  # ... until this share of the steps; 0 afterwards
+    lookahead_weight: float = 0.25  # of the loss on the tokens after the next one (lookahead.py) ...
+    lookahead_from: float = 0.5  # ... from this share of the steps on
     seed: int = 0
 
     def config(self) -> LlamaConfig:
@@ -91,8 +94,8 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings, unembedding and norms."""
+def build_optimizers(model: LlamaForCausalLM, lookahead: Lookahead, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings, unembedding, norms and lookahead blocks."""
     matrices, norms, tables = [], [], []
     for name, parameter in model.named_parameters():
         group = tables if "embed" in name or "lm_head" in name else matrices if parameter.ndim == 2 else norms
@@ -101,7 +104,11 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
     return [
         torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_decay, momentum=0.95),
         torch.optim.AdamW(
-            [{"params": tables, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}],
+            [
+                {"params": tables, "weight_decay": 0.01},
+                {"params": norms, "weight_decay": 0.0},
+                {"params": list(lookahead.parameters()), "weight_decay": 0.01},
+            ],
             lr=recipe.adam_lr,
             betas=(0.9, 0.95),
         ),
@@ -139,17 +146,22 @@ def to_tensors(chats: Sequence[Encoded], device: torch.device) -> tuple[Tensor, 
     return ids.to(device), kinds.to(device)
 
 
-def next_token_logits(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
-    """Logits [B, T-1, V] of ids[:, 1:], float32; `dropout` acts on the embeddings."""
+def hidden_states(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    """The last hidden states [B, T-1, d] that predict ids[:, 1:]; `dropout` acts on the embeddings."""
     embedded = model.model.embed_tokens(ids[:, :-1])
     if dropout:
         embedded = F.dropout(embedded, dropout)
-    return model(inputs_embeds=embedded, use_cache=False).logits.float()
+    return model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
 
-def token_losses(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
-    """Cross-entropy [B, T-1] in nats of each next token, float32."""
-    logits = next_token_logits(model, ids, dropout)
+def next_token_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Logits [B, T-1, V] of ids[:, 1:], float32."""
+    return model.lm_head(hidden_states(model, ids)).float()
+
+
+def token_losses(model: LlamaForCausalLM, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Cross-entropy [B, T-1] in nats of each next token, float32; `hidden` is [B, T-1, d]."""
+    logits = model.lm_head(hidden).float()
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
 
 
@@ -166,7 +178,7 @@ def held_out_losses(model: LlamaForCausalLM, chats: Sequence[Encoded], tokens: i
     for batch in micro_batches(chats, tokens, None):
         ids, kinds = to_tensors(batch, device)
         with torch.autocast(device.type, torch.bfloat16):
-            losses = token_losses(model, ids).double().cpu()
+            losses = token_losses(model, hidden_states(model, ids), ids).double().cpu()
         for slot, chosen in enumerate((kinds[:, 1:].cpu() > 0, kinds[:, 1:].cpu() == 2)):
             sums[slot] += losses[chosen].sum()
             counts[slot] += chosen.sum()
@@ -191,13 +203,15 @@ class Run:
     def __init__(self, recipe: Recipe, checkpoint: Path, device: torch.device) -> None:
         self.recipe, self.checkpoint, self.device = recipe, checkpoint, device
         self.model = build_model(recipe).to(device).train()
-        self.optimizers = build_optimizers(self.model, recipe)
+        self.lookahead = Lookahead(recipe.hidden).to(device)
+        self.optimizers = build_optimizers(self.model, self.lookahead, recipe)
         self.step = 0
         if checkpoint.exists():
             self._load()
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"lookahead.{name}": value for name, value in self.lookahead.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
@@ -214,8 +228,10 @@ class Run:
         with safe_open(self.checkpoint, "pt") as file:
             self.step = int(file.metadata()["step"])
         tensors = load_file(self.checkpoint, device=str(self.device))
-        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-        self.model.load_state_dict(weights)
+        for prefix, module in (("model.", self.model), ("lookahead.", self.lookahead)):
+            weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            if weights:  # a checkpoint from before the lookahead began need not hold it
+                module.load_state_dict(weights)
         for number, optimizer in enumerate(self.optimizers):
             state: dict[int, dict[str, Tensor]] = {}
             for key, value in tensors.items():
@@ -225,8 +241,10 @@ class Run:
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def update(self, batches: Sequence[Sequence[Encoded]]) -> tuple[float, int]:
-        """One optimizer step over micro-batches: (loss in nats per counted token, tokens read)."""
+        """One optimizer step over micro-batches: (next-token loss in nats per counted token, tokens read)."""
         recipe = self.recipe
+        ahead = recipe.lookahead_weight if self.step >= recipe.lookahead_from * recipe.steps else 0.0
+        rng = Random(f"lookahead {recipe.seed} {self.step}")
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)  # dropout is the same after a resume
         weight = recipe.question_weight if self.step < recipe.answers_only_from * recipe.steps else 0.0
         loaded = [to_tensors(batch, self.device) for batch in batches]
@@ -236,9 +254,10 @@ class Run:
         loss = 0.0
         for (ids, _), weighting in zip(loaded, weights, strict=True):
             with torch.autocast(self.device.type, torch.bfloat16):
-                losses = token_losses(self.model, ids, recipe.embedding_dropout)
-            part = (losses * weighting).sum() / total
-            part.backward()
+                hidden = hidden_states(self.model, ids, recipe.embedding_dropout)
+                part = (token_losses(self.model, hidden, ids) * weighting).sum() / total
+                further = self.lookahead.losses(hidden, self.model.lm_head, ids, weighting, rng) if ahead else 0.0
+            (part + ahead * further / total).backward()
             loss += float(part.detach())
         self.apply(recipe.rate(self.step))
         self.step += 1
@@ -246,7 +265,7 @@ class Run:
 
     def apply(self, rate: float) -> None:
         """Clip the gradients, step both optimizers at `rate` times their learning rates, clear the gradients."""
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_([*self.model.parameters(), *self.lookahead.parameters()], 1.0)
         peaks = (self.recipe.muon_lr, self.recipe.adam_lr)
         for optimizer, peak in zip(self.optimizers, peaks, strict=True):
             for group in optimizer.param_groups:

@@ -14,7 +14,7 @@ import torch
 import vocabulary
 from check import Answer, judge, loops
 from polish import judge_answer, repeated, signed_losses
-from training import Recipe, Run, held_out_losses, micro_batches, to_tensors, token_losses
+from training import Recipe, Run, held_out_losses, hidden_states, micro_batches, to_tensors, token_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vocabulary import Encoded
 
@@ -179,8 +179,9 @@ def test_padding_changes_no_loss() -> None:
     torch.nn.init.normal_(run.model.model.layers[0].mlp.down_proj.weight, std=0.5)
     pair = [Encoded(list(range(3, 11)), [True] * 8), Encoded(list(range(20, 23)), [True] * 3)]
     ids, kinds = to_tensors(pair, torch.device("cpu"))
-    together = token_losses(run.model, ids)
-    alone = token_losses(run.model, to_tensors(pair[1:], torch.device("cpu"))[0])
+    together = token_losses(run.model, hidden_states(run.model, ids), ids)
+    short, _ = to_tensors(pair[1:], torch.device("cpu"))
+    alone = token_losses(run.model, hidden_states(run.model, short), short)
     assert kinds[1].tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
     torch.testing.assert_close(together[1, :2], alone[0])
 
@@ -195,7 +196,8 @@ def test_micro_batches_hold_every_chat_once_within_the_limit() -> None:
 def test_the_held_out_loss_counts_each_token_once() -> None:
     run = Run(TINY, Path("absent"), torch.device("cpu"))
     made = chats(9)
-    expected = sum(float(token_losses(run.model, torch.tensor([chat.ids])).detach().sum()) for chat in made)
+    rows = [torch.tensor([chat.ids]) for chat in made]
+    expected = sum(float(token_losses(run.model, hidden_states(run.model, row), row).detach().sum()) for row in rows)
     measured = held_out_losses(run.model, made, 64)["all"] * sum(len(chat.ids) - 1 for chat in made)
     assert measured == pytest.approx(expected, rel=5e-3)  # bf16 autocast against float32
 
