@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -27,8 +28,11 @@ class Engine(Protocol):
         """Clip, update, move the schedule on, zero the gradients.
 
         Returns:
-            The gradient norm before clipping. When it is not finite nothing was updated.
+            The gradient norm before clipping. When it is not finite nothing was updated, the schedule neither.
         """
+
+    def skip(self) -> None:
+        """Let a step pass without an update: drop the gradients, if any are left, and move the schedule on."""
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and schedule, as nested dicts and lists of tensors and plain values."""
@@ -70,6 +74,14 @@ class LocalEngine:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def skip(self) -> None:
+        """Let a step pass without an update: drop the gradients and move the schedule on."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with warnings.catch_warnings():
+            # torch takes a schedule that moves before the optimizer for a mistake; here the first step was skipped
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and schedule, as nested dicts and lists of tensors and plain values."""

@@ -51,6 +51,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert engine.lr == lr
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_skipped_step_moves_the_schedule_alone():
+    model, other = linear(), linear()
+    engine, plain = make_engine(model, momentum=0.0), make_engine(other, momentum=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.backward(model(torch.full((1, 3), float("nan"))).sum())
+    engine.skip()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    plain.backward(0 * other(torch.ones(1, 3)).sum())
+    plain.step()
+    assert engine.lr == plain.lr == pytest.approx(0.05)
+
+
 def test_state_goes_on_to_the_bit():
     def steps(engine, model, n):
         for i in range(n):
