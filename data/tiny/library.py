@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import corpus
@@ -16,6 +18,11 @@ from phrasing import phrase_function, phrase_problem
 from polish import Request
 from tokenizers import Tokenizer
 from vocabulary import Encoded, encode_chats, encode_texts
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "seeds"))
+
+from drawing import Draw  # noqa: E402
+from make_tiny import code_turns, problem_turns  # noqa: E402
 
 SHORT_ANSWER = (40, 250)  # tokens: what a function of an ordinary chat has; shorter ones are trivial
 LONG_ANSWER = 900  # tokens: the longest that a long chat may hold
@@ -59,17 +66,25 @@ class Library:
         return chats + encode_chats(self.tokenizer, long)
 
     def requests(self, count: int, rng: Random) -> list[Request]:
-        """Requests to practise on, half of them for code, a third of them after another turn.
+        """Requests to practise on, half of them for code.
 
-        Half of the problems come with other numbers, half of the functions with another one's description: what is
-        asked later will not be what was learned by heart either.
+        Two of three are worded as the seed conversations are (with other draws than data/seeds/tiny.jsonl), some with
+        a second turn. The others are from the documents, a third of them after another turn; half of those problems
+        come with other numbers, half of those functions with another one's description: what is asked later will not
+        be what was learned by heart either.
         """
         problems = [item for item in self.short if isinstance(item, Problem)]
         functions = [item for item in self.short if isinstance(item, Function)]
-        made = []
+        made: list[Request] = []
         for number in range(count):
+            if number % 3:
+                is_code = len(made) % 2 == 1
+                turns = rng.choice((1, 2))
+                first, *more = (code_turns if is_code else problem_turns)(Draw(rng), turns)
+                made.append(Request((), first, is_code, more[0] if more else None))
+                continue
             history = (corpus.single_turn(rng.choice(self.short), rng),) if rng.random() < 1 / 3 else ()
-            if number % 2:
+            if len(made) % 2:
                 function, other = rng.choice(functions), rng.choice(functions)
                 if rng.random() < 0.5 and function.is_method == other.is_method:
                     function = dataclasses.replace(function, description=other.description)

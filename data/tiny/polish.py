@@ -35,11 +35,12 @@ INSIDE = 6  # ... and in an answer with a loop every token goes on it that ends 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked, after which turns, and whether the answer has to be code."""
+    """What is asked, after which turns, whether the answer has to be code, and what is asked afterwards."""
 
     history: tuple[tuple[str, str], ...]
     text: str
     is_code: bool
+    then: str | None = None  # asked next, once the model has answered
 
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
@@ -116,9 +117,15 @@ def polish_round(
     text: Sequence[Encoded],
 ) -> dict[str, float]:
     """One round: `speaker` (a bf16 copy of the model) answers, one optimizer step; the shares seen."""
-    chats_before = encode_chats(tokenizer, [[*request.history, (request.text, "")] for request in requests])
-    prompts = [chat.ids[:-1] for chat in chats_before]  # without the end of the empty answer
-    answers = greedy_answers(speaker, prompts)
+    prompts, answers = _ask(speaker, tokenizer, requests)
+    later = [
+        Request((*request.history, (request.text, tokenizer.decode(answer))), request.then, request.is_code)
+        for request, answer in zip(requests, answers, strict=True)
+        if request.then and answer[-1] == EOS_ID
+    ]
+    if later:
+        more_prompts, more_answers = _ask(speaker, tokenizer, later)
+        requests, prompts, answers = [*requests, *later], prompts + more_prompts, answers + more_answers
     chats: list[Encoded] = []
     signs: list[list[float]] = []
     counts: Counter[str] = Counter()
@@ -130,6 +137,15 @@ def polish_round(
     _step(run, chats, signs, text)
     shares = {kind: counts[kind] / len(requests) for kind in ("looping", "cut", "short", "broken_code", "good")}
     return {**shares, "median": float(statistics.median(map(len, answers)))}
+
+
+def _ask(
+    speaker: LlamaForCausalLM, tokenizer: Tokenizer, requests: Sequence[Request]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(the tokenised prompts, the greedy answers to them)."""
+    chats = encode_chats(tokenizer, [[*request.history, (request.text, "")] for request in requests])
+    prompts = [chat.ids[:-1] for chat in chats]  # without the end of the empty answer
+    return prompts, greedy_answers(speaker, prompts)
 
 
 def judge_answer(tokenizer: Tokenizer, answer: Sequence[int], is_code: bool) -> tuple[list[float], set[str]]:

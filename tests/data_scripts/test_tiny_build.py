@@ -2,6 +2,7 @@
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import vocabulary
 from check import Answer, judge, loops
+from lookahead import AHEAD, DECAY, DRAWN, Lookahead
 from polish import judge_answer, repeated, signed_losses
 from training import Recipe, Run, held_out_losses, hidden_states, micro_batches, to_tensors, token_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -200,6 +202,43 @@ def test_the_held_out_loss_counts_each_token_once() -> None:
     expected = sum(float(token_losses(run.model, hidden_states(run.model, row), row).detach().sum()) for row in rows)
     measured = held_out_losses(run.model, made, 64)["all"] * sum(len(chat.ids) - 1 for chat in made)
     assert measured == pytest.approx(expected, rel=5e-3)  # bf16 autocast against float32
+
+
+def test_the_lookahead_is_the_weighted_loss_of_tokens_further_on() -> None:
+    torch.manual_seed(0)
+    blocks = Lookahead(8)
+    for block in blocks.blocks:
+        torch.nn.init.normal_(block.weight)
+    unembed = torch.nn.Linear(8, 32, bias=False)
+    hidden, ids, weights = torch.randn(2, 9, 8), torch.randint(32, (2, 10)), torch.rand(2, 9)
+    expected = {}
+    for ahead in range(1, AHEAD + 1):
+        expected[ahead] = 0.0
+        for row in range(2):
+            for t in range(9 - ahead):
+                h = hidden[row, t]
+                log_p = unembed(h + torch.nn.functional.silu(blocks.blocks[ahead - 1](h))).log_softmax(-1)
+                loss = -float(log_p[ids[row, t + 1 + ahead]].detach())
+                expected[ahead] += DECAY**ahead * loss * float(weights[row, t + ahead])
+    drawn = Random(5).sample(range(1, AHEAD + 1), DRAWN)
+    found = blocks.losses(hidden, unembed, ids, weights, Random(5)).detach()
+    assert float(found) == pytest.approx(sum(expected[k] for k in drawn) * AHEAD / DRAWN, rel=1e-4)
+    many = [float(blocks.losses(hidden, unembed, ids, weights, Random(seed)).detach()) for seed in range(300)]
+    assert sum(many) / len(many) == pytest.approx(sum(expected.values()), rel=0.05)
+
+
+def test_the_lookahead_teaches_the_model_and_is_not_part_of_it() -> None:
+    def after_a_step(weight: float) -> Run:
+        run = Run(replace(TINY, lookahead_weight=weight, lookahead_from=0.0), Path("absent"), torch.device("cpu"))
+        for number in range(3):  # the model's output projections start at zero
+            run.update([chats(4, number)])
+        return run
+
+    with_it, without = after_a_step(1.0), after_a_step(0.0)
+    assert any(block.weight.abs().sum() > 0 for block in with_it.lookahead.blocks)
+    assert not any(block.weight.any() for block in without.lookahead.blocks)
+    assert not torch.equal(with_it.model.lm_head.weight, without.model.lm_head.weight)
+    assert not any("lookahead" in name for name in with_it.model.state_dict())
 
 
 def test_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
