@@ -1,23 +1,21 @@
-"""Files that reach the disk whole: fsync, rename, checksums. Knows nothing of what is in them."""
+"""Files of tensors and of JSON, flushed to the disk and read back with checksums. Knows nothing of what is in them."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from medusa_train.checkpoint.disk import sync
 from medusa_train.errors import CheckpointError
-
-WRITE_ERRORS = (OSError, SafetensorError)
-"""What writing raises when the disk is full; safetensors has an error of its own for it."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -42,26 +40,15 @@ def write_json(path: Path, value: Any) -> None:
     sync(path)
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path` and rename it: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file onto the CPU.
+def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
+    """Read a safetensors file onto the CPU, or of it only what begins with one of `prefixes`.
 
     Raises:
         CheckpointError: missing, truncated or no safetensors file.
     """
     try:
-        return load_file(str(path))
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefixes)}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: can't be read as safetensors: {error}") from error
 
@@ -104,15 +91,6 @@ def checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
     return value
-
-
-def sync(path: Path) -> None:
-    """Flush a file's or a directory's own entry to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _umask() -> int:

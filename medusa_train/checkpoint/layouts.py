@@ -1,32 +1,29 @@
 """Directories of Medusa heads on disk: written in the layout that others read, read whoever wrote them.
 
-Knows no training state and no decoding; the names of the weights are `reference.py`'s.
+Knows no training state and no decoding; the names of the weights are `reference.py`'s and `vllm.py`'s, which layout a
+directory has says `found.py`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from medusa_train.checkpoint.files import (
-    WRITE_ERRORS,
-    read_json,
-    read_pickled_tensors,
-    read_tensors,
-    replace_file,
-    write_json,
-    write_tensors,
-)
+from medusa_train.checkpoint.disk import WRITE_ERRORS, replace_file, write_failure
+from medusa_train.checkpoint.files import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
+from medusa_train.checkpoint.found import CONFIG, PICKLED, PREFIXES, SAFETENSORS, heads_files, heads_layout
 from medusa_train.checkpoint.reference import HeadTensors, from_reference, to_reference
+from medusa_train.checkpoint.vllm import from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 
-SAFETENSORS = "medusa_lm_head.safetensors"
-PICKLED = "medusa_lm_head.pt"
-CONFIG = "config.json"
+VLLM_WEIGHTS = "model.safetensors"
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +38,24 @@ def save_heads(draft: MedusaDraft, directory: Path | str, base_model: str) -> Pa
     return write_heads(heads, directory)
 
 
-def write_heads(heads: HeadTensors, directory: Path | str, *, pickled: bool = False) -> Path:
+def write_heads(
+    heads: HeadTensors,
+    directory: Path | str,
+    *,
+    pickled: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
     """Write medusa_lm_head.safetensors and config.json, with `pickled` also the medusa_lm_head.pt of the public code.
+
+    `config` holds further keys of config.json (TensorRT-LLM wants the backbone's there).
 
     Raises:
         CheckpointError: the directory can't be written.
     """
     directory = Path(directory)
     tensors = to_reference(heads.state, heads.num_layers)
-    config = {
+    keys = {
+        **(config or {}),
         "medusa_num_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,
         "base_model_name_or_path": heads.base_model,
@@ -60,14 +66,39 @@ def write_heads(heads: HeadTensors, directory: Path | str, *, pickled: bool = Fa
         if pickled:
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             replace_file(directory / PICKLED, lambda path: torch.save(plain, path))
-        replace_file(directory / CONFIG, lambda path: write_json(path, config))
+        replace_file(directory / CONFIG, lambda path: write_json(path, keys))
     except (*WRITE_ERRORS, RuntimeError) as error:  # torch.save's zip writer raises RuntimeError on a full disk
-        raise CheckpointError(f"the heads could not be written to {directory}: {error}") from error
+        raise _not_written(directory, tensors, error) from error
     return directory
 
 
+def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None = None) -> Path:
+    """Write the directory that vLLM loads: model.safetensors and config.json.
+
+    Args:
+        lm_head: the backbone's matrix [V, d], for heads that share it.
+
+    Raises:
+        CheckpointError: the directory can't be written, or the heads share a matrix that is not given.
+    """
+    directory = Path(directory)
+    tensors, config = to_vllm(heads, lm_head)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(directory / VLLM_WEIGHTS, lambda path: write_tensors(path, tensors))
+        replace_file(directory / CONFIG, lambda path: write_json(path, config))
+    except WRITE_ERRORS as error:
+        raise _not_written(directory, tensors, error) from error
+    return directory
+
+
+def _not_written(directory: Path, tensors: Mapping[str, Tensor], error: Exception) -> CheckpointError:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return CheckpointError(f"the heads could not be written to {directory}: {write_failure(error, directory, needed)}")
+
+
 def read_heads(directory: Path | str) -> HeadTensors:
-    """Read a directory of heads: safetensors where there are, else the public code's `.pt`.
+    """Read a directory of heads, whoever wrote it: ours, the public code's, TGI's, vLLM's, or a Medusa-2 full model.
 
     The tensors are believed where config.json says something else (published ones understate the number of heads);
     a log message says so.
@@ -76,26 +107,44 @@ def read_heads(directory: Path | str) -> HeadTensors:
         CheckpointError: no heads there, or files that can't be read or don't belong together.
     """
     directory = Path(directory)
-    if (directory / SAFETENSORS).is_file():
-        path = directory / SAFETENSORS
-        tensors = read_tensors(path)
-    elif (directory / PICKLED).is_file():
-        path = directory / PICKLED
-        tensors = read_pickled_tensors(path)
-    else:
-        raise CheckpointError(f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED})")
-    heads = from_reference(tensors, str(path))
+    layout = heads_layout(directory)
+    if layout is None:
+        raise CheckpointError(
+            f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory in vLLM's layout, "
+            f"no model that holds {PREFIXES[0]}* weights)"
+        )
+    files = heads_files(directory)
     config = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / CONFIG}: a mapping of keys is expected")
-    for key, found in (("medusa_num_heads", heads.num_heads), ("medusa_num_layers", heads.num_layers)):
+    base = config.get("base_model_name_or_path")
+    if layout == "model":
+        base = str(directory)  # the heads belong to the backbone that lies beside them
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        tensors |= _read(path, PREFIXES if layout == "model" else ("",))
+    source = str(files[0] if len(files) == 1 else directory)
+    heads = from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
+    _correct(config, directory, heads, vllm=layout == "vllm")
+    return heads.with_base_model(base if isinstance(base, str) else None)
+
+
+def _read(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of one file whose names begin with one of `prefixes`."""
+    if path.suffix == ".safetensors":
+        return read_tensors(path, prefixes)
+    return {name: tensor for name, tensor in read_pickled_tensors(path).items() if name.startswith(prefixes)}
+
+
+def _correct(config: Mapping[str, Any], directory: Path, heads: HeadTensors, *, vllm: bool) -> None:
+    """Say where config.json counts heads or blocks that are not those of the weights."""
+    names = ("num_heads", "num_hidden_layers") if vllm else ("medusa_num_heads", "medusa_num_layers")
+    for key, found in zip(names, (heads.num_heads, heads.num_layers), strict=True):
         said = config.get(key, found)
         if said != found:
             _log.warning(
                 "%s says %s: %s, but the weights hold %d; using %d.", directory / CONFIG, key, said, found, found
             )
-    base = config.get("base_model_name_or_path")
-    return heads.with_base_model(base if isinstance(base, str) else None)
 
 
 def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None) -> MedusaDraft:

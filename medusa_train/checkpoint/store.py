@@ -17,15 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_train.checkpoint.files import (
-    WRITE_ERRORS,
-    checksum,
-    read_json,
-    read_tensors,
-    sync,
-    write_json,
-    write_tensors,
-)
+from medusa_train.checkpoint.disk import WRITE_ERRORS, sync, write_failure
+from medusa_train.checkpoint.files import checksum, read_json, read_tensors, write_json, write_tensors
 from medusa_train.checkpoint.pack import pack, unpack
 from medusa_train.errors import CheckpointError
 
@@ -71,7 +64,9 @@ class CheckpointStore:
             _fill(temporary, step, parts)
             self._publish(temporary, final)
         except WRITE_ERRORS as error:
-            raise CheckpointError(self._failure(step, error)) from error
+            shutil.rmtree(temporary, ignore_errors=True)  # before the disk is asked how much of it is free
+            needed = sum(tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values())
+            raise CheckpointError(self._failure(step, write_failure(error, self.root, needed))) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self._retain({step, *keep})
@@ -136,12 +131,12 @@ class CheckpointStore:
                 (path / MANIFEST).unlink(missing_ok=True)  # from here on it doesn't count, however far we get
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _failure(self, step: int, error: Exception) -> str:
+    def _failure(self, step: int, reason: str) -> str:
         steps = self.steps()
         rest = (
             f"The last good checkpoint is {self.root / f'step-{steps[-1]}'}." if steps else "There is no earlier one."
         )
-        return f"the checkpoint of step {step} could not be written to {self.root}: {error}\n{rest}"
+        return f"the checkpoint of step {step} could not be written to {self.root}: {reason}\n{rest}"
 
     def _others(self, path: Path) -> str:
         others = [f"step-{step}" for step in self.steps() if self.root / f"step-{step}" != path]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -64,6 +66,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert_is(CheckpointStore(tmp_path).load(path), 7)
 
 
+def test_files_for_other_readers_lie_beside_the_state_and_are_watched_like_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(3, state(3), beside={"tree.json": {"medusa_choices": [[0], [0, 1]]}})
+    assert json.loads((path / "tree.json").read_text()) == {"medusa_choices": [[0], [0, 1]]}
+    loaded = store.load(path)
+    assert set(loaded) == set(state(3))
+    assert_is(loaded, 3)
+    (path / "tree.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tree\.json: truncated or changed"):
+        store.load(path)
+
+
 def test_latest_is_the_highest_step_not_the_last_name(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     assert store.latest() is None
@@ -118,6 +132,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_usable(tmp_path: Path, after
     with full_disk(after), pytest.raises(CheckpointError, match=r"step 2 could not be written") as caught:
         store.save(2, state(2))
     assert str(good) in str(caught.value)
+    assert re.search(r"KiB are needed, [\d,.]+ \wiB are free there", str(caught.value))
     assert [p.name for p in store.root.iterdir()] == ["step-1"]
     assert store.latest() == good
     assert_is(store.load(good), 1)
