@@ -21,8 +21,8 @@ from vocabulary import Encoded, encode_chats, encode_texts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "seeds"))
 
-from drawing import Draw  # noqa: E402
-from make_tiny import code_turns, problem_turns  # noqa: E402
+from drawing import Draw
+from make_tiny import code_turns, problem_turns
 
 SHORT_ANSWER = (40, 250)  # tokens: what a function of an ordinary chat has; shorter ones are trivial
 LONG_ANSWER = 900  # tokens: the longest that a long chat may hold
