@@ -2,6 +2,8 @@
 
 The gradients are computed in the forward pass, while a chunk's logits are at hand, so that nothing of size [N, V] is
 ever kept for the backward pass (the idea of Liger Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989).
+A chunk is what one matrix product takes; softmax and what follows run over it block by block, while a block is in the
+caches, and leave the gradient where the logits were, in the products' dtype: float32 logits exist for a block alone.
 A row's target is a distribution: the label's, a teacher's, or a mix. Whichever it is, the loss is a cross-entropy up to
 a constant, and its gradient with respect to the logits is softmax minus target.
 """
@@ -18,8 +20,9 @@ from torch.nn.functional import log_softmax
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.matrix import Matrix, UnembeddingLike, product_dtype
 
-_CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-_MIN_ROWS = 256
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+_MIN_ROWS = 1024
+_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
 class LinearSums(NamedTuple):
@@ -90,7 +93,8 @@ def linear_loss(
         labels,
         student,
         None if teacher is None else _TeacherRows(teacher, rows, hidden.shape[0], student),
-        chunk or chunk_rows(vocab, hidden.device.type),
+        chunk or chunk_rows(vocab, hidden.device.type, student.buffer_dtype.itemsize),
+        block_rows(vocab, hidden.device.type),
         torch.is_grad_enabled(),
     )
     # A and the dropout before it get their gradients from ordinary autograd: z is only r wide
@@ -99,12 +103,17 @@ def linear_loss(
     return LinearSums(*_LinearLoss.apply(hidden, unembedding.weight, unembedding.bias, z, up, job))
 
 
-def chunk_rows(vocab: int, device: str) -> int:
-    """Rows whose float32 logits are small beside the caches (CPU) or the memory (GPU).
+def chunk_rows(vocab: int, device: str, itemsize: int = 4) -> int:
+    """Rows of one product: its logits, of `itemsize` bytes, are small beside the matrices and their gradients.
 
-    Never fewer than 256: each chunk reads the whole weight and, when that is trained, its whole gradient.
+    Never fewer than 1024: each chunk reads the whole weight and, when that is trained, its whole gradient.
     """
-    return max(_MIN_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (4 * vocab))
+    return max(_MIN_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (itemsize * vocab))
+
+
+def block_rows(vocab: int, device: str) -> int:
+    """Rows that go through softmax at once: few enough for the caches (CPU), many enough for the kernels (GPU)."""
+    return max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // (4 * vocab))
 
 
 class _TeacherRows:
@@ -129,10 +138,13 @@ class _TeacherRows:
             a = low_rank.a.detach().to(product_dtype(low_rank.a))
             self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.factor  # no dropout: it is the teacher
 
-    def log_probs(self, part: slice) -> Tensor:
-        """Log-probabilities [C, V] of a chunk of the rows that count."""
-        z = None if self.z is None else self.z[part]
-        logits = self.matrix.raw_logits(self.hidden[self.rows[part]], z)
+    def product(self, part: slice, out: Tensor) -> None:
+        """Write W h of a chunk of the rows that count into `out` [C, V]."""
+        self.matrix.product(self.hidden[self.rows[part]].to(self.matrix.weight.dtype), out)
+
+    def log_probs(self, product: Tensor, part: slice) -> Tensor:
+        """Log-probabilities [b, V] of a block, from its W h; may use that up."""
+        logits = self.matrix.raw_logits(product, None if self.z is None else self.z[part])
         return log_softmax(self.matrix.transform_(logits), dim=1)
 
 
@@ -144,6 +156,7 @@ class _Job(NamedTuple):
     student: Matrix
     teacher: _TeacherRows | None
     chunk: int
+    block: int
     grad_enabled: bool
 
 
@@ -164,7 +177,7 @@ class _LinearLoss(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             sums = _Sums(inputs, wanted, job)
             for start in range(0, job.rows.shape[0], job.chunk):
-                sums.add_chunk(hidden, z, slice(start, start + job.chunk))
+                sums.add_chunk(hidden, z, start)
         ctx.save_for_backward(*sums.grads)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl)
@@ -196,6 +209,11 @@ class _Sums:
             for tensor, want, kind in zip(inputs, wanted, kinds, strict=True)
         ]
         self.any_grad = any(wanted)
+        rows, vocab = min(job.chunk, job.rows.shape[0]), job.student.weight.shape[0]
+        self.buffer = job.student.weight.new_empty(rows, vocab, dtype=job.student.buffer_dtype)
+        self.theirs: Tensor | None = None
+        if job.teacher is not None:
+            self.theirs = job.student.weight.new_empty(rows, vocab, dtype=job.teacher.matrix.buffer_dtype)
 
     def loss(self) -> Tensor:
         """What is minimised, from the sums so far."""
@@ -204,35 +222,49 @@ class _Sums:
         soft = self.kl if teacher.divergence else self.kl + self.entropy
         return teacher.share * soft + (1.0 - teacher.share) * self.ce
 
-    def add_chunk(self, hidden: Tensor, z: Tensor | None, part: slice) -> None:
-        """Add a chunk of the rows that count: `part` of job.rows, of z [M, r] and of the teacher's rows."""
+    def add_chunk(self, hidden: Tensor, z: Tensor | None, start: int) -> None:
+        """Add the chunk of the rows that count that begins with row `start` of job.rows, of z and of the teacher's."""
         job, student = self.job, self.job.student
-        rows, index = job.rows[part], job.labels[part].unsqueeze(1)
+        part = slice(start, start + job.chunk)
+        rows = job.rows[part]
         states = hidden[rows].to(student.weight.dtype)
-        z = None if z is None else z[part]
-        logits = student.raw_logits(states, z)  # [C, V]
+        logits = self.buffer[: len(rows)]
+        student.product(states, logits)
+        if job.teacher is not None and self.theirs is not None:
+            job.teacher.product(part, self.theirs[: len(rows)])
+        for first in range(0, len(rows), job.block):
+            self._add_block(z, slice(first, min(first + job.block, len(rows))), start)
+        if self.any_grad:
+            self._add_grads(logits, states, None if z is None else z[part], rows, part)
+
+    def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
+        """Add a block of the chunk that begins with row `start`; put its raw logits' gradient in their place."""
+        job, student = self.job, self.job.student
+        part = slice(start + block.start, start + block.stop)
+        product, index = self.buffer[block], job.labels[part].unsqueeze(1)
+        logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
         self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()  # scale and soft cap keep the order
         log_probs = log_softmax(student.transform_(logits), dim=1)
-        if student.softcap is None:
-            logits = log_probs  # only a soft cap's slope needs the logits once more
         self.ce -= log_probs.gather(1, index).sum()
-        soft = None if job.teacher is None else self._add_teacher(job.teacher, log_probs, part)
+        soft = None
+        if job.teacher is not None and self.theirs is not None:
+            soft = self._add_teacher(job.teacher, job.teacher.log_probs(self.theirs[block], part), log_probs)
         if not self.any_grad:
             return
         grad = log_probs.exp_()  # d loss / d logits = softmax - target
         if soft is not None:
             grad -= soft
-            del soft
         label_share = 1.0 if job.teacher is None else 1.0 - job.teacher.share
         if label_share:
             grad.scatter_add_(1, index, grad.new_full((1, 1), -label_share).expand_as(index))
         student.transform_grad_(grad, logits)
-        del logits
-        self._add_grads(grad, states, z, rows, part)
+        if (grad_bias := self.grads[2]) is not None:
+            grad_bias += grad.sum(dim=0)
+        product.copy_(grad)
 
-    def _add_teacher(self, teacher: _TeacherRows, log_probs: Tensor, part: slice) -> Tensor:
-        """Add divergence and entropy; return the teacher's part of the target [C, V]."""
-        theirs = teacher.log_probs(part).to(self.dtype)
+    def _add_teacher(self, teacher: _TeacherRows, theirs: Tensor, log_probs: Tensor) -> Tensor:
+        """Add divergence and entropy; return the teacher's part of the target [b, V]."""
+        theirs = theirs.to(self.dtype)
         probs = theirs.exp()
         if not teacher.divergence:
             self.entropy -= (probs * theirs).sum()
@@ -241,11 +273,9 @@ class _Sums:
         return probs.mul_(teacher.share)
 
     def _add_grads(self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice) -> None:
-        """Carry the raw logits' gradient [C, V] on to what made them."""
-        grad_hidden, grad_weight, grad_bias, grad_z, grad_up = self.grads
+        """Carry the raw logits' gradient [C, V] on to the matrices and to what they multiply."""
+        grad_hidden, grad_weight, _, grad_z, grad_up = self.grads
         student = self.job.student
-        if grad_bias is not None:
-            grad_bias += grad.sum(dim=0)
         if student.up is not None and z is not None:
             narrow = grad.to(student.up.dtype)
             if grad_z is not None:

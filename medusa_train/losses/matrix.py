@@ -64,6 +64,7 @@ class Matrix:
 
     Attributes:
         weight: [V, d] and up (LoRA's B): [V, r] or None, in the products' dtypes.
+        buffer_dtype: of what holds W h: the products', the wider one where the two differ.
         dtype: of the logits, bias and all that follows: float32 (float64 for float64 weights).
     """
 
@@ -80,12 +81,21 @@ class Matrix:
         self.bias = None if unembedding.bias is None else unembedding.bias.detach().to(self.dtype)
         low_rank = unembedding.low_rank
         self.up = None if low_rank is None else low_rank.b.detach().to(product_dtype(low_rank.b))
+        # what holds W h, and later the gradient that goes back through both matrices
+        self.buffer_dtype = torch.promote_types(self.weight.dtype, (self.weight if self.up is None else self.up).dtype)
         self.scale = unembedding.scale
         self.softcap = unembedding.softcap
 
-    def raw_logits(self, states: Tensor, z: Tensor | None) -> Tensor:
-        """Logits [C, V] of states [C, d] and LoRA's z [C, r], before scale and soft cap."""
-        logits = (states.to(self.weight.dtype) @ self.weight.t()).to(self.dtype)
+    def product(self, states: Tensor, out: Tensor) -> None:
+        """Write W h of states [C, d] into `out` [C, V], of the weight's dtype or (LoRA in a wider one) LoRA's."""
+        if out.dtype == self.weight.dtype:
+            torch.mm(states, self.weight.t(), out=out)
+        else:
+            out.copy_(states @ self.weight.t())
+
+    def raw_logits(self, product: Tensor, z: Tensor | None) -> Tensor:
+        """Logits [C, V] from the product W h and LoRA's z [C, r], before scale and soft cap; may use up `product`."""
+        logits = product.to(self.dtype)
         if self.bias is not None:
             logits += self.bias
         if self.up is not None and z is not None:

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from medusa_train.data.targets import IGNORE
+from medusa_train.losses import linear
 from medusa_train.models.features import Features
 from tests.losses.toy import B, Rows, T, V, features
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax over a few rows at a time: the vocabularies here would fit into one block otherwise."""
+    monkeypatch.setitem(linear._BLOCK_BYTES, "cpu", 4 * 3 * 29)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ class Rows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and out.shape[1] == self.width:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out) and out.shape[1] == self.width:
             self.rows += out.shape[0]
         if func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default) and out.shape == self.gradient:
             self.weight_grads += 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from medusa_train.data.targets import IGNORE
-from medusa_train.losses.linear import chunk_rows
+from medusa_train.losses.linear import block_rows, chunk_rows
 from medusa_train.losses.linear_ce import linear_cross_entropy
 from medusa_train.models.unembedding import LowRank, Unembedding
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
@@ -257,6 +257,14 @@ def test_target_outside_the_vocabulary_is_named(token: int) -> None:
 
 
 def test_chunks_stay_small_for_any_vocabulary() -> None:
-    assert chunk_rows(2_000, "cpu") > 1_000
-    assert chunk_rows(128_000, "cpu") == 256
+    assert chunk_rows(2_000, "cpu") > 8_000
+    assert chunk_rows(32_000, "cpu", itemsize=2) == 1048
+    assert chunk_rows(128_000, "cpu") == 1024
     assert chunk_rows(32_000, "cuda") > chunk_rows(32_000, "cpu")
+
+
+def test_blocks_are_a_few_rows_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the small blocks of these tests
+    assert block_rows(4_096, "cpu") == 128
+    assert block_rows(1_000_000, "cpu") == 1
+    assert block_rows(32_000, "cuda") > block_rows(32_000, "cpu")
