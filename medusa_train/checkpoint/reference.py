@@ -18,6 +18,7 @@ from torch import Tensor
 
 from medusa_train.errors import CheckpointError
 
+_PREFIX = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _HEAD = re.compile(r"(\d+)\.(\d+)\.(weight|bias)")
 _OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)\.(weight|bias)")
@@ -78,27 +79,46 @@ def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tens
 def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file") -> HeadTensors:
     """Read the reference's names; the numbers of heads and blocks are those of the tensors.
 
+    A prefix `medusa_head.` or `medusa_heads.`, which some writers leave before them, is taken off.
+
     Raises:
         CheckpointError: unknown, missing or misshapen tensors; `source` is named in the message.
     """
     state: dict[str, Tensor] = {}
-    blocks: dict[int, set[int]] = {}
-    tops: dict[int, int] = {}
-    for name, tensor in tensors.items():
+    tops: dict[str, int] = {}
+    for full_name, tensor in tensors.items():
+        name = _PREFIX.sub("", full_name)
         if match := _BLOCK.fullmatch(name):
-            head, block, kind = int(match[1]), int(match[2]), match[3]
-            blocks.setdefault(head, set()).add(block)
-            state[f"blocks.{head}.{block}.linear.{kind}"] = tensor
+            state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
         elif match := _HEAD.fullmatch(name):
-            head, tops[head] = int(match[1]), int(match[2])
-            state[f"lm_heads.{head}.{match[3]}"] = tensor
+            if tops.setdefault(match[1], int(match[2])) != int(match[2]):
+                raise CheckpointError(f"{source}: {full_name}: a head has its unembedding in two places")
+            state[f"lm_heads.{match[1]}.{match[3]}"] = tensor
         else:
-            raise CheckpointError(f"{source}: {name} is no weight of Medusa heads in the reference's layout")
-    if tops:
-        heads = HeadTensors(len(tops), next(iter(tops.values())), state)
-    else:
-        heads = HeadTensors(len(blocks), max(map(len, blocks.values()), default=0), state)
-    _check_complete(heads, blocks, tops, source)
+            raise CheckpointError(f"{source}: {full_name} is no weight of Medusa heads in the reference's layout")
+    if len(set(tops.values())) > 1:
+        raise CheckpointError(f"{source}: the heads have different numbers of blocks: {sorted(set(tops.values()))}")
+    return complete_heads(state, source, next(iter(tops.values()), None))
+
+
+def complete_heads(state: dict[str, Tensor], source: str, num_layers: int | None = None) -> HeadTensors:
+    """Heads from a state dict of ours, whose numbers of heads and blocks are counted.
+
+    Args:
+        state: see `HeadTensors`. source: where it is from, for messages.
+        num_layers: blocks per head where the file says so itself; by default as many as some head has.
+
+    Raises:
+        CheckpointError: a weight is missing, belongs to no head, or has another shape than its like.
+    """
+    blocks = [match for name in state if (match := _OURS.fullmatch(name)) and match[1] is not None]
+    numbers = {match[1] for match in blocks} | {name.split(".")[1] for name in state if name.startswith("lm_heads.")}
+    if not numbers:
+        raise CheckpointError(f"{source}: holds no heads")
+    if num_layers is None:
+        num_layers = len({match[2] for match in blocks})
+    heads = HeadTensors(len(numbers), num_layers, state)
+    _check_complete(heads, source)
     _check_shapes(heads, source)
     return heads
 
@@ -122,13 +142,10 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
     )
 
 
-def _check_complete(heads: HeadTensors, blocks: Mapping[int, set[int]], tops: Mapping[int, int], source: str) -> None:
-    if not tops and not blocks:
-        raise CheckpointError(f"{source}: holds no heads")
-    if len(set(tops.values())) > 1:
-        raise CheckpointError(f"{source}: the heads have different numbers of blocks: {sorted(set(tops.values()))}")
+def _check_complete(heads: HeadTensors, source: str) -> None:
     with_bias = any(name.startswith("lm_heads.") and name.endswith(".bias") for name in heads.state)
-    wanted = {f"lm_heads.{i}.weight" for i in range(heads.num_heads) if tops}
+    own = any(name.startswith("lm_heads.") for name in heads.state)
+    wanted = {f"lm_heads.{i}.weight" for i in range(heads.num_heads) if own}
     wanted |= {f"lm_heads.{i}.bias" for i in range(heads.num_heads) if with_bias}
     for i in range(heads.num_heads):
         for j in range(heads.num_layers):

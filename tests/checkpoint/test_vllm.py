@@ -1,0 +1,124 @@
+"""vLLM's layout: names, config, what its loader would do, and round trips that keep every bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from medusa_train.checkpoint.layouts import read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.reference import from_reference, to_reference
+from medusa_train.checkpoint.vllm import config_as_loaded, filled_in, from_vllm, loader_problems, to_vllm
+from medusa_train.errors import CheckpointError
+from tests.checkpoint.others import D, V, reference_tensors, vllm_config, vllm_tensors, write
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Equal names, dtypes and bits."""
+    return set(left) == set(right) and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 0), (5, 1), (3, 2), (12, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
+    tmp_path: Path, heads: int, blocks: int, dtype: torch.dtype
+) -> None:
+    tensors = reference_tensors(heads, blocks, dtype)
+    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": "some/model"}
+    first = write(tmp_path / "a", tensors, config, "medusa_lm_head.safetensors")
+    write_heads(read_heads(first), tmp_path / "ours")
+    write_vllm(read_heads(tmp_path / "ours"), tmp_path / "vllm")
+    write_heads(read_heads(tmp_path / "vllm"), tmp_path / "again")
+    write_heads(read_heads(tmp_path / "again"), tmp_path / "last", pickled=True)
+    assert same(load_file(tmp_path / "last" / "medusa_lm_head.safetensors"), tensors)
+    assert same(torch.load(tmp_path / "last" / "medusa_lm_head.pt", weights_only=True), tensors)
+    assert json.loads((tmp_path / "last" / "config.json").read_text()) == config
+
+
+def test_names_and_config_are_vllm_s() -> None:
+    heads = from_reference(reference_tensors(3, 2)).with_base_model("some/model")
+    tensors, config = to_vllm(heads)
+    assert same(tensors, vllm_tensors(3, 2))
+    assert config == vllm_config(3, 2, base_model_name_or_path="some/model")
+    assert config_as_loaded(config) == config  # no key that the loader would rename
+    assert loader_problems(tensors, config) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "words"),
+    [
+        ({"extra": torch.zeros(1)}, {}, "extra: dropped in silence"),
+        ({"blocks.2.layers.0.bias": None}, {}, r"blocks.2.layers.0.bias: missing, it would stay random"),
+        ({}, {"medusa_fc_bias": False}, "blocks.0.layers.0.bias: dropped in silence"),
+        ({}, {"medusa_num_heads": 1}, "num_heads becomes 1"),
+        ({}, {"num_decoder_layers": 9}, "num_hidden_layers becomes 9"),
+        ({}, {"model_type": "llama"}, "model_type is 'llama'"),
+        ({}, {"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({}, {"num_heads": 4}, "lm_heads.3.weight: missing"),
+        ({"lm_heads.0.weight": torch.zeros(V + 1, D)}, {}, "lm_heads.0.weight: [12, 6], expected [11, 6]"),
+        ({}, {"original_lm_head": True}, "lm_heads.1.weight: dropped in silence"),
+    ],
+)
+def test_what_vllm_would_do_in_silence_is_found(
+    tensors: dict[str, Tensor | None], config: dict[str, object], words: str
+) -> None:
+    changed = {name: t for name, t in {**vllm_tensors(), **tensors}.items() if t is not None}
+    assert loader_problems(vllm_tensors(), vllm_config()) == []
+    assert words in "\n".join(loader_problems(changed, vllm_config(**config)))
+
+
+def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
+    tensors = {name: t for name, t in reference_tensors(3, 1).items() if "linear" in name}
+    heads, lm_head = from_reference(tensors), torch.randn(V, D)
+    with pytest.raises(CheckpointError, match="share"):
+        to_vllm(heads)
+    written, config = to_vllm(heads, lm_head)
+    assert config["original_lm_head"] is True
+    assert torch.equal(written["lm_heads.0.weight"], lm_head)
+    assert "lm_heads.1.weight" not in written
+    assert loader_problems(written, config) == []
+    again = read_heads(write_vllm(heads, tmp_path, lm_head))
+    assert again.shared
+    assert same(to_reference(again.state, 1), tensors)
+    own = filled_in(heads, lm_head, None)
+    assert not own.shared
+    assert set(to_reference(own.state, 1)) == set(reference_tensors(3, 1))
+    assert loader_problems(*to_vllm(own)) == []
+
+
+def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefixed = {f"medusa_heads.{name}": tensor for name, tensor in vllm_tensors().items()}
+    heads = read_heads(write(tmp_path, prefixed, vllm_config(num_heads=2), "model.safetensors"))
+    assert same(to_reference(heads.state, 1), reference_tensors())
+    assert heads.base_model is None
+    assert "num_heads: 2, but the weights hold 3; using 3" in caplog.text
+
+
+def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
+    without = {name: t for name, t in vllm_tensors().items() if not name.endswith(".bias")}
+    for tensors in (without, vllm_tensors()):
+        heads = from_vllm(tensors, vllm_config(medusa_fc_bias=False), "x")
+        assert not heads.state["blocks.1.0.linear.bias"].any()
+        assert torch.equal(heads.state["blocks.1.0.linear.weight"], vllm_tensors()["blocks.1.layers.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"token_map": torch.arange(4)}, "reduced vocabulary of 4 tokens"),
+        ({"fc.weight": torch.zeros(1)}, r"fc\.weight is no weight"),
+        ({"lm_heads.1.weight": None}, "missing"),
+        ({"blocks.1.layers.0.bias": torch.zeros(2)}, "expected"),
+    ],
+)
+def test_what_does_not_belong_is_named(change: dict[str, Tensor | None], words: str) -> None:
+    changed = {name: t for name, t in {**vllm_tensors(), **change}.items() if t is not None}
+    with pytest.raises(CheckpointError, match=words) as caught:
+        from_vllm(changed, vllm_config(), "some/file")
+    assert "some/file" in str(caught.value)
