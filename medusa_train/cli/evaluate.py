@@ -14,8 +14,8 @@ from medusa_train.cli.common import error_console, read_arguments, run_command
 from medusa_train.config.schema import EvalConfig
 
 if TYPE_CHECKING:
+    from medusa_train.checkpoint.subject import SubjectPaths
     from medusa_train.evaluation.benches import Bench
-    from medusa_train.evaluation.subject import SubjectPaths
 
 #: A log file or a pipe has no width; the table needs this much.
 PIPE_WIDTH = 120
@@ -53,8 +53,8 @@ def evaluate(
     }
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
 
+    from medusa_train.checkpoint.subject import locate
     from medusa_train.evaluation.benches import load_bench
-    from medusa_train.evaluation.subject import locate
 
     questions = load_bench(cfg.bench, error_console().print).limited(cfg.limit)
     paths = locate(

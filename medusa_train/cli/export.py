@@ -36,7 +36,7 @@ def export(
     """
     cfg = read_config(arguments or [], to, output_dir)
 
-    from medusa_train.evaluation.subject import locate
+    from medusa_train.checkpoint.subject import locate
 
     paths = locate(cfg.run, None, None)
     assert paths.heads is not None  # `locate` finds heads or raises, unless a backbone alone is asked for

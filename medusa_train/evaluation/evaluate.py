@@ -14,6 +14,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from medusa_train.checkpoint.subject import Subject, SubjectPaths, load_subject
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.chat import ChatEncoder
@@ -28,7 +29,6 @@ from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report import Report, terminal_table, write_report
 from medusa_train.evaluation.speed import SpeedTest
-from medusa_train.evaluation.subject import Subject, SubjectPaths, load_subject
 from medusa_train.models.backbone import Backbone
 
 EXACTNESS_DTYPES = ("float32", "bfloat16")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from medusa_train.checkpoint.subject import Subject
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import TurnRecord, Verdict
-from medusa_train.evaluation.subject import Subject
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from medusa_train.checkpoint.subject import SubjectPaths, load_backbone
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
-from medusa_train.evaluation.subject import SubjectPaths, load_backbone
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone, resolve_backbone
 

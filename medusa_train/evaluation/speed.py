@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from transformers import GenerationConfig
 
+from medusa_train.checkpoint.subject import Subject
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.evaluation.benches import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
-from medusa_train.evaluation.subject import Subject
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 

@@ -86,7 +86,7 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("medusa_train.evaluation.subject.PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr("medusa_train.checkpoint.subject.PROJECT_ROOT", tmp_path)
     monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
     write_bench(tmp_path / "small.jsonl")
     result = runner.invoke(app, arguments)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from medusa_train.checkpoint.subject import locate
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import evaluate as module
 from medusa_train.evaluation.benches import load_bench
 from medusa_train.evaluation.evaluate import evaluate
-from medusa_train.evaluation.subject import locate
 
 
 def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_train.checkpoint.subject import Subject
 from medusa_train.evaluation.exactness import behind_best, judge_again, judge_timed, verdict
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.evaluation.subject import Subject
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from medusa_train.checkpoint.subject import SubjectPaths, load_backbone, locate
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import fastest
 from medusa_train.evaluation.fastest import fastest_dtype
 from medusa_train.evaluation.memory import Weights
-from medusa_train.evaluation.subject import SubjectPaths, load_backbone, locate
 from medusa_train.models.backbone import Backbone
 
 

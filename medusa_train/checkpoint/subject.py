@@ -1,4 +1,4 @@
-"""What is measured: finds the run, the backbone and the tree that a user named, and loads them. Times nothing."""
+"""What decodes: finds the run, the backbone and the tree that a user named, and loads them. Times nothing."""
 
 from __future__ import annotations
 

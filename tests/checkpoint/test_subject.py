@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from medusa_train.checkpoint.subject import load_subject, load_tree, locate, newest_run
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation.subject import load_subject, load_tree, locate, newest_run
 from medusa_train.trees.tree import Tree
 
 
