@@ -143,18 +143,30 @@ class BatchLoader:
         micro_batch_size: rows of a batch; the last one of an epoch, drawn anywhere in it, may have fewer.
         seed: of the order.
         shuffle: whether the order is drawn.
+        rank, size: of `size` loaders that run side by side this one gives out every `size`-th batch, from the
+            `rank`-th (0: the first) on. All of them are at the same place whenever each has given out as many.
 
     Raises:
         DataError: the data set is empty.
     """
 
-    def __init__(self, dataset: EncodedDataset, micro_batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: EncodedDataset,
+        micro_batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
         if not len(dataset):
             raise DataError("there is no conversation to make batches of")
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.rank, self.size = rank, size
         self.epoch = 0  # of the batch that comes next
         self._taken = 0  # batches of this epoch that were given out
         self._plan = self._draw(0)
@@ -185,12 +197,8 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.dataset.batch(self._plan[self._taken])
-        self._taken += 1
-        if self._taken == len(self._plan):
-            self.epoch, self._taken = self.epoch + 1, 0
-            self._plan = self._draw(self.epoch)
-        return batch
+        mine = [self._take() for _ in range(self.size)][self.rank]
+        return self.dataset.batch(mine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next batch (plain numbers and texts), to be given to `load_state_dict`."""
@@ -210,6 +218,15 @@ class BatchLoader:
             )
         self.epoch, self._taken = int(state["epoch"]), int(state["batch"])
         self._plan = self._draw(self.epoch)
+
+    def _take(self) -> list[list[int]]:
+        """Rows of the next batch."""
+        rows = self._plan[self._taken]
+        self._taken += 1
+        if self._taken == len(self._plan):
+            self.epoch, self._taken = self.epoch + 1, 0
+            self._plan = self._draw(self.epoch)
+        return rows
 
     def _width(self, row: Sequence[int]) -> int:
         return sum(len(self.dataset.examples[index]) for index in row)

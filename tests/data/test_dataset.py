@@ -281,3 +281,15 @@ def test_a_saved_place_in_packed_and_mixed_rows(tmp_path: Path, encoder: ChatEnc
 def test_no_batches_of_nothing(dataset: EncodedDataset) -> None:
     with pytest.raises(DataError, match="no conversation to make batches of"):
         BatchLoader(EncodedDataset([], 0, dataset.report), 2, seed=0)
+
+
+def test_loaders_side_by_side_give_out_what_one_does_and_stay_at_the_same_place(dataset: EncodedDataset) -> None:
+    alone = BatchLoader(dataset, 4, seed=1)
+    beside = [BatchLoader(dataset, 4, seed=1, rank=rank, size=3) for rank in range(3)]
+    for _ in range(12):  # 36 batches of 15 in an epoch
+        for loader in beside:
+            assert same(next(loader), next(alone))
+        assert all(loader.state_dict() == alone.state_dict() for loader in beside)
+    beside[2].load_state_dict(alone.state_dict())  # as written by rank 0
+    next(alone), next(alone)
+    assert same(next(beside[2]), next(alone))
