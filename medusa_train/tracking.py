@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TextIO, cast
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,7 +20,7 @@ class Sink(Protocol):
     """One place that figures go to."""
 
     def log(self, record: Record) -> None:
-        """Take one record: `kind` ("train" or "eval"), `step`, and that kind's figures."""
+        """Take one record: `kind` ("train", "eval" or "skipped"), `step`, and that kind's figures."""
 
     def advance(self, step: int) -> None:
         """`step` optimizer steps are done."""
@@ -30,45 +30,74 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is logged."""
+    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is logged.
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    Lines that the disk does not take wait, and go out in their order with the next one that it takes.
+    """
+
+    def __init__(
+        self, path: Path, resume_step: int = 0, evaluated: int = 0, warn: Callable[[str], None] = lambda line: None
+    ) -> None:
         """Open for appending.
 
         Args:
             path: the file; made when absent.
-            resume_step: lines after this step are dropped first, since the resumed run writes them again.
+            resume_step, evaluated: see `keep_until`; lines that the resumed run writes again are dropped first.
+            warn: takes a line for the user.
         """
         if path.exists():
-            keep_until(path, resume_step)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+            keep_until(path, resume_step, evaluated)
+        self._path, self._warn = path, warn
+        self._file = path.open("ab", buffering=0)  # a line is one write, so that death leaves it whole or not there
+        self._waiting = b""
+        self._told = False
 
     def log(self, record: Record) -> None:
-        """Write one line and flush it."""
-        self._file.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
-        self._file.flush()
+        """Write one line."""
+        self._waiting += (json.dumps({**record, "time": round(time.time(), 3)}) + "\n").encode()
+        self._write()
 
     def advance(self, step: int) -> None:
         """Nothing to do: only figures are kept."""
 
     def close(self) -> None:
         """Close the file."""
+        self._write()
+        if lost := self._waiting.count(b"\n"):
+            self._warn(f"{self._path}: the last {lost} lines could not be written")
         self._file.close()
 
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._told:
+                self._warn(f"{self._path}: {error.strerror or error}; what belongs there waits until there is room")
+            self._told = True
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a killed process left half written."""
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+
+def keep_until(path: Path, step: int, evaluated: int) -> None:
+    """Drop what a run that goes on after `step` writes again, and a last line that a killed process left half written.
+
+    That are the lines of later steps, and a held-out evaluation after the step `evaluated`: one that was logged, and
+    never saved with a checkpoint, is made again.
+    """
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _stays(line, step, evaluated)]
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write("".join(line + "\n" for line in kept))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(fresh, path)
 
 
-def _step_of(line: str) -> float:
+def _stays(line: str, step: int, evaluated: int) -> bool:
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        record = json.loads(line)
+        return float(record["step"]) <= (evaluated if record.get("kind") == "eval" else step)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 class ProgressBar:
@@ -90,11 +119,11 @@ class ProgressBar:
         self._task = self._progress.add_task("train", total=total_steps, completed=step, figures="")
 
     def log(self, record: Record) -> None:
-        """Show a training record's figures beside the bar, an evaluation's on a line above it."""
+        """Show a training record's figures beside the bar, other records on a line above it."""
         if record["kind"] == "train":
             self._progress.update(self._task, figures=bar_figures(record))
         else:
-            self._progress.console.print(describe(record), highlight=False)
+            _print(self._progress.console, record, describe(record))
 
     def advance(self, step: int) -> None:
         """Move the bar."""
@@ -118,7 +147,7 @@ class PlainLines:
         line = describe(record)
         if record["kind"] == "train":
             line += f" | {self._left(int(record['step']))} left"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        _print(self._console, record, line)
 
     def advance(self, step: int) -> None:
         """Nothing to show between records."""
@@ -132,81 +161,6 @@ class PlainLines:
         return duration(per_step * (self._total - step))
 
 
-class Wandb:
-    """Weights & Biases, through `wandb`'s own modes (WANDB_MODE: online, offline, disabled).
-
-    Whatever goes wrong there is said once and costs the run nothing.
-    """
-
-    def __init__(self, console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None) -> None:
-        """Start, or go on with, a run of `project`; its files lie in `run_dir`."""
-        self._console = console
-        self._run: Any = None
-        try:
-            import wandb
-
-            self._run = wandb.init(
-                project=project,
-                entity=entity,
-                id=run_id,
-                resume="allow" if run_id else None,
-                dir=str(run_dir),
-                name=run_dir.name,
-                mode=_wandb_mode(),
-                settings=wandb.Settings(silent=True),
-            )
-        except Exception as error:  # whatever a service does, the run goes on
-            self._give_up(error)
-
-    def log(self, record: Record) -> None:
-        """Send a record's numbers, one value per head."""
-        if self._run is None:
-            return
-        try:
-            self._run.log(flat_figures(record), step=int(record["step"]))
-        except Exception as error:  # as above
-            self._give_up(error)
-
-    def advance(self, step: int) -> None:
-        """Nothing to show between records."""
-
-    def close(self) -> None:
-        """Let it finish what it has to send."""
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except Exception as error:  # as above
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:200]
-        self._console.print(f"wandb: {reason}; going on without it", style="yellow", markup=False)
-        self._run = None
-
-
-def _wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """WANDB_MODE; where it is silent online with a key at hand, else offline: a run never stops to ask for one."""
-    named = os.environ.get("WANDB_MODE", "")
-    if named in ("online", "offline", "disabled"):
-        return cast(Literal["online", "offline", "disabled"], named)
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").is_file()
-    return "online" if has_key else "offline"
-
-
-def flat_figures(record: Record) -> dict[str, float]:
-    """A record as `kind/name` numbers; a list becomes `name_1`, `name_2`, ... and a table is left out."""
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, bool) or name == "step":
-            continue
-        if isinstance(value, (int, float)):
-            flat[f"{record['kind']}/{name}"] = value
-        elif isinstance(value, list) and all(isinstance(x, (int, float)) for x in value):
-            flat.update({f"{record['kind']}/{name}_{k}": x for k, x in enumerate(value, start=1)})
-    return flat
-
-
 class Tracker:
     """Hands every record to all sinks, and closes them on leaving the `with` block."""
 
@@ -215,7 +169,7 @@ class Tracker:
         self._sinks = list(sinks)
 
     def log(self, kind: str, step: int, figures: Record) -> None:
-        """Record `figures` of `kind` ("train", "eval") after `step` optimizer steps."""
+        """Record `figures` of `kind` ("train", "eval", "skipped") after `step` optimizer steps."""
         record = {"kind": kind, "step": step, **figures}
         for sink in self._sinks:
             sink.log(record)
@@ -234,14 +188,18 @@ class Tracker:
 
 
 def open_tracker(
-    run_dir: Path, console: Console, total_steps: int, step: int = 0, extra: Sequence[Sink] = ()
+    run_dir: Path, console: Console, total_steps: int, step: int = 0, extra: Sequence[Sink] = (), evaluated: int = 0
 ) -> Tracker:
     """Set up metrics.jsonl in `run_dir`, and a bar on a terminal, or plain lines elsewhere, then the `extra` sinks.
 
-    `step` is where a resumed run goes on; 0 for a new one.
+    `step` is where a resumed run goes on, `evaluated` the last step of it that was evaluated; 0 for a new one.
     """
+
+    def warn(line: str) -> None:
+        console.print(line, style="yellow", markup=False, highlight=False)
+
     shown: Sink = (ProgressBar if console.is_terminal else PlainLines)(console, total_steps, step)
-    return Tracker([MetricsFile(run_dir / "metrics.jsonl", step), shown, *extra])
+    return Tracker([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, warn), shown, *extra])
 
 
 def bar_figures(record: Record) -> str:
@@ -252,6 +210,10 @@ def bar_figures(record: Record) -> str:
 
 def describe(record: Record) -> str:
     """Render one record as one line of text."""
+    if record["kind"] == "skipped":
+        count = f"{record['skipped_steps']} of at most {record['max_nonfinite_steps']}"
+        records = ", ".join(record["records"])
+        return f"step {record['step']} skipped ({count}): {record['reason']}. Records in it: {records}"
     heads = " ".join(_share(x) for x in record["head_top1"])
     own = "".join(f" | {name} {record[key]:.4f}" for name, key in (("lm", "lm_loss"), ("kl", "lm_kl")) if key in record)
     if record["kind"] == "eval":
@@ -260,6 +222,11 @@ def describe(record: Record) -> str:
         f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads}{own} | grad {record['grad_norm']:.3f}"
         f" | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tok/s"
     )
+
+
+def _print(console: Console, record: Record, line: str) -> None:
+    style = "yellow" if record["kind"] == "skipped" else None
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,10 +1,11 @@
 import io
 import json
+import resource
 
 import pytest
 from rich.console import Console
 
-from medusa_train.tracking import MetricsFile, Wandb, duration, flat_figures, keep_until, open_tracker
+from medusa_train.tracking import MetricsFile, duration, keep_until, open_tracker
 
 TRAIN = {
     "loss": 1.25, "head_top1": [0.5, 0.25], "grad_norm": 0.75, "lr": 1e-3, "tokens_per_s": 1234.5,
@@ -34,8 +35,59 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
 def test_a_resumed_run_writes_later_lines_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
-    keep_until(path, 2)
+    keep_until(path, 2, 0)
     assert lines(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_an_evaluation_that_no_checkpoint_knows_is_made_again(tmp_path):
+    records = [{"kind": kind, "step": step} for step in (2, 4) for kind in ("train", "eval")]
+    path = tmp_path / "metrics.jsonl"
+    for evaluated, kept in ((4, records), (2, records[:3])):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        keep_until(path, 4, evaluated)
+        assert lines(path) == kept
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2', "[2]", "", "null", '{"step": null}'])
+def test_what_is_no_record_goes(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + torn)
+    keep_until(path, 2, 0)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path):
+    told = []
+    path = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(path, warn=told.append)
+    sink.log({"kind": "train", "step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))  # in the middle of the next line
+    try:
+        sink.log({"kind": "train", "step": 2})
+        sink.log({"kind": "train", "step": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(told) == 1
+    assert "File too large" in told[0]
+    sink.log({"kind": "train", "step": 4})
+    sink.close()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+    assert len(told) == 1
+
+
+def test_lines_that_were_never_written_are_counted(tmp_path):
+    told = []
+    sink = MetricsFile(tmp_path / "metrics.jsonl", warn=told.append)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        sink.log({"kind": "train", "step": 1})
+        sink.log({"kind": "train", "step": 2})
+        sink.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the last 2 lines could not be written" in told[-1]
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path):
@@ -76,48 +128,11 @@ def test_duration(seconds, text):
     assert duration(seconds) == text
 
 
-RECORD = {"kind": "train", "step": 3, "loss": 1.5, "head_top1": [0.5, 0.25], "head_top": [[0.5]], "best": True}
-
-
-def test_figures_for_a_dashboard_are_numbers():
-    assert flat_figures(RECORD) == {"train/loss": 1.5, "train/head_top1_1": 0.5, "train/head_top1_2": 0.25}
-
-
-def test_wandb_offline_writes_into_the_run_directory_alone(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.chdir(tmp_path)
-    out = tmp_path / "run"
-    out.mkdir()
-    console = Console(file=io.StringIO())
-    sink = Wandb(console, out, "project", None, None)
-    sink.log(RECORD)
-    sink.close()
-    assert console.file.getvalue() == ""
-    assert list(out.glob("wandb/offline-run-*/*.wandb"))
-    assert not (tmp_path / "wandb").exists()
-
-
-def test_a_failing_wandb_is_said_once_and_stops_nothing(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**keys):
-        raise RuntimeError("no such project")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    console = Console(file=io.StringIO(), width=120)
-    sink = Wandb(console, tmp_path, "project", None, None)
-    sink.log(RECORD)
-    sink.close()
-    assert console.file.getvalue().count("no such project; going on without it") == 1
-
-    class Broken:
-        def log(self, *args, **keys):
-            raise OSError("connection lost")
-
-    sink._run = Broken()
-    sink.log(RECORD)
-    sink.log(RECORD)
-    assert console.file.getvalue().count("connection lost") == 1
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_skipped_step_is_a_line_of_its_own(tmp_path, terminal):
+    shown = console(terminal)
+    figures = {"reason": "the loss is nan", "records": ["a.jsonl:3", "[b]"], "skipped_steps": 1}
+    with open_tracker(tmp_path, shown, total_steps=20) as tracker:
+        tracker.log("skipped", 7, {**figures, "max_nonfinite_steps": 2})
+    text = "step 7 skipped (1 of at most 2): the loss is nan. Records in it: a.jsonl:3, [b]"
+    assert text in shown.file.getvalue()

@@ -15,6 +15,8 @@ from medusa_train.config.combinations import IMPOSSIBLE, asks_for_joint_training
 from medusa_train.config.types import (
     Bool,
     BoolOrAuto,
+    ExportTarget,
+    ExportTargets,
     Float,
     Int,
     Interval,
@@ -193,6 +195,8 @@ class TrainConfig(Config):
     early_stopping_patience: Int | None = key(
         None, "stop after so many evaluations without progress, and take the best one", ge=1
     )
+    export: ExportTargets | None = key(None, "layouts to write to output_dir/export at the end, as medusa-export does")
+    use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard, where it is installed")
     wandb_project: Text | None = key(None, "report to this Weights & Biases project")
     wandb_entity: Text | None = key(None, "team or user of that project")
     wandb_run_id: Text | None = key(None, "run to go on with there")
@@ -282,5 +286,9 @@ class ExportConfig(Config):
     """Keys of `medusa-export`."""
 
     run: Text | None = key(None, "run directory, or directory of heads; default: the newest run under runs/")
-    to: Literal["reference", "tgi"] = key("reference", "whose layout to write")
+    to: ExportTarget = key("reference", "whose layout to write; merged: the backbone of a joint run, for everybody")
     output_dir: Text | None = key(None, "where to; default: export/TO in the run directory")
+    base_model: Text | None = key(None, "backbone that config.json is to name; default: the one that the run names")
+    license: Text | None = key(None, "licence for the model card; default: the base model's")
+    push_to_hub: Text | None = key(None, "upload what was written to this repository (OWNER/NAME) of the hub")
+    private: Bool = key(True, "a repository that push_to_hub makes can be seen by its owner alone")

@@ -17,13 +17,14 @@ from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.schema import TrainConfig, unsupported_keys
+from medusa_train.dashboards import Dashboard, TensorBoard, Wandb
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.tracking import Wandb, open_tracker
+from medusa_train.tracking import open_tracker
 from medusa_train.training.engine import LocalEngine
 from medusa_train.training.lr import build_scheduler, count_warmup_steps
 from medusa_train.training.optim import build_optimizer, parameter_groups
@@ -158,7 +159,9 @@ def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
         precision=precision,
         plan=plan,
         store=store,
-        tracker=open_tracker(out, console, plan.total_steps, state.step, _reporters(cfg, out, console)),
+        tracker=open_tracker(
+            out, console, plan.total_steps, state.step, _dashboards(cfg, out, state.step, console), state.evaluated
+        ),
         patience=cfg.early_stopping_patience,
         state=state,
         top_k_in_log=cfg.medusa_logging,
@@ -217,11 +220,14 @@ def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraf
     return draft
 
 
-def _reporters(cfg: TrainConfig, out: Path, console: Console) -> list[Wandb]:
-    """Where figures go besides the run directory."""
-    if cfg.wandb_project is None:
-        return []
-    return [Wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id)]
+def _dashboards(cfg: TrainConfig, out: Path, step: int, console: Console) -> list[Dashboard]:
+    """Where figures go besides the terminal and metrics.jsonl."""
+    found: list[Dashboard] = []
+    if cfg.use_tensorboard:
+        found.append(TensorBoard(console, out, step))
+    if cfg.wandb_project is not None:
+        found.append(Wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
+    return found
 
 
 def _objective(cfg: TrainConfig, draft: MedusaDraft, student: Student) -> Objective:
