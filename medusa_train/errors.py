@@ -43,3 +43,16 @@ class CheckpointError(MedusaError):
 
 class BackboneError(MedusaError):
     """A backbone that cannot be found, downloaded, loaded or used."""
+
+
+class ServerError(MedusaError):
+    """A server that can't be reached, that gives no answer, or that refuses every request."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, in a command that ends on it as it does on Ctrl-C."""
+
+
+def interrupted_code(stopped: KeyboardInterrupt) -> int:
+    """What a shell shows for a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 143 if isinstance(stopped, Terminated) else 130

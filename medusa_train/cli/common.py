@@ -1,7 +1,7 @@
 """What every command does the same way: arguments in, errors and exit codes out. Knows no command, and no torch.
 
-Exit codes: 0 done, 1 failed, 2 usage or configuration, 130 interrupted. `MEDUSA_DEBUG=1` shows stack traces and
-what the libraries have to say.
+Exit codes: 0 done, 1 failed, 2 usage or configuration, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
+`MEDUSA_DEBUG=1` shows stack traces and what the libraries have to say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from medusa_train.config.base import Config
 from medusa_train.config.load import load_config
-from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.errors import ConfigError, MedusaError, Terminated, interrupted_code
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
@@ -46,9 +46,9 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command function so that it ends with an exit code instead of a stack trace.
 
     A `MedusaError` prints "error:" and its message on stderr and exits with its code, Ctrl-C exits 130 (a command
-    that has something to say about it catches KeyboardInterrupt itself and returns 130). An integer that the
-    command returns is the exit code. Other exceptions are bugs and pass through with their trace. The signature
-    stays visible to typer.
+    that has something to say about it catches KeyboardInterrupt itself and returns 130), SIGTERM 143 where it is
+    handled as Ctrl-C is. An integer that the command returns is the exit code. Other exceptions are bugs and pass
+    through with their trace. The signature stays visible to typer.
     """
 
     @functools.wraps(command)
@@ -61,11 +61,11 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
                 raise
             print_error(str(error))
             code = error.exit_code
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             if _debugging():
                 raise
-            print_error("interrupted")
-            code = EXIT_INTERRUPTED
+            print_error("terminated" if isinstance(stopped, Terminated) else "interrupted")
+            code = interrupted_code(stopped)
         except BrokenPipeError:
             # The reader of our output went away (`medusa-eval ... | head`): nobody is left to tell.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the interpreter flushes it at exit)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from medusa_train.checkpoint.disk import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.config.load import dump_config
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
@@ -29,12 +33,15 @@ def check_output_dir(cfg: TrainConfig) -> None:
     """Refuse an `output_dir` that holds a run, unless the config says what is to become of it.
 
     Raises:
-        ConfigError: it is a file, or holds a run that is neither to be overwritten nor resumed.
+        ConfigError: it can't be made or written to, or holds a run that is neither to be overwritten nor resumed.
         CheckpointError: `resume_from_checkpoint` names no checkpoint, or there is none beside the run's results.
     """
     out = Path(cfg.output_dir).expanduser()
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"output_dir: {out} is a file; a run needs a directory")
+    there = next((path for path in (out, *out.parents) if path.exists()), Path())
+    if not there.is_dir():
+        raise ConfigError(f"output_dir: {there} is a file; a run needs a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir: {there} can't be written to: permission denied")
     resume = cfg.resume_from_checkpoint
     named = named_checkpoint(cfg)
     found = [name for name in OWN if (out / name).exists()]
@@ -96,27 +103,45 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
 
     A new run removes an earlier one that it was told to overwrite; a resumed one removes checkpoints of later
     steps, which belong to a future that will not come. Nothing but a run's own files is touched.
+
+    Raises:
+        CheckpointError: it can't be written to.
     """
     out = Path(cfg.output_dir).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
-    doomed = [out / name for name in OWN] if step == 0 else list(_later_checkpoints(out, step))
-    for path in doomed:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        doomed = [out / name for name in OWN] if step == 0 else list(_later_checkpoints(out, step))
+        for path in doomed:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     return out
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration, what it names locally by absolute paths, so that the run can be moved about."""
+    """Write the resolved configuration, what it names locally by absolute paths, so that the run can be moved about.
+
+    Raises:
+        CheckpointError: `out` can't be written to; an earlier config.yaml is as it was.
+    """
     lasting = {
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }
-    (out / CONFIG).write_text(dump_config(cfg.model_copy(update=lasting)), encoding="utf-8")
+    with writing(out):
+        replace_text(out / CONFIG, dump_config(cfg.model_copy(update=lasting)))
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Within, a write that fails is told as a CheckpointError that names the run directory `out`."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        raise CheckpointError(f"{out} can't be written to: {write_failure(error, out)}") from error
 
 
 def _absolute(name: str) -> str:
