@@ -57,13 +57,11 @@ FOREIGN_KEYS = frozenset(
 )
 
 #: Known keys whose question this program answers by itself; listed as ignored where they are set.
-#: (The classes follow from the backbone's own config.json, attention is always torch's sdpa, and batches are padded
-#: to their longest row.)
+#: (The classes follow from the backbone's own config.json, and batches are padded to their longest row.)
 SELF_ANSWERED_KEYS = (
     "model_type",
     "tokenizer_type",
     "base_model_config",
-    "flash_attention",
     "pad_to_sequence_len",
     "special_tokens",
 )
@@ -179,7 +177,7 @@ class TrainConfig(Config):
     fp16: Bool = key(False, "compute in float16")
     tf32: Bool = key(False, "let float32 products use TF32")
     gradient_checkpointing: Bool = key(False, "recompute activations (medusa2; medusa1 keeps none)")
-    flash_attention: Bool = key(False, "ignored: attention is torch's sdpa, which has a flash kernel")
+    flash_attention: BoolOrAuto = key("auto", "flash-attn's varlen kernel on packed rows; auto: where it can be had")
     deepspeed: TextOrMapping | None = key(None, "DeepSpeed configuration")
 
     # Run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
+from medusa_train.models.attention import document_bounds
+from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import Features
+from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
-
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
@@ -66,6 +69,7 @@ class Backbone:
         name: as the user gave it. device, dtype, hidden_size (d), vocab_size (V), num_layers: plain facts.
         max_context: positions the model was made for. rope_switch: where a longrope model changes its angles, or None.
         eos_ids: tokens that end an answer.
+        varlen: whether packed documents are kept apart by their bounds, see `use_varlen`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
@@ -82,12 +86,14 @@ class Backbone:
         self.vocab_size, self.hidden_size = head.weight.shape
         self.num_layers: int = self.config.num_hidden_layers
         self.max_context: int = context_length(self.config)
-        self.eos_ids = _eos_ids(model, tokenizer)
-        self.layer_types = _layer_types(self.config)
+        self.eos_ids = eos_ids(model, tokenizer)
+        self.layer_types = layer_types(self.config)
         self.window: int | None = getattr(self.config, "sliding_window", None)
-        self.rope_switch = _rope_switch(self.config)
+        self.rope_switch = rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.scale = _logit_scale(self.config)
+        self.scale = logit_scale(self.config)
+        self.attention: str = self.config._attn_implementation
+        self.varlen = False
         model.eval().requires_grad_(False)
         self._check_logits()
 
@@ -151,6 +157,7 @@ class Backbone:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
+        segments: Tensor | None = None,
     ) -> Features:
         """One forward pass through the decoder layers, no logits.
 
@@ -160,20 +167,70 @@ class Backbone:
             mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, of the model's
                 dtype; by default causal. Sliding windows are laid over it here.
             cache: keys and values before `tokens`; the T new ones stay pending in it.
+            segments: [B, T], the document that a position of a packed row belongs to, -1: padding. Each document is
+                then computed as in a row of its own; its positions begin anew. In place of `mask` and `cache`.
         """
+        bounds: dict[str, Any] = {}
+        if segments is not None and self.varlen:
+            bounds = document_bounds(segments)
+        elif segments is not None:
+            mask = packing_mask(segments, self.dtype)
         attention_mask: Any = mask
         if mask is not None:
             if positions is None:
                 raise ValueError("a mask of one's own needs position ids")
             attention_mask = self._windowed(mask, positions, 0 if cache is None else cache.length)
-        out = self.body(
-            input_ids=tokens,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        with self._masks_allowed(not bounds):
+            out = self.body(
+                input_ids=tokens,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **bounds,
+            )
         return Features(hidden=out.last_hidden_state)
+
+    def use_varlen(self, implementation: str) -> None:
+        """From now on tell an attention implementation where packed documents end, instead of masking them.
+
+        It stays the model's own between passes, since activations may be recomputed in a backward pass; passes
+        without `segments` still run in the one that takes masks.
+
+        Raises:
+            BackboneError: documents are not kept apart: the model does not hand the bounds on. It is as it was.
+        """
+        self.model.set_attn_implementation(implementation)
+        self.varlen = True
+        if not self._keeps_documents_apart():
+            self.model.set_attn_implementation(self.attention)
+            self.varlen = False
+            raise BackboneError(f"{type(self.model).__name__} lets packed documents see each other with it")
+
+    @contextmanager
+    def _masks_allowed(self, allowed: bool) -> Iterator[None]:
+        """Within, if `allowed`: the attention that the model was loaded with."""
+        varlen = self.config._attn_implementation
+        if not (allowed and self.varlen):
+            yield
+            return
+        self.model.set_attn_implementation(self.attention)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(varlen)
+
+    @torch.no_grad()
+    def _keeps_documents_apart(self) -> bool:
+        """Whether the second document of a row stays as it is, to the bit, when the first one changes."""
+        segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=self.device)
+        positions = torch.tensor([[0, 1, 2, 0, 1]], device=self.device).expand(2, -1)
+        tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
+        changed = torch.where(segments == 0, (tokens + 1) % self.vocab_size, tokens)
+        states, others = (
+            self.run(row, positions=positions, segments=segments).hidden[segments == 1] for row in (tokens, changed)
+        )
+        return torch.equal(states, others)
 
     def unembedding(self) -> Unembedding:
         """lm_head with every transform that the model puts on its logits."""
@@ -228,46 +285,3 @@ def context_length(config: Any) -> int:
     if not length:
         raise BackboneError(f"{config.model_type}: names no max_position_embeddings; only models with it are supported")
     return int(length)
-
-
-def _rope_switch(config: Any) -> int | None:
-    """The position from which a longrope model uses its long angles; the largest position of a pass decides."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return None
-    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends an answer: the generation config's, else the tokenizer's."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-def _layer_types(config: Any) -> set[str]:
-    """The kinds of attention among the layers.
-
-    transformers lists them in `layer_types`; an older config without the list has windows everywhere where its class
-    declares a `sliding_window` (Mistral, Phi-3), and none where the attribute is a stray of somebody's file.
-
-    Raises:
-        BackboneError: a kind that tree verification can't mask (state-space, chunked or linear attention).
-    """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:
-        windowed = getattr(config, "sliding_window", None) and hasattr(type(config)(), "sliding_window")
-        kinds = {"sliding_attention" if windowed else "full_attention"}
-    if unknown := kinds - _KNOWN_LAYER_TYPES:
-        raise BackboneError(f"{config.model_type}: layers of type {sorted(unknown)} can't be verified by a tree")
-    return kinds
-
-
-def _logit_scale(config: Any) -> float:
-    """Granite divides its logits, Cohere multiplies them."""
-    divisor = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
-    return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)

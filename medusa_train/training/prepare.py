@@ -25,6 +25,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.tracking import open_tracker
+from medusa_train.training.attention import choose_attention
 from medusa_train.training.engine import LocalEngine
 from medusa_train.training.lr import build_scheduler, count_warmup_steps
 from medusa_train.training.optim import build_optimizer, parameter_groups
@@ -136,6 +137,7 @@ def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
         quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
         trust_remote_code=cfg.trust_remote_code,
     )
+    console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
     draft = _heads(cfg, backbone, console)
     student = make_student(cfg, backbone, precision)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True)

@@ -16,7 +16,6 @@ from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.models.adapter import Adapter, LoraSpec
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features
-from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.training.precision import Precision
 from medusa_train.training.run_dir import ADAPTER, HEADS, MODEL
@@ -49,9 +48,8 @@ class Student:
 
     def features(self, batch: Batch) -> Features:
         """One forward pass over `batch`; keeps a graph only where something in it learns."""
-        mask = packing_mask(batch.segments, self.backbone.dtype)
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
-            return self.backbone.run(batch.tokens, positions=batch.positions, mask=mask)
+            return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
 
     def unembedding(self) -> Unembedding:
         """lm_head as it is being trained."""
@@ -62,9 +60,8 @@ class Student:
         if self.adapter is None:
             return Features(own.hidden.detach()), self.unembedding()
         with self.adapter.teacher():
-            mask = packing_mask(batch.segments, self.backbone.dtype)
             with self._autocast():
-                feats = self.backbone.run(batch.tokens, positions=batch.positions, mask=mask)
+                feats = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
             return feats, self.unembedding()
 
     def state_dict(self) -> dict[str, Tensor]:
