@@ -217,6 +217,8 @@ def describe(record: Record) -> str:
     heads = " ".join(_share(x) for x in record["head_top1"])
     own = "".join(f" | {name} {record[key]:.4f}" for name, key in (("lm", "lm_loss"), ("kl", "lm_kl")) if key in record)
     if record["kind"] == "eval":
+        if (length := record.get("acceptance_length")) is not None:
+            own += f" | {length:.2f} tokens per step"
         return f"held-out at step {record['step']}: heads' loss {record['loss']:.4f} | top-1 {heads}{own}"
     return (
         f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads}{own} | grad {record['grad_norm']:.3f}"

@@ -10,7 +10,7 @@ from medusa_train.tracking import MetricsFile, duration, keep_until, open_tracke
 TRAIN = {
     "loss": 1.25, "head_top1": [0.5, 0.25], "grad_norm": 0.75, "lr": 1e-3, "tokens_per_s": 1234.5,
 }  # fmt: skip
-EVAL = {"loss": 2.5, "head_top1": [0.625, 0.3]}
+EVAL = {"loss": 2.5, "head_top1": [0.625, 0.3], "acceptance_length": 2.345}
 
 
 def lines(path):
@@ -105,7 +105,8 @@ def test_bar_or_lines_show_the_figures(tmp_path, terminal):
         tracker.log("train", 10, TRAIN)
         tracker.log("eval", 10, EVAL)
     text = shown.file.getvalue()
-    for figure in ("1.25", ".50 .25", "1,23", "left", "held-out at step 10: heads' loss 2.5000 | top-1 .62 .30"):
+    held_out = "held-out at step 10: heads' loss 2.5000 | top-1 .62 .30 | 2.35 tokens per step"
+    for figure in ("1.25", ".50 .25", "1,23", "left", held_out):
         assert figure in text
     assert ("10/20" in text) == terminal
     assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == ["train", "eval"]

@@ -3,6 +3,7 @@
 OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 of every other file
                               state.json          the state without its tensors
                               PART.safetensors    the tensors of each top-level entry
+                              NAME                JSON for other readers, not part of the state (a run's tree.json)
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class CheckpointStore:
         self.root = Path(output_dir) / "checkpoints"
         self.limit = save_total_limit or None
 
-    def save(self, step: int, state: Mapping[str, Any], keep: Collection[int] = ()) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        keep: Collection[int] = (),
+        beside: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write the state after `step` optimizer steps; then drop the oldest checkpoints beyond the limit.
 
         Args:
@@ -48,6 +55,7 @@ class CheckpointStore:
             state: part -> nested dicts, lists, tuples, tensors and plain values (see `pack`), for instance
                 `{"draft": draft.state_dict(), "engine": engine.state_dict(), "rng": rng_state(), "run": {...}}`.
             keep: steps whose checkpoints stay beside those that the limit allows.
+            beside: file name -> JSON value, written into the checkpoint for other readers; `load` leaves it out.
 
         Raises:
             CheckpointError: it could not be written (disk full, no permission); earlier ones are as they were.
@@ -61,7 +69,7 @@ class CheckpointStore:
             for left in self.root.glob(".tmp-step-*"):  # of a process that was killed
                 shutil.rmtree(left)
             temporary.mkdir(parents=True)
-            _fill(temporary, step, parts)
+            _fill(temporary, step, parts, beside or {})
             self._publish(temporary, final)
         except WRITE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)  # before the disk is asked how much of it is free
@@ -143,7 +151,11 @@ class CheckpointStore:
         return f"\nOther checkpoints in {self.root}: {', '.join(others)}" if others else ""
 
 
-def _fill(directory: Path, step: int, parts: Mapping[str, tuple[dict[str, Tensor], Any]]) -> None:
+def _fill(
+    directory: Path, step: int, parts: Mapping[str, tuple[dict[str, Tensor], Any]], beside: Mapping[str, Any]
+) -> None:
+    for name, value in beside.items():
+        write_json(directory / name, value)
     write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})
     for name, (tensors, _) in parts.items():
         if tensors:

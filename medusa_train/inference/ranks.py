@@ -107,12 +107,12 @@ def trace_answer(backbone: Backbone, draft: MedusaDraft, prompt: list[int], answ
     ranks = torch.full((count, heads), -1, dtype=torch.long)
     for k in range(1, min(heads, count - 1) + 1):
         logits = draft.head_logits(states[: count - k], k)
-        ranks[: count - k, k - 1] = _rank_of(logits, tokens[0, len(prompt) + k :]).cpu()
+        ranks[: count - k, k - 1] = rank_of(logits, tokens[0, len(prompt) + k :]).cpu()
     return Trace(ranks.tolist(), [min(heads, count - 1 - place) for place in range(count)])
 
 
-def _rank_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """At which place of its row's best guesses [N, V] each target [N] stands; -1 past `MAX_RANK`.
+def rank_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """At which place of its row's best guesses [N, V] each target [N] stands, long [N]; -1 past `MAX_RANK`.
 
     Asked by the same top-k that proposals are made with, so that equal logits (common in bfloat16) get the places
     that they have in decoding.

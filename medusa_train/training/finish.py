@@ -148,6 +148,12 @@ def summary(
         saved = f", as of step {step}" if step != state.step else ""
         whole = "held-out loss" if held_out.lm_loss is None else "held-out objective (backbone + lambda0 x heads)"
         table.add_row(whole, f"{held_out.objective:.4f}{saved}{best}")
+        if held_out.acceptance is not None:
+            table.add_row(
+                "acceptance length",
+                f"{held_out.acceptance.length:.2f} tokens per step on held-out text, with a tree of "
+                f"{held_out.acceptance.tree.size} nodes",
+            )
     if calibration is not None:
         tree = calibration.best
         table.add_row(

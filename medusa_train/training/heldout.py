@@ -1,9 +1,10 @@
-"""Losses and top-1..top-10 accuracies of every head on held-out text. Knows no optimizer and no files."""
+"""Losses, top-1..top-10 shares and acceptance length of the heads on held-out text. Knows no optimizer, no files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
+from medusa_train.inference.ranks import MAX_RANK, rank_of
 from medusa_train.losses.distill import linear_kl
 from medusa_train.losses.linear_ce import linear_cross_entropy
 from medusa_train.losses.objective import Objective
@@ -19,9 +21,9 @@ from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
 from medusa_train.models.unembedding import Unembedding
+from medusa_train.training.acceptance import Acceptance, RankedConversation, ranked_conversations, simulate
 from medusa_train.training.student import Student
 
-TOP = 10
 ROWS = 512  # positions whose logits exist at once: [ROWS, V]
 
 
@@ -37,6 +39,7 @@ class HeldOut:
         targets: valid targets per head.
         lm_loss: mean cross-entropy of the backbone itself, nats per token; None where it is frozen.
         lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
+        conversations: the ranks of what came next, see `ranked_conversations`.
     """
 
     loss: float
@@ -46,9 +49,16 @@ class HeldOut:
     targets: list[int]
     lm_loss: float | None = None
     lm_kl: float | None = None
+    conversations: list[RankedConversation] = field(default_factory=list, repr=False, compare=False)
+
+    @cached_property
+    def acceptance(self) -> Acceptance | None:
+        """The best tree and what it would bring, counted when it is first asked for; None: too few conversations."""
+        return simulate(self.conversations)
 
     def figures(self) -> dict[str, Any]:
         """The record for metrics.jsonl."""
+        accepted = self.acceptance
         return {
             "loss": self.loss,
             "objective": self.objective,
@@ -58,6 +68,7 @@ class HeldOut:
             "targets": self.targets,
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
+            **({} if accepted is None else {"acceptance_length": accepted.length}),
         }
 
 
@@ -82,9 +93,10 @@ def evaluate_held_out(
         The figures, or None when `stop` said so.
     """
     sums = torch.zeros(draft.num_heads, dtype=torch.float64)
-    hits = torch.zeros(draft.num_heads, TOP, dtype=torch.long)
+    hits = torch.zeros(draft.num_heads, MAX_RANK, dtype=torch.long)
     targets = torch.zeros(draft.num_heads, dtype=torch.long)
     own = _OwnLoss()
+    conversations: list[RankedConversation] = []
     student.train(False)
     try:
         for batch in batches:
@@ -92,23 +104,35 @@ def evaluate_held_out(
                 return None
             batch = batch.to(student.backbone.device)
             feats = student.features(batch)
+            ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
             with student.precision.autocast():
                 for i, hidden in enumerate(draft.hidden(feats)):
                     wanted = shift(batch.labels, i + 1, batch.segments)
                     valid = wanted != IGNORE
-                    for loss, found in _score(hidden[valid], wanted[valid], draft.unembed(i + 1)):
-                        sums[i] += loss
-                        hits[i] += found
-                    targets[i] += int(valid.sum())
+                    loss, places = _score(hidden[valid], wanted[valid], draft.unembed(i + 1))
+                    sums[i] += loss
+                    hits[i] += torch.bincount(places[places >= 0], minlength=MAX_RANK).cumsum(dim=0)
+                    targets[i] += len(places)
+                    ranks[..., i][valid.cpu()] = places.to(ranks.dtype)
                 if student.joint:
                     own.add(student, batch, feats)
+            conversations += ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks)
     finally:
         student.train()
     means = sums / targets.clamp(min=1)
     weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(means, start=1))
     whole = whole_objective(objective, weighted, own.loss, own.kl)
     shares = hits / targets.clamp(min=1)[:, None]
-    return HeldOut(float(weighted), whole, means.tolist(), shares.tolist(), targets.tolist(), own.loss, own.kl)
+    return HeldOut(
+        float(weighted),
+        whole,
+        means.tolist(),
+        shares.tolist(),
+        targets.tolist(),
+        own.loss,
+        own.kl,
+        conversations,
+    )
 
 
 def whole_objective(objective: Objective, heads: float, ce: float | None, kl: float | None) -> float:
@@ -158,14 +182,13 @@ class _OwnLoss:
         return self._kl / self._count if self._count and self._has_teacher else None
 
 
-def _score(hidden: Tensor, wanted: Tensor, unembedding: Unembedding) -> Iterator[tuple[float, Tensor]]:
-    """Summed cross-entropy and top-1..top-10 hits [TOP] of hidden states [N, d] against tokens [N], by chunks."""
+def _score(hidden: Tensor, wanted: Tensor, unembedding: Unembedding) -> tuple[float, Tensor]:
+    """Summed cross-entropy of hidden states [N, d] against tokens [N], and the tokens' ranks [N] (CPU), by chunks."""
+    loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
     for rows, tokens in zip(hidden.split(ROWS), wanted.split(ROWS), strict=True):
         if not len(tokens):
             continue
         logits = unembedding.logits(rows).float()
-        best = logits.topk(min(TOP, logits.shape[-1])).indices
-        found = (best == tokens[:, None]).sum(dim=0).cumsum(dim=0).cpu()
-        # a vocabulary of fewer than TOP tokens: the last share stands for the rest
-        found = torch.cat([found, found[-1:].expand(TOP - len(found))])
-        yield float(cross_entropy(logits, tokens, reduction="sum")), found
+        loss += float(cross_entropy(logits, tokens, reduction="sum"))
+        ranks.append(rank_of(logits, tokens).cpu())
+    return loss, torch.cat(ranks)

@@ -53,7 +53,8 @@ class TrainState:
     """Place in the run: `step` optimizer steps are done.
 
     `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out objective (nats), at
-    `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated.
+    `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated, `tree` the
+    content of the tree.json that it gave.
     `tokens` and `seconds` (of training steps alone) count the whole run.
     """
 
@@ -64,6 +65,7 @@ class TrainState:
     best_step: int = 0
     evals_since_best: int = 0
     evaluated: int = 0
+    tree: dict[str, Any] | None = None
     tokens: int = 0
     seconds: float = 0.0
     window: Window = field(default_factory=Window)

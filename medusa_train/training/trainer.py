@@ -22,6 +22,7 @@ from medusa_train.training.heldout import HeldOut, evaluate_held_out
 from medusa_train.training.interrupt import StopRequest
 from medusa_train.training.plan import Plan
 from medusa_train.training.precision import Precision
+from medusa_train.training.run_dir import TREE
 from medusa_train.training.snapshot import restore_weights, take_snapshot
 from medusa_train.training.state import TrainState, Window
 from medusa_train.training.student import Student
@@ -208,6 +209,8 @@ class Trainer:
             return False
         self.measured = found
         best = self.state.note_eval(found.objective)
+        if found.acceptance is not None:
+            self.state.tree = found.acceptance.record(self.state.step)
         self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
         return best
 
@@ -217,7 +220,8 @@ class Trainer:
     def _save(self) -> None:
         self.state.data = self.loader.state_dict()
         snapshot = take_snapshot(self.draft, self.student, self.engine, self.state)
-        self.store.save(self.state.step, snapshot, keep={self.state.best_step})
+        beside = {} if self.state.tree is None else {TREE: self.state.tree}
+        self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
 
     def _non_finite(self, done: list[MicroStep], loss: float) -> NonFiniteLossError:
         bad_loss = [part for part in done if not math.isfinite(float(part.loss))]

@@ -119,10 +119,13 @@ class Tree:
             mask[node] |= mask[parent]
         return mask
 
+    def record(self, **meta: Any) -> dict[str, Any]:
+        """`{"medusa_choices": [[0], [0, 0], ...], **meta}`: the content of tree.json, which TensorRT-LLM reads too."""
+        return {"medusa_choices": [list(path) for path in self.paths], **meta}
+
     def save(self, path: Path, **meta: Any) -> None:
-        """Write `{"medusa_choices": [[0], [0, 0], ...], **meta}`, the form that TensorRT-LLM reads too."""
-        record = {"medusa_choices": [list(p) for p in self.paths], **meta}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        """Write `record(**meta)` as JSON."""
+        path.write_text(json.dumps(self.record(**meta), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Tree:

@@ -22,7 +22,7 @@ from medusa_train.inference.calibrate import (
     step_latency,
 )
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import Trace, _rank_of, head_accuracy, tokens_per_step, trace_answer
+from medusa_train.inference.ranks import Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
@@ -155,8 +155,8 @@ def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
     logits = torch.tensor([[2.0, 5.0, 5.0, 5.0, 1.0] + [0.0] * 19 + [-1.0]])
     order = logits.topk(5).indices[0].tolist()
     for place, token in enumerate(order):
-        assert int(_rank_of(logits, torch.tensor([token]))) == place
-    assert int(_rank_of(logits, torch.tensor([24]))) == -1
+        assert int(rank_of(logits, torch.tensor([token]))) == place
+    assert int(rank_of(logits, torch.tensor([24]))) == -1
 
 
 def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:

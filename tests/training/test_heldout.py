@@ -4,10 +4,12 @@ from torch.nn.functional import cross_entropy
 
 from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
+from medusa_train.inference.calibrate import fit_tree
+from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.training import heldout
+from medusa_train.training import acceptance, heldout
 from medusa_train.training.precision import Precision
 from medusa_train.training.student import Student
 
@@ -58,6 +60,43 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     assert found.objective == found.loss  # the backbone is frozen
 
 
+def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
+    """On the backbone's own greedy answers the tree would take as many steps as the loop takes with it."""
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.blocks.parameters():
+            parameter.normal_(0, 0.05)
+    prompts = [[0, 2, 10 + i, 3] for i in range(6)]
+    batches = []
+    for prompt in prompts:
+        answer = Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens
+        tokens = torch.tensor([prompt + answer])
+        labels = tokens.clone()
+        labels[0, : len(prompt)] = IGNORE
+        batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
+    halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
+    traces = [[acceptance._trace(ranks) for ranks in half] for half in halves]
+    rates = []
+    for half in (0, 1):
+        tree = fit_tree(traces[half], traces[half], acceptance.NODES)
+        made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
+        rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
+    assert found.acceptance.length == pytest.approx(sum(rates) / 2)
+    assert found.figures()["acceptance_length"] == found.acceptance.length
+
+
+def test_ranks_and_shares_agree(backbone):
+    draft = MedusaDraft.from_backbone(backbone, 1)
+    batch = random_batches()[0]
+    every = Batch(batch.tokens, batch.tokens, batch.positions, torch.zeros_like(batch.segments), ["a", "b"])
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
+    ranks = torch.cat([answer[:-1, 0] for answers in found.conversations for answer in answers])
+    assert len(ranks) == found.targets[0] == 20
+    assert found.top[0] == pytest.approx([float(((ranks >= 0) & (ranks < n)).float().mean()) for n in range(1, 11)])
+
+
 def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
@@ -65,6 +104,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
     found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]
+    assert "acceptance_length" not in found.figures()
 
 
 def test_a_stop_gives_up(backbone):

@@ -74,6 +74,25 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     assert "greedy continuations" in text
 
 
+def test_the_tree_of_the_latest_evaluation_lies_in_every_checkpoint(make_config, console, tmp_path, monkeypatch):
+    """Also where a run stopped between evaluations, and went on to the next checkpoint without one."""
+    out = tmp_path / "run"
+    stop_after(monkeypatch, 5)
+    keys = {"eval_steps": 4, "save_steps": 2, "max_steps": 8, "save_total_limit": 9, "learning_rate": 3e-2}
+    assert train(make_config(**keys), console) == 130
+    assert train(make_config(**keys, resume_from_checkpoint="auto"), console) == 0
+    lengths = {r["step"]: r["acceptance_length"] for r in metrics(out) if r["kind"] == "eval"}
+    assert set(lengths) == {4, 8}
+    assert CheckpointStore(out).steps() == [2, 4, 5, 6, 8]
+    assert not (out / "checkpoints" / "step-2" / "tree.json").exists()  # nothing was evaluated yet
+    for step, evaluated in ((4, 4), (5, 4), (6, 4), (8, 8)):
+        path = out / "checkpoints" / f"step-{step}" / "tree.json"
+        record = json.loads(path.read_text())
+        assert (record["step"], record["tokens_per_step"]) == (evaluated, round(lengths[evaluated], 4))
+        assert 0 < Tree.load(path).size == record["nodes"] <= 16
+    assert f"{lengths[8]:.2f} tokens per step on held-out text" in console.file.getvalue()
+
+
 def test_trained_heads_decode_to_the_same_text(make_config, console, tmp_path, backbone_dir):
     train(make_config(), console)
     backbone = Backbone.load(str(backbone_dir))
