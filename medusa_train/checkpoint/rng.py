@@ -1,4 +1,4 @@
-"""The state of every random generator that a run draws from: torch, CUDA, Python, numpy. Knows no files."""
+"""The state of every random generator that a process draws from: torch, CUDA, Python, numpy. Knows no files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def rng_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],  # of the GPU that is in use
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Take back what `rng_state` gave; states of CUDA devices that this machine lacks are left out."""
+    """Take back what `rng_state` gave; a GPU's is left out where there is none."""
     torch.set_rng_state(state["torch"])
-    for device, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(cuda, device)
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"][0])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -128,7 +128,7 @@ def _memory(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_
         model_config,
         rows=min(cfg.micro_batch_size, loader.rows_per_epoch),
         width=train.row_len or max(len(example) for example in train.examples),
-        dtype=choose_precision(cfg.bf16, device).dtype,
+        dtype=choose_precision(cfg.bf16, device, fp16=cfg.fp16).dtype,
         device=device.type,
     )
 

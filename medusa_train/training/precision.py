@@ -20,13 +20,18 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Context for whatever touches the heads; does nothing in float32."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
 
-def choose_precision(bf16: bool | Literal["auto"], device: torch.device) -> Precision:
-    """Pick bfloat16 where it is asked for, or left to us and fast; float32 otherwise."""
+def choose_precision(bf16: bool | Literal["auto"], device: torch.device, *, fp16: bool = False) -> Precision:
+    """Pick bfloat16 where it is asked for, or left to us and fast; float16 where a GPU is asked for it; else float32.
+
+    CPUs compute float16 slowly and with few operations: float32 takes its place there.
+    """
+    if fp16:
+        return Precision(device, torch.float16 if device.type == "cuda" else torch.float32)
     wanted = has_fast_bf16(device) if bf16 == "auto" else bf16
     return Precision(device, torch.bfloat16 if wanted else torch.float32)

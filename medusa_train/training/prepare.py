@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.hub import hub_is_out_of_reach
-from medusa_train.config.schema import TrainConfig, unsupported_keys
+from medusa_train.config.schema import TrainConfig
 from medusa_train.dashboards import Dashboard, TensorBoard, Wandb
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
@@ -24,21 +24,17 @@ from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.tracking import open_tracker
+from medusa_train.tracking import Tracker, open_tracker
 from medusa_train.training.attention import choose_attention
-from medusa_train.training.engine import LocalEngine
-from medusa_train.training.lr import build_scheduler, count_warmup_steps
-from medusa_train.training.optim import build_optimizer, parameter_groups
+from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
+from medusa_train.training.distributed import ALONE, World
+from medusa_train.training.engines import build_engine
+from medusa_train.training.lr import count_warmup_steps
 from medusa_train.training.plan import Plan, count_steps, interval
 from medusa_train.training.precision import choose_precision
-from medusa_train.training.run_dir import (
-    HEADS,
-    check_nothing_is_lost,
-    named_checkpoint,
-    prepare_output_dir,
-    write_config,
-)
-from medusa_train.training.snapshot import restore_snapshot
+from medusa_train.training.resume import find_checkpoint
+from medusa_train.training.run_dir import HEADS, prepare_output_dir, write_config
+from medusa_train.training.snapshot import random_states, restore_place, restore_weights
 from medusa_train.training.state import TrainState
 from medusa_train.training.student import HEADS_FILE, Student, check_start, make_student, start_directory
 from medusa_train.training.trainer import Trainer
@@ -62,23 +58,27 @@ class Ready:
     out: Path
 
 
-def check_supported(cfg: TrainConfig) -> None:
-    """Raise ConfigError naming every key that asks for what this version can't do."""
-    if asked := unsupported_keys(cfg):
-        raise ConfigError(["not supported by this version: " + key for key in asked])
-
-
-def load_data(cfg: TrainConfig, console: Console) -> Data:
+def load_data(cfg: TrainConfig, console: Console, world: World = ALONE) -> Data:
     """Find the backbone, refuse what can't be done with it, and encode the data; loads no weights.
+
+    Several processes go on only if all of them could.
 
     Raises:
         BackboneError: there is no such backbone, the hub can't be reached, or it can't be trained for here.
-        ConfigError: a key is not supported by this version, or means nothing where it stands.
+        ConfigError: a key means nothing where it stands, or contradicts another.
         CheckpointError: there is nothing to start from where `lora_model_dir` says.
         DataError: the data can't be read, or nothing in it can be learnt.
     """
+    if world.size > 1 and cfg.dataset_prepared_path is not None:
+        world.lead(lambda: bool(_load_data(cfg, Console(quiet=True), world.size)))  # fills what the others then read
+    return world.together(lambda: _load_data(cfg, console, world.size))
+
+
+def _load_data(cfg: TrainConfig, console: Console, processes: int) -> Data:
     where, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    check_supported(cfg)
+    check_deepspeed(cfg, processes)
+    if processes > 1 or cfg.deepspeed is not None:
+        check_compiler(torch.cuda.is_available())
     check_start(cfg)
     context = context_length(config.get_text_config())
     if cfg.sequence_len > context:
@@ -118,38 +118,39 @@ def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
     return ChatEncoder(tokenizer, cfg.chat_template or (named[0] if all(named) else None))
 
 
-def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
+def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) -> Ready:
     """Load the backbone, make the heads and all that trains them, and take up an earlier run's place.
 
     Raises:
         BackboneError: the backbone can't be loaded.
         CheckpointError: the checkpoint to go on from is damaged, or of other heads.
     """
-    random.seed(cfg.seed)
-    torch.manual_seed(cfg.seed)
-    if cfg.tf32:
-        torch.set_float32_matmul_precision("high")
-    precision = choose_precision(cfg.bf16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    backbone = Backbone.load(
-        cfg.base_model,
-        dtype=precision.dtype,
-        device=precision.device,
-        quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
-        trust_remote_code=cfg.trust_remote_code,
-    )
-    console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
-    draft = _heads(cfg, backbone, console)
-    student = make_student(cfg, backbone, precision)
-    loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True)
-    plan = make_plan(cfg, loader.steps_per_epoch)
+    draft, student = world.together(lambda: _model(cfg, console, world.device))
+    loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
+    plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
-    engine = _engine(cfg, draft, student, plan.total_steps, warmup, console)
-    _describe(cfg, data, student, draft, plan, warmup, console)
+    _describe(cfg, data, student, draft, plan, warmup, console, world.size)
 
     store = CheckpointStore(Path(cfg.output_dir).expanduser(), cfg.save_total_limit)
-    state = _resume(cfg, store, draft, student, engine, loader, console)
-    out = prepare_output_dir(cfg, state.step)
-    write_config(cfg, out)
+    earlier = find_checkpoint(cfg, store, world, console)
+    if earlier is not None:  # before the engine splits the weights or copies them
+        restore_weights(earlier.snapshot, draft, student, str(earlier.path))
+    engine = build_engine(cfg, draft, student, plan.total_steps, warmup, world, console)
+    if not world.first:
+        torch.manual_seed(hash((cfg.seed, world.rank)))  # a dropout of its own; all weights are made by now
+    state = TrainState()
+    if earlier is not None:
+        state = restore_place(earlier.snapshot, engine, str(earlier.path), world)
+        loader.load_state_dict(state.data)
+        console.print(f"going on after step {state.step}, from {earlier.path}")
+        if (before := len(random_states(earlier.snapshot))) != world.size:
+            console.print(f"note: {before} processes began this run, {world.size} go on: dropout is another from here")
+    out = world.lead(lambda: prepare_output_dir(cfg, state.step))
+    tracker = Tracker([])
+    if world.first:
+        write_config(cfg, out)
+        dashboards = _dashboards(cfg, out, state.step, console)
+        tracker = open_tracker(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
     trainer = Trainer(
         student=student,
         draft=draft,
@@ -158,23 +159,22 @@ def build(cfg: TrainConfig, data: Data, console: Console) -> Ready:
         loader=loader,
         held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
         accumulation=cfg.gradient_accumulation_steps,
-        precision=precision,
+        precision=student.precision,
         plan=plan,
         store=store,
-        tracker=open_tracker(
-            out, console, plan.total_steps, state.step, _dashboards(cfg, out, state.step, console), state.evaluated
-        ),
+        tracker=tracker,
         patience=cfg.early_stopping_patience,
         state=state,
         top_k_in_log=cfg.medusa_logging,
+        world=world,
     )
     return Ready(trainer, draft, out)
 
 
-def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int) -> Plan:
+def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
     """Lay out the run's steps; evaluations and checkpoints come once per epoch where the config is silent."""
     total, per_epoch = count_steps(
-        micro_batches_per_epoch, cfg.gradient_accumulation_steps, cfg.num_epochs, cfg.max_steps
+        micro_batches_per_epoch, cfg.gradient_accumulation_steps * processes, cfg.num_epochs, cfg.max_steps
     )
     return Plan(
         total_steps=total,
@@ -197,6 +197,27 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
         return islice(loader, loader.steps_per_epoch)
 
     return batches
+
+
+def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[MedusaDraft, Student]:
+    """Load the backbone and make of it what the recipe trains; the same in every process."""
+    random.seed(cfg.seed)
+    torch.manual_seed(cfg.seed)
+    if cfg.tf32:
+        torch.set_float32_matmul_precision("high")
+    precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
+    if cfg.fp16 and precision.dtype != torch.float16:
+        console.print(f"fp16: not on a {device.type}, computing in {precision}")
+    backbone = Backbone.load(
+        cfg.base_model,
+        dtype=precision.dtype,
+        device=precision.device,
+        quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
+    draft = _heads(cfg, backbone, console)
+    return draft, make_student(cfg, backbone, precision)
 
 
 def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraft:
@@ -246,43 +267,15 @@ def _objective(cfg: TrainConfig, draft: MedusaDraft, student: Student) -> Object
     )
 
 
-def _engine(
-    cfg: TrainConfig, draft: MedusaDraft, student: Student, total_steps: int, warmup: int, console: Console
-) -> LocalEngine:
-    trained = list(student.parameters.values())
-    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
-    optimizer, notice = build_optimizer(cfg.optimizer, groups, student.precision.device)
-    if notice:
-        console.print(notice)
-    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps)
-    return LocalEngine([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm)
-
-
-def _resume(
-    cfg: TrainConfig,
-    store: CheckpointStore,
-    draft: MedusaDraft,
-    student: Student,
-    engine: LocalEngine,
-    loader: BatchLoader,
-    console: Console,
-) -> TrainState:
-    """Take up the place of the checkpoint that the config names; a new run where there is none yet."""
-    if cfg.resume_from_checkpoint is None:
-        return TrainState()
-    path = named_checkpoint(cfg) or store.latest()
-    if path is None:
-        check_nothing_is_lost(cfg)
-        console.print(f"resume_from_checkpoint: {store.root} holds no checkpoint yet, starting anew")
-        return TrainState()
-    state = restore_snapshot(store.load(path), draft, student, engine, str(path))
-    loader.load_state_dict(state.data)
-    console.print(f"going on after step {state.step}, from {path}")
-    return state
-
-
 def _describe(
-    cfg: TrainConfig, data: Data, student: Student, draft: MedusaDraft, plan: Plan, warmup: int, console: Console
+    cfg: TrainConfig,
+    data: Data,
+    student: Student,
+    draft: MedusaDraft,
+    plan: Plan,
+    warmup: int,
+    console: Console,
+    processes: int,
 ) -> None:
     """Say in a few lines what is about to happen."""
     heads = sum(p.numel() for p in draft.parameters())
@@ -306,7 +299,7 @@ def _describe(
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
     if learning:
         rates += f" (backbone {cfg.learning_rate:g})"
-    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps
+    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
     console.print(
         f"plan: {plan.total_steps:,} steps of {batch} {'rows' if cfg.sample_packing else 'conversations'} "
         f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {warmup} steps, {cfg.lr_scheduler}"

@@ -11,7 +11,8 @@ from typing import Any
 class Window:
     """Sums over the optimizer steps since the last log line; in checkpoints, so that a resumed run logs the same.
 
-    `lr` is no sum: it is the learning rate of the last step.
+    `lr` is no sum: it is the learning rate of the last step. `overscaled` steps changed nothing, because their float16
+    gradients were scaled too far; they count as steps and have no norm.
     """
 
     steps: int = 0
@@ -25,6 +26,7 @@ class Window:
     lm_ce: float = 0.0
     lm_kl: float = 0.0
     lm_count: int = 0
+    overscaled: int = 0
 
     def add_lm(self, ce: float, kl: float, count: int) -> None:
         """Add one micro-batch's sums of the backbone's own loss, nats, over `count` targets."""

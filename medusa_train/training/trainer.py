@@ -14,9 +14,10 @@ from torch import Tensor
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
 from medusa_train.errors import MedusaError
-from medusa_train.losses.objective import LMSums, Objective
+from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.drafts.base import Draft
 from medusa_train.tracking import Tracker
+from medusa_train.training.distributed import ALONE, World
 from medusa_train.training.engine import Engine
 from medusa_train.training.heldout import HeldOut, evaluate_held_out
 from medusa_train.training.interrupt import StopRequest
@@ -25,6 +26,7 @@ from medusa_train.training.precision import Precision
 from medusa_train.training.run_dir import TREE
 from medusa_train.training.snapshot import restore_weights, take_snapshot
 from medusa_train.training.state import TrainState, Window
+from medusa_train.training.step import MicroStep, StepSums
 from medusa_train.training.student import Student
 
 
@@ -41,31 +43,20 @@ class NonFiniteLossError(MedusaError):
 
 
 @dataclass
-class MicroStep:
-    """What is kept of one micro-batch once its gradients are added."""
-
-    records: list[str]
-    loss: Tensor  # scalar, this micro-batch's share
-    correct: Tensor  # long [K]
-    counts: Tensor  # long [K]
-    tokens: int
-    lm: LMSums | None  # of the backbone's own loss, where it learns
-
-
-@dataclass
 class Trainer:
-    """One run in one process.
+    """One run, as one of its processes sees it.
 
     Attributes:
         student, draft, objective: the backbone as it is run and perhaps trained, the heads, and what they minimise.
         engine: holds gradients, optimizer and schedule.
-        loader: training micro-batches without end, whose place can be saved.
+        loader: this process's training micro-batches without end, whose place can be saved.
         held_out: makes the held-out batches, the whole set once; None where nothing is held out.
-        accumulation: micro-batches per optimizer step.
+        accumulation: micro-batches per optimizer step, in this process.
         patience: evaluations without a better loss before the run ends early; None: never.
         state: where the run stands; a resumed run brings its own.
         measured: what the last held-out evaluation of this process found.
         top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
+        world: the processes that take part; a step is the same however many they are.
     """
 
     student: Student
@@ -83,6 +74,7 @@ class Trainer:
     state: TrainState
     top_k_in_log: bool = False
     measured: HeldOut | None = None
+    world: World = ALONE
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train up to the plan's last step, or until `stop` or too many evaluations without progress.
@@ -104,15 +96,18 @@ class Trainer:
             if plan.logs(state.step):
                 self._log(last)
             best = plan.evaluates(state.step) and self._evaluate(stop)
-            if stop or best or self._out_of_patience() or plan.saves(state.step):
+            stopping = self.world.any(bool(stop))  # a signal may have reached only one of the processes
+            if stopping or best or self._out_of_patience() or plan.saves(state.step):
                 self._save()
-            if stop:
+            if stopping:
                 return Outcome.INTERRUPTED
         return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
 
     def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> HeldOut | None:
-        """Measure the heads as they are now on `batches`; None when `stop` said so."""
-        return evaluate_held_out(self.student, self.draft, batches, self.objective, stop)
+        """Measure the heads as they are now on `batches`; None when `stop` said so, in whichever process."""
+        return self.engine.reading(
+            lambda: evaluate_held_out(self.student, self.draft, batches, self.objective, lambda: self.world.any(stop()))
+        )
 
     def take_best(self) -> int:
         """Go back to the weights of the best evaluation; optimizer, counters and the place in the data stay.
@@ -127,33 +122,51 @@ class Trainer:
         path = self.store.at(self.state.best_step)
         if path is None:
             return self.state.step
-        restore_weights(self.store.load(path), self.draft, self.student, str(path))
+        with self.engine.whole(writing=True):
+            restore_weights(self.store.load(path), self.draft, self.student, str(path))
         self.measured = None
         return self.state.best_step
 
     def _train_step(self, batches: Iterator[Batch]) -> Batch:
         """Run one optimizer step; return its last micro-batch.
 
-        Valid targets are counted over all micro-batches before any loss is divided, so a step's loss is the mean
-        over its targets however they fall into micro-batches.
+        Valid targets are counted over all micro-batches of all processes before any loss is divided, so a step's loss
+        is the mean over its targets however they fall into micro-batches and processes.
         """
         started = time.perf_counter()
         micro = [next(batches).to(self.student.backbone.device) for _ in range(self.accumulation)]
-        counts = torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0)
+        counts = self.world.sum(torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0))
         done = [self._micro_step(batch, counts) for batch in micro]
-        loss = sum(float(part.loss) for part in done)
+        sums = StepSums.of(self.world.sum(torch.stack([part.row() for part in done]).sum(dim=0)))
         self.state.window.lr = self.engine.lr
-        norm = self.engine.step() if math.isfinite(loss) else math.nan
+        norm = self.engine.step() if math.isfinite(sums.loss) else math.nan
+        if math.isfinite(sums.loss) and self.engine.overscaled:
+            self.engine.skip()
+            self.state.window.overscaled += 1
+            norm = 0.0
         if not math.isfinite(norm):
-            raise self._non_finite(done, loss)
-        self._advance(done, loss, norm, time.perf_counter() - started)
+            raise self._non_finite(done, sums.loss)
+        self._advance(sums, norm, time.perf_counter() - started)
         return micro[-1]
 
     def _micro_step(self, batch: Batch, counts: Tensor) -> MicroStep:
+        outputs: list[ObjectiveOutput] = []
+
+        def share() -> Tensor:
+            outputs.append(self._compare(batch, counts))
+            return outputs[0].loss
+
+        self.engine.backward(self.engine.forward(share))
+        out = outputs[0]
+        tokens = int((batch.segments >= 0).sum())
+        return MicroStep(batch.records, out.loss.detach(), out.head_correct, out.head_counts, tokens, out.lm)
+
+    def _compare(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
+        """Run backbone, teacher and heads on one micro-batch; `counts` are the targets of the global batch."""
         feats = self.student.features(batch)
         teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
         with self.precision.autocast():
-            out = self.objective.loss(
+            return self.objective.loss(
                 feats,
                 batch,
                 counts,
@@ -162,28 +175,22 @@ class Trainer:
                 teacher=teacher[0],
                 teacher_unembedding=teacher[1],
             )
-        self.engine.backward(out.loss)
-        tokens = int((batch.segments >= 0).sum())
-        return MicroStep(batch.records, out.loss.detach(), out.head_correct, out.head_counts, tokens, out.lm)
 
-    def _advance(self, done: list[MicroStep], loss: float, norm: float, seconds: float) -> None:
+    def _advance(self, sums: StepSums, norm: float, seconds: float) -> None:
         """Count one finished step."""
         state = self.state
         state.step += 1
         state.epoch = self.plan.epoch(state.step)
-        state.tokens += (tokens := sum(part.tokens for part in done))
+        state.tokens += sums.tokens
         state.seconds += seconds
         window = state.window
         window.steps += 1
-        window.loss += loss
+        window.loss += sums.loss
         window.grad_norm += norm
-        window.tokens += tokens
+        window.tokens += sums.tokens
         window.seconds += seconds
-        correct = torch.stack([part.correct for part in done]).sum(dim=0)
-        counts = torch.stack([part.counts for part in done]).sum(dim=0)
-        window.add_heads(correct.tolist(), counts.tolist())
-        for lm in [part.lm for part in done if part.lm is not None]:
-            window.add_lm(float(lm.ce), float(lm.kl), int(lm.count))
+        window.add_heads(sums.correct, sums.counts)
+        window.add_lm(sums.lm_ce, sums.lm_kl, sums.lm_count)
 
     def _log(self, last: Batch) -> None:
         """Hand out the means over the steps since the last log line, and begin the next window."""
@@ -192,11 +199,12 @@ class Trainer:
             "epoch": round(self.state.epoch, 4),
             "loss": window.loss / window.steps,
             "head_top1": window.top1(),
-            "grad_norm": window.grad_norm / window.steps,
+            "grad_norm": window.grad_norm / max(window.steps - window.overscaled, 1),
             "lr": window.lr,
             "tokens_per_s": window.tokens / max(window.seconds, 1e-9),
             "tokens": self.state.tokens,
             **window.lm(),
+            **({"overscaled_steps": window.overscaled} if window.overscaled else {}),
         }
         if self.top_k_in_log and (seen := self.evaluate([last])) is not None:
             figures["head_top"] = seen.top
@@ -208,7 +216,10 @@ class Trainer:
         if found is None:
             return False
         self.measured = found
-        best = self.state.note_eval(found.objective)
+        # all processes measured the same text, but a GPU's sums need not agree to the last bit, and decisions have to
+        best = self.state.note_eval(self.world.broadcast(found.objective))
+        if not self.world.first:
+            return best
         if found.acceptance is not None:
             self.state.tree = found.acceptance.record(self.state.step)
         self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
@@ -219,9 +230,12 @@ class Trainer:
 
     def _save(self) -> None:
         self.state.data = self.loader.state_dict()
-        snapshot = take_snapshot(self.draft, self.student, self.engine, self.state)
         beside = {} if self.state.tree is None else {TREE: self.state.tree}
-        self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
+        with self.engine.whole():
+            snapshot = take_snapshot(self.draft, self.student, self.engine, self.state, self.world)
+            self.world.lead(
+                lambda: self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
+            )
 
     def _non_finite(self, done: list[MicroStep], loss: float) -> NonFiniteLossError:
         bad_loss = [part for part in done if not math.isfinite(float(part.loss))]

@@ -1,0 +1,54 @@
+"""`medusa-train` as one of several processes: who speaks, and how all end together. Knows no launcher and no keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from medusa_train.cli.common import print_error, split_arguments
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.ranks import Place
+
+
+def follow(place: Place, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
+    """Be any process but the first: silent, unless it fails where the others did not."""
+    path, overrides = split_arguments(arguments)
+    try:
+        cfg = load_config(TrainConfig, path, overrides, flags=flags)
+    except ConfigError as error:
+        if place.local_rank == 0:  # another machine, which may hold another file
+            raise
+        return error.exit_code
+    nowhere = Console(quiet=True)
+    return train_with_others(place, cfg, nowhere, nowhere)
+
+
+def train_with_others(place: Place, cfg: TrainConfig, console: Console, results: Console) -> int:
+    """Meet the other processes and train with them; return the exit code.
+
+    One process's failure ends all: it says what was wrong; the others end because they can't go on without it.
+    """
+    from medusa_train.training.distributed import PeerError, join, lost_peer
+    from medusa_train.training.run import train
+
+    try:
+        world = join(place)
+        code = train(cfg, console, results, world)
+        world.leave()
+        return code
+    except PeerError as error:
+        return error.exit_code
+    except MedusaError as error:
+        if place.rank == 0:
+            raise
+        print_error(f"process {place.rank} of {place.size}: {error}")
+        return error.exit_code
+    except Exception as error:
+        if not lost_peer(error):
+            raise
+        if place.rank == 0:
+            print_error("another process has ended, and training can't go on without it")
+        return 1
