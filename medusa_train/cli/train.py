@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import typer
 from rich.console import Console
 
 from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
+from medusa_train.cli.launch import launch
+from medusa_train.cli.processes import follow, train_with_others
 from medusa_train.config.schema import TrainConfig
+from medusa_train.training.ranks import announced
 
 #: A log file or a pipe has no width; the tables need this much.
 PIPE_WIDTH = 120
@@ -28,6 +35,8 @@ name), datasets (chats in JSONL: ShareGPT, OpenAI messages or alpaca form) and o
   medusa-train configs/tiny_m1.yaml learning_rate=1e-3 max_steps=100 output_dir=runs/trial
 
   medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
+
+  medusa-train configs/vicuna7b_m2.yaml --num-gpus 8 deepspeed=configs/deepspeed/zero2.json
 
   medusa-train configs/tiny_m1.yaml --inspect
 
@@ -60,9 +69,21 @@ def train(
         "--inspect",
         help="Show samples with their loss mask, token counts, steps and the memory needed; train nothing.",
     ),
+    num_gpus: int = typer.Option(
+        None, "--num-gpus", metavar="N", help="Train in N processes, one per GPU (of each machine).", show_default=False
+    ),
+    hostfile: Path = typer.Option(
+        None, "--hostfile", help="Train on the machines of this file: lines of HOST slots=GPUS.", show_default=False
+    ),
+    local_rank: int = typer.Option(
+        None, "--local_rank", hidden=True, help="Given by launchers; the environment tells."
+    ),
 ) -> int:
     """Read the configuration, say what is about to be trained, and train."""
     flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
+    place = announced()
+    if place is not None and place.rank > 0:
+        return follow(place, arguments or [], flags)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     console = error_console()
     path, _ = split_arguments(arguments or [])
@@ -80,9 +101,18 @@ def train(
     from medusa_train.training.run_dir import check_output_dir
 
     check_output_dir(cfg)  # before the seconds that importing torch takes
+    if place is None and (hostfile is not None or (num_gpus or 1) > 1):
+        return launch(_arguments_again(arguments or [], flags), num_gpus, hostfile)
+    if place is not None:
+        return train_with_others(place, cfg, console, results)
     from medusa_train.training.run import train as run_training
 
     return run_training(cfg, console, results)
+
+
+def _arguments_again(arguments: Sequence[str], flags: Mapping[str, object]) -> list[str]:
+    """The command's arguments as overrides, which say the same as its flags."""
+    return [*arguments, *(f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None)]
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:
@@ -99,3 +129,7 @@ def headline(cfg: TrainConfig, source: str) -> list[str]:
 def main() -> None:
     """Entry point of `medusa-train`."""
     app()
+
+
+if __name__ == "__main__":  # how launchers start it
+    main()

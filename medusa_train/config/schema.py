@@ -25,7 +25,6 @@ from medusa_train.config.types import (
     Text,
     TextList,
     TextOrMapping,
-    show,
 )
 
 #: Axolotl keys that mean nothing here: accepted whatever they hold, and listed as ignored.
@@ -67,13 +66,6 @@ SELF_ANSWERED_KEYS = (
 )
 
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"]
-
-
-#: Keys that ask, when they are set, for what this version does not do.
-LATER_KEYS = (
-    "fp16",
-    "deepspeed",
-)
 
 
 class DatasetConfig(BaseModel):
@@ -174,11 +166,13 @@ class TrainConfig(Config):
 
     # Numbers and memory
     bf16: BoolOrAuto = key("auto", "compute in bfloat16; auto: where the device does it well")
-    fp16: Bool = key(False, "compute in float16")
+    fp16: Bool = key(False, "compute in float16 with loss scaling (on a GPU; CPUs take float32)")
     tf32: Bool = key(False, "let float32 products use TF32")
     gradient_checkpointing: Bool = key(False, "recompute activations (medusa2; medusa1 keeps none)")
     flash_attention: BoolOrAuto = key("auto", "flash-attn's varlen kernel on packed rows; auto: where it can be had")
-    deepspeed: TextOrMapping | None = key(None, "DeepSpeed configuration")
+    deepspeed: TextOrMapping | None = key(
+        None, "DeepSpeed configuration: a JSON file (configs/deepspeed/zero2.json) or a mapping"
+    )
 
     # Run
     output_dir: Text = key("runs/medusa", "the run directory")
@@ -236,12 +230,6 @@ class TrainConfig(Config):
         """Whether a key holds more than `false`, 0 or null where that is its default anyway."""
         value = getattr(self, name)
         return bool(value) or value != type(self).model_fields[name].default
-
-
-def unsupported_keys(cfg: TrainConfig) -> list[str]:
-    """List the keys, as `key: value`, that ask for what this version cannot do yet; such a config is valid."""
-    asked = {name: getattr(cfg, name) for name in LATER_KEYS if getattr(cfg, name)}
-    return [f"{name}: {value if isinstance(value, str) else show(value)}" for name, value in asked.items()]
 
 
 class EvalConfig(Config):

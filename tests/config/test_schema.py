@@ -9,13 +9,11 @@ from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import (
     FOREIGN_KEYS,
-    LATER_KEYS,
     SELF_ANSWERED_KEYS,
     EvalConfig,
     ExportConfig,
     SelfDistillConfig,
     TrainConfig,
-    unsupported_keys,
 )
 from medusa_train.errors import ConfigError
 
@@ -41,7 +39,7 @@ def train(*overrides: str) -> TrainConfig:
 def test_every_promised_key_exists() -> None:
     assert set(KNOWN) <= set(TrainConfig.model_fields)
     assert not FOREIGN_KEYS & set(TrainConfig.model_fields)
-    assert {*SELF_ANSWERED_KEYS, *LATER_KEYS} <= set(TrainConfig.model_fields)
+    assert set(SELF_ANSWERED_KEYS) <= set(TrainConfig.model_fields)
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, EvalConfig, SelfDistillConfig, ExportConfig])
@@ -194,12 +192,6 @@ def test_possible_combinations(overrides: list[str]) -> None:
     train(*overrides)
 
 
-def test_unsupported_keys_are_named_with_their_values() -> None:
-    cfg = train("adapter=qlora", "load_in_4bit=true", "deepspeed=z.json", "wandb_project=p")
-    assert unsupported_keys(cfg) == ["deepspeed: z.json"]
-    assert unsupported_keys(train("recipe=medusa1")) == []
-
-
 SHIPPED = sorted((PROJECT_ROOT / "configs").glob("*.yaml"))
 
 
@@ -214,11 +206,6 @@ def test_every_shipped_configuration_is_valid_and_names_its_run(path: Path) -> N
     assert cfg.ignored == ()
     assert cfg.output_dir == f"runs/{path.stem}"
     assert (cfg.recipe == "medusa2") == ("_m2" in path.stem)
-
-
-def test_medusa_1_configurations_need_nothing_of_a_later_version() -> None:
-    for name in ("tiny_m1", "vicuna7b_m1"):
-        assert unsupported_keys(load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")) == []
 
 
 def test_the_vicuna_configurations_hold_the_papers_numbers() -> None:
