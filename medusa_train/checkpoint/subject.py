@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.checkpoint.found import heads_files, heads_layout
+from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from medusa_train.models.drafts.medusa import MedusaDraft
     from medusa_train.models.quantization import Quantization
     from medusa_train.trees.tree import Tree
-
-HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Subject:
 
 
 def runs_directory() -> Path:
-    """`runs/` of the current directory, or the project's."""
-    return resolve_path("runs") or PROJECT_ROOT / "runs"
+    """`runs/` of the current directory, or the project's where it has one."""
+    return resolve_path("runs") or Path("runs")
 
 
 def newest_run(runs: Path) -> Path:
@@ -82,11 +81,11 @@ def newest_run(runs: Path) -> Path:
 
 
 def _has_heads(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in HEADS_FILES)
+    return heads_layout(directory) is not None
 
 
 def _heads_written(directory: Path) -> float:
-    return max((directory / name).stat().st_mtime for name in HEADS_FILES if (directory / name).is_file())
+    return max(path.stat().st_mtime for path in heads_files(directory))
 
 
 def locate(
@@ -124,7 +123,8 @@ def _locate(model: str | None, base_model: str | None, tree: Path | None) -> Sub
     if _has_heads(directory):
         return _locate_heads(directory, base_model, tree)
     raise CheckpointError(
-        f"{directory}: neither a run (no heads/{HEADS_FILES[0]}) nor a directory of heads (no {HEADS_FILES[0]}).\n"
+        f"{directory}: neither a run (no heads/medusa_lm_head.safetensors) nor a directory of heads (the public Medusa "
+        "code's or TGI's, vLLM's, or a full model with medusa_head weights).\n"
         "If the run was interrupted, finish it with medusa-train; for a backbone alone use --base-model."
     )
 
@@ -162,6 +162,8 @@ def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> Subject
 
 def _locate_heads(heads: Path, base_model: str | None, tree: Path | None) -> SubjectPaths:
     base = base_model or _read_mapping(heads / "config.json").get("base_model_name_or_path")
+    if base_model is None and heads_layout(heads) == "model":
+        base = str(heads)  # a full Medusa-2 model: the backbone lies beside its heads
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{heads}: its config.json names no base model; give it with --base-model NAME")
     return SubjectPaths(heads, _local_or_hub(base), heads, _find_tree(tree, heads), None)

@@ -1,7 +1,8 @@
-"""`medusa-export`: a run's heads as a directory that other programs load. Knows no training and no decoding."""
+"""`medusa-export`: what a run trained as a directory that other programs load. Knows no training and no decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,93 +11,92 @@ from rich.console import Console
 
 from medusa_train.cli.common import error_console, read_arguments, run_command
 from medusa_train.config.schema import ExportConfig
+from medusa_train.config.types import ExportTarget
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.reference import HeadTensors
+    from medusa_train.export.write import Exported
 
-PUBLIC_HEADS = 5
-"""The public Medusa loader builds five heads whatever config.json says."""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
-app = typer.Typer(add_completion=False)
+HELP = """
+Write what a run trained for another program. RUN is a run directory, or a directory of Medusa heads of whatever origin:
+the public Medusa code's or TGI's, vLLM's, a full Medusa-2 model. Without it: the newest run under runs/.
+
+[bold]--to[/bold]
+
+  reference     the public Medusa code (medusa_lm_head.pt), and .safetensors
+
+  reference-v2  the same for heads that share the backbone's lm_head
+
+  tgi           text-generation-inference (medusa_lm_head.safetensors)
+
+  vllm          vLLM (model.safetensors), checked against the rules of its loader
+
+  trtllm        TensorRT-LLM: heads, the backbone's config, the tree as --medusa_choices
+
+  merged        the backbone that joint training changed, adapter folded in, for plain transformers and every server
+
+Each directory gets a model card. --push-to-hub OWNER/NAME uploads it; a repository that this makes is private unless
+private=false.
+"""
 
 
-@app.command()
+@app.command(help=HELP)
 @run_command
 def export(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[RUN | CONFIG.yaml] [key=value ...]", help="the run, or a configuration, and keys"),
     ] = None,
-    to: Annotated[str | None, typer.Option(help="reference (the public Medusa code) or tgi")] = None,
+    to: Annotated[str | None, typer.Option(help="reference, reference-v2, tgi, vllm, trtllm or merged")] = None,
     output_dir: Annotated[str | None, typer.Option(help="default: export/TO in the run directory")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="upload it to this repository of the hub")] = None,
 ) -> None:
-    """Write a run's heads as medusa_lm_head.pt, medusa_lm_head.safetensors and config.json.
-
-    The public Medusa code reads only the .pt, TGI only the .safetensors. Without RUN: the newest run under runs/.
-    """
-    cfg = read_config(arguments or [], to, output_dir)
+    """Read the arguments, export, and say what was written."""
+    cfg = read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})
 
     from medusa_train.checkpoint.subject import locate
 
     paths = locate(cfg.run, None, None)
-    assert paths.heads is not None  # `locate` finds heads or raises, unless a backbone alone is asked for
 
-    from medusa_train.checkpoint.layouts import read_heads, write_heads  # torch: only once there is something to read
+    from medusa_train.export.write import export_run  # torch: only once there is something to read
 
-    base_model = str(Path(paths.base_model).resolve()) if Path(paths.base_model).is_dir() else paths.base_model
-    heads = read_heads(paths.heads).with_base_model(base_model)
-    target = Path(cfg.output_dir) if cfg.output_dir else paths.home / "export" / cfg.to
-    write_heads(heads, target, pickled=True)
-
-    learned = [name for name in ("adapter", "model") if (paths.home / name).is_dir()]
-    for warning in [*joint_warnings(paths.home, learned), *warnings_for(cfg.to, heads)]:
-        error_console().print(f"warning: {warning}", style="yellow")
+    target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
+    done = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{paths.home} -> {target}")
-    console.print(
-        f"{heads.num_heads} heads x {heads.num_layers} blocks, d {heads.hidden_size}, "
-        f"{'the lm_head of the backbone' if heads.shared else f'V {heads.vocab_size}'}; backbone {base_model}"
-    )
+    say(done, str(paths.home), console)
+    if cfg.push_to_hub is not None:
+        from medusa_train.export.push import push
+
+        console.print(f"uploaded: {push(done.target, cfg.push_to_hub, private=cfg.private)}")
 
 
-def read_config(arguments: list[str], to: str | None, output_dir: str | None) -> ExportConfig:
+def read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:
     """The configuration from the command line; a bare argument that is no YAML file names the run."""
     run = next((a for a in arguments if "=" not in a and not a.endswith((".yaml", ".yml"))), None)
     rest = list(arguments)
     if run is not None:
         rest.remove(run)
-    flags = {"run": run, "to": to, "output_dir": output_dir}
-    return read_arguments(ExportConfig, rest, flags={key: value for key, value in flags.items() if value is not None})
+    return read_arguments(ExportConfig, rest, flags={"run": run, **flags})
 
 
-def joint_warnings(run: Path, learned: list[str]) -> list[str]:
-    """What a joint run trained besides the heads and this layout has no place for."""
-    return [
-        f"this run trained the backbone too ({run / name}), and the heads belong to it: the export has the heads alone"
-        for name in learned
-    ]
+def export_after_training(run: str, targets: Iterable[ExportTarget], console: Console) -> None:
+    """Write the layouts that a training configuration asks for, the merged backbone first: heads then name it."""
+    from medusa_train.checkpoint.subject import locate
+    from medusa_train.export.write import export_run
+
+    paths = locate(run, None, None)
+    for to in sorted(targets, key=lambda to: to != "merged"):
+        say(export_run(paths, to), run, console)
 
 
-def warnings_for(to: str, heads: HeadTensors) -> list[str]:
-    """What the program that is exported to will not do with these heads."""
-    from medusa_train.checkpoint.reference import shared_block_warning
-
-    warnings = []
-    if "lm_heads.0.bias" in heads.state:
-        warnings.append("the heads' unembeddings have a bias, which the layout has no place for: it will be skipped")
-    if heads.shared and to == "tgi" and heads.num_layers != 1:
-        warnings.append("TGI reads heads that share lm_head only with one block each")
-    if heads.shared and to == "reference":
-        warnings.append("the heads share the backbone's lm_head; the public Medusa loader leaves theirs random")
-    if to == "reference":
-        if shared := shared_block_warning(heads):
-            warnings.append(shared)
-        if heads.num_heads < PUBLIC_HEADS:
-            warnings.append(
-                f"the public Medusa loader always builds {PUBLIC_HEADS} heads: those beyond the {heads.num_heads} of "
-                "this run stay random there, without a word"
-            )
-    return warnings
+def say(done: Exported, home: str, console: Console) -> None:
+    """Print where an export went and what is in it; warnings on stderr."""
+    for warning in done.warnings:
+        error_console().print(f"warning: {warning}", style="yellow")
+    console.print(f"{home} -> {done.target}")
+    for fact in done.facts:
+        console.print(f"  {fact}")
 
 
 def main() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+#: The spellings of lambda0's schedule.
+SCHEDULES = r"^(constant|linear|sine|sine_(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?))$"
 
 
 def show(value: object) -> str:
@@ -121,7 +124,7 @@ def _as_text_or_mapping(value: object) -> object:
 
 def _as_schedule(value: object) -> object:
     """lambda0's schedule (the Medusa fork's names): sine_R rises until the share R of the run."""
-    if isinstance(value, str) and re.fullmatch(r"constant|linear|sine|sine_(0?\.\d*[1-9]\d*|1(\.0*)?)", value):
+    if isinstance(value, str) and re.fullmatch(SCHEDULES, value):
         return value
     raise _refuse("constant, linear, sine, or sine_R with a share R of the run such as sine_0.5", value)
 
@@ -131,17 +134,31 @@ def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
+def _one_or_more(item: dict[str, Any]) -> dict[str, Any]:
+    """The JSON Schema of what `_as_list` takes."""
+    return {"anyOf": [item, {"type": "array", "items": item}]}
+
+
 Float = Annotated[float, BeforeValidator(_as_float)]
 Int = Annotated[int, BeforeValidator(_as_int)]
 Bool = Annotated[bool, BeforeValidator(_as_bool)]
-Text = Annotated[str, BeforeValidator(_as_text)]
+Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "integer"]})]
 #: true, false or "auto" (true where the device computes it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
 #: None (a new run), "latest" or a path.
-Resume = Annotated[str | None, BeforeValidator(_as_resume)]
+Resume = Annotated[
+    str | None, BeforeValidator(_as_resume), WithJsonSchema({"type": ["boolean", "string", "integer", "null"]})
+]
 #: int: every so many optimizer steps; float: every such share of the run.
 Interval = Annotated[int | float, BeforeValidator(_as_interval)]
-TextList = Annotated[list[Text], BeforeValidator(_as_list)]
+TextList = Annotated[list[Text], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))]
 TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_as_text_or_mapping)]
+#: Whose layout an export has; "merged" is the trained backbone itself.
+ExportTarget = Literal["reference", "reference-v2", "tgi", "vllm", "trtllm", "merged"]
+ExportTargets = Annotated[
+    list[ExportTarget],
+    BeforeValidator(_as_list),
+    WithJsonSchema(_one_or_more({"enum": list(get_args(ExportTarget))})),
+]
 #: "constant", "linear", "sine" or "sine_R".
-Schedule = Annotated[str, BeforeValidator(_as_schedule)]
+Schedule = Annotated[str, BeforeValidator(_as_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})]

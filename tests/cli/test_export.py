@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from medusa_train.checkpoint.layouts import save_heads
-from medusa_train.cli.export import app, joint_warnings
+from medusa_train.cli.export import app, export_after_training
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 D, V = 8, 21
-FILES = ["config.json", "medusa_lm_head.pt", "medusa_lm_head.safetensors"]
+FILES = ["README.md", "config.json", "medusa_lm_head.pt", "medusa_lm_head.safetensors"]
 
 
 def make_run(directory: Path, num_heads: int = 5, num_layers: int = 1, *, bias: bool = False) -> Path:
@@ -77,26 +79,40 @@ def test_a_directory_of_heads_will_do(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == FILES
 
 
-@pytest.mark.parametrize(
-    ("to", "num_heads", "num_layers", "bias", "words"),
-    [
-        ("reference", 5, 2, False, ["distinct blocks"]),
-        ("tgi", 5, 2, False, []),
-        ("reference", 3, 1, False, ["always builds 5 heads"]),
-        ("tgi", 3, 1, False, []),
-        ("tgi", 5, 1, True, ["have a bias"]),
-        ("reference", 2, 2, True, ["distinct blocks", "always builds 5 heads", "have a bias"]),
-    ],
-)
-def test_what_the_reader_will_not_do_is_said(
-    tmp_path: Path, to: str, num_heads: int, num_layers: int, bias: bool, words: list[str]
-) -> None:
-    run = make_run(tmp_path / "run", num_heads, num_layers, bias=bias)
-    code, output = call(str(run), "--to", to)
+def test_what_the_reader_will_not_do_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2, 2, bias=True)
+    code, output = call(str(run), "--to", "reference")
     assert code == 0, output
-    assert output.count("warning:") == len(words)
-    for word in words:
+    assert output.count("warning:") == 3
+    for word in ("distinct blocks", "always builds 5 heads", "have a bias"):
         assert word in output
+
+
+def test_vllm_s_directory_has_its_own_names(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    code, output = call(str(run), "--to", "vllm")
+    assert code == 0, output
+    assert "rules of vLLM's loader" in output
+    assert sorted(p.name for p in (run / "export" / "vllm").iterdir()) == [
+        "README.md", "config.json", "model.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_training_configuration_asks_for_several(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    console = Console(file=io.StringIO(), width=300)
+    export_after_training(str(run), ["vllm", "tgi"], console)
+    assert sorted(p.name for p in (run / "export").iterdir()) == ["tgi", "vllm"]
+    assert str(run / "export" / "tgi") in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_upload_that_cannot_be_is_said_after_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.export.push.hub_is_out_of_reach", lambda: True)
+    run = make_run(tmp_path / "run")
+    code, output = call(str(run), "--to", "tgi", "--push-to-hub", "me/heads")
+    assert code == 1
+    assert "can't be reached" in output
+    assert (run / "export" / "tgi" / "README.md").is_file()
 
 
 @pytest.mark.parametrize(
@@ -122,10 +138,3 @@ def test_a_damaged_heads_file_is_named(tmp_path: Path) -> None:
     assert code == 1
     assert path.name in output
     assert not (run / "export").exists()
-
-
-def test_what_a_joint_run_trained_of_the_backbone_is_not_passed_over_in_silence(tmp_path: Path) -> None:
-    (line,) = joint_warnings(tmp_path, ["adapter"])
-    assert str(tmp_path / "adapter") in line
-    assert "heads alone" in line
-    assert joint_warnings(tmp_path, []) == []

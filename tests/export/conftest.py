@@ -1,0 +1,58 @@
+"""Run directories of every kind over a random Llama that can be loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from medusa_train.checkpoint.layouts import save_heads
+from medusa_train.models.adapter import Adapter, LoraSpec
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
+from tests.evaluation.tiny_model import write_backbone
+
+REPORT = {
+    "meta": {"bench": "mtbench", "device": "a GPU", "dtype": "bfloat16", "tree_nodes": 16},
+    "overall": {"acceleration_rate": 2.345, "overhead": 1.1, "speedup": 2.13, "speedup_over_generate": None},
+}
+
+
+@pytest.fixture(scope="session")
+def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_backbone(tmp_path_factory.mktemp("owner") / "small-llama")
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
+    """Write a run whose heads are no longer what they began as; `shared`: on the backbone's lm_head."""
+
+    def make(*, shared: bool = False, adapter: bool = False, num_heads: int = 5, **keys: object) -> Path:
+        run = tmp_path / "run"
+        quantization = "nf4" if keys.get("load_in_4bit") else None
+        backbone = Backbone.load(str(backbone_dir), device="cpu", quantization=quantization)
+        draft = MedusaDraft.from_backbone(backbone, num_heads, share_lm_head=shared)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        save_heads(draft, run / "heads", str(backbone_dir))
+        config = {"base_model": str(backbone_dir), "datasets": [{"path": "/home/me/chats.jsonl"}], **keys}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        Tree.cartesian([2, 2]).save(run / "tree.json")
+        (run / "eval" / "mtbench").mkdir(parents=True)
+        (run / "eval" / "mtbench" / "report.json").write_text(json.dumps(REPORT))
+        if adapter:
+            lora = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0))
+            with torch.no_grad():
+                for parameter in lora.parameters():
+                    parameter.normal_(0, 0.1)
+            lora.save(run / "adapter")
+        return run
+
+    return make

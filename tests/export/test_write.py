@@ -1,0 +1,125 @@
+"""Exports of a run, layout by layout: what is in the files, who can read them back, what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from medusa_train.checkpoint.layouts import load_heads, read_heads
+from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.checkpoint.subject import load_subject, locate
+from medusa_train.checkpoint.vllm import loader_problems
+from medusa_train.config.types import ExportTarget
+from medusa_train.errors import CheckpointError
+from medusa_train.export.write import export_run, warnings_for
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.trees.tree import Tree
+
+HEADS_TARGETS: list[ExportTarget] = ["reference", "tgi", "vllm", "trtllm"]
+PROMPT = [1, 40, 50, 60, 70]
+
+
+@pytest.mark.parametrize("to", HEADS_TARGETS)
+def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
+    make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path
+) -> None:
+    run = make_run()
+    done = export_run(locate(str(run), None, None), to)
+    assert done.target == run / "export" / to
+    assert done.warnings == []
+    ours, again = read_heads(run / "heads"), read_heads(done.target)
+    assert set(ours.state) == set(again.state)
+    assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
+    assert again.base_model == str(backbone_dir.resolve())
+    subject = load_subject(locate(str(done.target), None, None), "float32")  # heads, tree and backbone from there
+    assert subject.tree == Tree.cartesian([2, 2])
+    plain = Decoder(subject.backbone).generate(PROMPT, 20)
+    assert Decoder(subject.backbone, subject.draft, subject.tree).generate(PROMPT, 20).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("to", [*HEADS_TARGETS, "reference-v2"])
+def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path) -> None:
+    """Readers that know sharing get it, the others a copy of the backbone's matrix for each head."""
+    run = make_run(shared=True)
+    done = export_run(locate(str(run), None, None), to)
+    again = read_heads(done.target)
+    assert again.shared == (to in ("tgi", "vllm", "reference-v2"))
+    backbone = Backbone.load(str(backbone_dir))
+    states = torch.randn(4, backbone.hidden_size)
+    ours, theirs = load_heads(run / "heads", backbone), load_heads(done.target, backbone)
+    assert torch.equal(ours.head_logits(states, 2), theirs.head_logits(states, 2))
+
+
+def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..., Path]) -> None:
+    done = export_run(locate(str(make_run()), None, None), "vllm")
+    config = json.loads((done.target / "config.json").read_text())
+    assert loader_problems(load_file(done.target / "model.safetensors"), config) == []
+    assert any("rules of vLLM's loader" in fact for fact in done.facts)
+
+
+def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
+    run = make_run()
+    done = export_run(locate(str(run), None, None), "trtllm")
+    config = json.loads((done.target / "config.json").read_text())
+    own = json.loads((backbone_dir / "config.json").read_text())
+    assert {key: config[key] for key in own} == own
+    assert (config["num_medusa_heads"], config["medusa_num_heads"], config["medusa_num_layers"]) == (5, 5, 1)
+    assert json.loads((done.target / "medusa_choices.json").read_text()) == [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
+    assert any("--medusa_choices" in fact for fact in done.facts)
+    Tree.cartesian([8, 8]).save(run / "tree.json")
+    (done.target / "medusa_choices.json").unlink()
+    (warning,) = export_run(locate(str(run), None, None), "trtllm").warnings
+    assert "72 nodes" in warning
+    assert not (done.target / "medusa_choices.json").exists()
+    (run / "tree.json").unlink()
+    assert "no tree.json" in export_run(locate(str(run), None, None), "trtllm").warnings[0]
+
+
+def test_version_2_is_refused_for_heads_with_matrices_of_their_own(make_run: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match="medusa_share_lm_head"):
+        export_run(locate(str(make_run()), None, None), "reference-v2")
+
+
+def test_the_backbone_may_be_called_otherwise_and_elsewhere(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    done = export_run(locate(str(make_run()), None, None), "vllm", target, base_model="me/llama")
+    assert done.target == target
+    assert json.loads((target / "config.json").read_text())["base_model_name_or_path"] == "me/llama"
+
+
+def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared: bool = False) -> HeadTensors:
+    state = {}
+    for i in range(num_heads):
+        for j in range(num_layers):
+            state[f"blocks.{i}.{j}.linear.weight"] = torch.randn(4, 4)
+            state[f"blocks.{i}.{j}.linear.bias"] = torch.randn(4)
+        if not shared:
+            state[f"lm_heads.{i}.weight"] = torch.randn(9, 4)
+        if bias:
+            state[f"lm_heads.{i}.bias"] = torch.randn(9)
+    return HeadTensors(num_heads, num_layers, state)
+
+
+@pytest.mark.parametrize(
+    ("to", "made", "words"),
+    [
+        ("reference", heads(5, 2), ["distinct blocks"]),
+        ("tgi", heads(5, 2), []),
+        ("reference", heads(3), ["always builds 5 heads"]),
+        ("vllm", heads(3, 2), []),
+        ("tgi", heads(bias=True), ["have a bias"]),
+        ("merged", heads(bias=True), []),
+        ("tgi", heads(5, 2, shared=True), ["one block each"]),
+        ("reference", heads(2, 2, bias=True), ["have a bias", "distinct blocks", "always builds 5 heads"]),
+    ],
+)
+def test_what_the_reader_will_not_do_is_said(to: ExportTarget, made: HeadTensors, words: list[str]) -> None:
+    warnings = warnings_for(to, made)
+    assert len(warnings) == len(words)
+    assert all(word in warning for word, warning in zip(words, warnings, strict=True))
