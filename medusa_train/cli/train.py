@@ -12,7 +12,10 @@ from rich.console import Console
 from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
 from medusa_train.cli.launch import launch
 from medusa_train.cli.processes import follow, train_with_others
+from medusa_train.config.json_schema import schema_text
+from medusa_train.config.reference import TITLE
 from medusa_train.config.schema import TrainConfig
+from medusa_train.config.show import show_config
 from medusa_train.training.ranks import announced
 
 #: A log file or a pipe has no width; the tables need this much.
@@ -40,6 +43,8 @@ name), datasets (chats in JSONL: ShareGPT, OpenAI messages or alpaca form) and o
 
   medusa-train configs/tiny_m1.yaml --inspect
 
+  medusa-train configs/tiny_m1.yaml --print-config
+
 [bold]What you get[/bold] in output_dir: heads/ (medusa_lm_head.safetensors, as the public Medusa code and TGI read it),
 tree.json (which guesses to verify, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
 
@@ -64,6 +69,12 @@ def train(
     overwrite: bool = typer.Option(
         None, "--overwrite", help="Start anew over an earlier run (key overwrite_output_dir).", show_default=False
     ),
+    print_config: bool = typer.Option(
+        False, "--print-config", help="Show every value and where it was set (file, override, default); load nothing."
+    ),
+    schema: bool = typer.Option(
+        False, "--schema", help="Print a JSON Schema of the keys, with which editors complete and check a YAML."
+    ),
     inspect: bool = typer.Option(
         False,
         "--inspect",
@@ -80,11 +91,17 @@ def train(
     ),
 ) -> int:
     """Read the configuration, say what is about to be trained, and train."""
+    if schema:
+        print(schema_text(TrainConfig, TITLE), end="")
+        return 0
     flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
     place = announced()
     if place is not None and place.rank > 0:
         return follow(place, arguments or [], flags)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
+    if print_config:
+        print(show_config(cfg), end="")
+        return 0
     console = error_console()
     path, _ = split_arguments(arguments or [])
     for line in headline(cfg, str(path) if path else "command line"):
@@ -104,10 +121,16 @@ def train(
     if place is None and (hostfile is not None or (num_gpus or 1) > 1):
         return launch(_arguments_again(arguments or [], flags), num_gpus, hostfile)
     if place is not None:
-        return train_with_others(place, cfg, console, results)
-    from medusa_train.training.run import train as run_training
+        code = train_with_others(place, cfg, console, results)
+    else:
+        from medusa_train.training.run import train as run_training
 
-    return run_training(cfg, console, results)
+        code = run_training(cfg, console, results)
+    if code == 0 and cfg.export:
+        from medusa_train.cli.export import export_after_training
+
+        export_after_training(cfg.output_dir, cfg.export, results)
+    return code
 
 
 def _arguments_again(arguments: Sequence[str], flags: Mapping[str, object]) -> list[str]:

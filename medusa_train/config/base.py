@@ -50,11 +50,16 @@ class Config(BaseModel):
     impossible: ClassVar[tuple[Impossible, ...]] = ()
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _places: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Keys that the user set and that change nothing here; commands print them in one line."""
         return self._ignored
+
+    def origin(self, name: str) -> tuple[str, ...]:
+        """Where the value of a key was set: places in files, overrides, flags; empty where nobody set it."""
+        return self._places.get(name, ())
 
     @property
     def without_effect(self) -> tuple[str, ...]:

@@ -163,7 +163,15 @@ def _validate(cls: type[C], source: Source) -> C:
     if problems:
         raise ConfigError([_line_of(path, why, source) for path, why in _in_file_order(problems, source)])
     cfg._ignored = tuple(sorted(ignored))
+    cfg._places = {name: _origin(source, name) for name in given}
     return cfg.resolved()
+
+
+def _origin(source: Source, name: str) -> tuple[str, ...]:
+    """Where a key stands, and the overrides that reach into its value."""
+    own = source.place((name,))
+    inside = (place for path, place in source.places.items() if path[0] == name and place.startswith("override "))
+    return tuple(dict.fromkeys([own, *inside]))
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tables of keys in the README, made from the schema. Knows no values that a user set."""
+"""The tables of keys in the README and the shipped configs' JSON Schema. Knows no values that a user set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from medusa_train.config.json_schema import schema_text
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
 from medusa_train.config.types import show
 
+#: What `medusa-train --schema` prints, beside the shipped configs for their editor line.
+SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"
 
 
@@ -75,3 +78,4 @@ def _type_name(annotation: Any) -> str:
 if __name__ == "__main__":
     readme = PROJECT_ROOT / "README.md"
     readme.write_text(replace_reference(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    (PROJECT_ROOT / SCHEMA).write_text(schema_text(TrainConfig, TITLE), encoding="utf-8")
