@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: The directory that holds `configs/` and `data/`: the parent of the package.
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
+#: The directory that holds `configs/` and `data/`: the parent of the package, or in a wheel `shipped/` inside it.
+PROJECT_ROOT = next(
+    (root for root in (_PACKAGE.parent, _PACKAGE / "shipped") if (root / "configs" / "tiny_m1.yaml").is_file()),
+    _PACKAGE.parent,
+)
 
 
 def resolve_path(name: str | Path) -> Path | None:
