@@ -56,9 +56,14 @@ def _quantised(cfg: Any) -> bool:
     return bool(cfg.load_in_4bit or cfg.load_in_8bit)
 
 
+def _joint(cfg: Any) -> bool:
+    """Whether the backbone learns with the heads; `cfg` need not be resolved."""
+    return cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg))
+
+
 def _trains_lm_head(cfg: Any) -> bool:
     """Whether the backbone's own lm_head learns: through an adapter on it, or with the whole backbone."""
-    if cfg.recipe == "medusa1" or (cfg.recipe is None and not asks_for_joint_training(cfg)):
+    if not _joint(cfg):
         return False
     targets = cfg.lora_target_modules
     return not cfg.adapter or cfg.lora_target_linear or not targets or "lm_head" in targets
@@ -138,6 +143,16 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         lambda cfg: cfg.medusa_share_lm_head and _trains_lm_head(cfg),
         "the heads would share an lm_head that is trained under them; leave it frozen (recipe: medusa1, or an adapter "
         "whose lora_target_modules name other layers)",
+    ),
+    Impossible(
+        ("export", *_RECIPE_KEYS),
+        lambda cfg: "merged" in (cfg.export or ()) and not _joint(cfg),
+        "merged is the backbone that joint training changed; this recipe leaves it as it is, so take merged out",
+    ),
+    Impossible(
+        ("export", "medusa_share_lm_head"),
+        lambda cfg: "reference-v2" in (cfg.export or ()) and not cfg.medusa_share_lm_head,
+        "reference-v2 is the layout of heads that share the backbone's lm_head; set medusa_share_lm_head: true",
     ),
     Impossible(
         ("warmup_steps", "warmup_ratio"),
