@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.training.acceptance import Acceptance, RankedConversation, ranked_conversations, simulate
+from medusa_train.training.distributed import ALONE, World
 from medusa_train.training.student import Student
 
 ROWS = 512  # positions whose logits exist at once: [ROWS, V]
@@ -79,8 +81,11 @@ def evaluate_held_out(
     batches: Iterable[Batch],
     objective: Objective,
     stop: Callable[[], bool] = lambda: False,
+    world: World = ALONE,
 ) -> HeldOut | None:
     """Measure the heads on `batches`, assistant tokens only, with never more than [ROWS, V] logits in memory.
+
+    Several processes take turns with the batches, and all of them find the same.
 
     Args:
         student: run as in training, with its dropout off.
@@ -88,6 +93,7 @@ def evaluate_held_out(
         batches: the whole held-out set, once.
         objective: what the run minimises, for the weights of the terms.
         stop: asked before every batch; True gives up.
+        world: the processes that measure together.
 
     Returns:
         The figures, or None when `stop` said so.
@@ -96,10 +102,10 @@ def evaluate_held_out(
     hits = torch.zeros(draft.num_heads, MAX_RANK, dtype=torch.long)
     targets = torch.zeros(draft.num_heads, dtype=torch.long)
     own = _OwnLoss()
-    conversations: list[RankedConversation] = []
+    conversations: list[list[RankedConversation]] = []  # of each batch
     student.train(False)
     try:
-        for batch in batches:
+        for batch in _in_turn(batches, world):
             if stop():
                 return None
             batch = batch.to(student.backbone.device)
@@ -116,9 +122,11 @@ def evaluate_held_out(
                     ranks[..., i][valid.cpu()] = places.to(ranks.dtype)
                 if student.joint:
                     own.add(student, batch, feats)
-            conversations += ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks)
+            conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
     finally:
         student.train()
+    sums, hits, targets = world.sum(sums), world.sum(hits), world.sum(targets)
+    own.add_up(world)
     means = sums / targets.clamp(min=1)
     weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(means, start=1))
     whole = whole_objective(objective, weighted, own.loss, own.kl)
@@ -131,8 +139,32 @@ def evaluate_held_out(
         targets.tolist(),
         own.loss,
         own.kl,
-        conversations,
+        _in_order(world.gather(conversations)),
     )
+
+
+def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
+    """This process's batches: every `world.size`-th one.
+
+    In the last round some processes may have none; they run one of the others', of which nothing counts, for a model
+    that is split over all processes runs in all of them.
+    """
+    around: list[Batch] = []
+    for batch in batches:
+        around.append(batch)
+        if len(around) == world.size:
+            yield around[world.rank]
+            around = []
+    if world.rank < len(around):
+        yield around[world.rank]
+    elif around:
+        yield replace(around[0], labels=torch.full_like(around[0].labels, IGNORE))
+
+
+def _in_order(gathered: list[list[list[RankedConversation]]]) -> list[RankedConversation]:
+    """All conversations of all processes' batches, in the order of the held-out set."""
+    rounds = zip_longest(*gathered, fillvalue=[])
+    return [conversation for batches in rounds for batch in batches for conversation in batch]
 
 
 def whole_objective(objective: Objective, heads: float, ce: float | None, kl: float | None) -> float:
@@ -172,6 +204,11 @@ class _OwnLoss:
         sums = linear_kl(hidden, student.unembedding(), teacher.hidden.flatten(0, 1), unembedding, wanted)
         self._ce += float(sums.ce_sum)
         self._kl += float(sums.kl_sum)
+
+    def add_up(self, world: World) -> None:
+        """Put together what all processes have found."""
+        sums = world.sum(torch.tensor([self._ce, self._kl, self._count], dtype=torch.float64))
+        self._ce, self._kl, self._count = float(sums[0]), float(sums[1]), int(sums[2])
 
     @property
     def loss(self) -> float | None:

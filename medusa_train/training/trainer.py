@@ -105,8 +105,12 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> HeldOut | None:
         """Measure the heads as they are now on `batches`; None when `stop` said so, in whichever process."""
+
+        def anywhere() -> bool:
+            return self.world.any(stop())
+
         return self.engine.reading(
-            lambda: evaluate_held_out(self.student, self.draft, batches, self.objective, lambda: self.world.any(stop()))
+            lambda: evaluate_held_out(self.student, self.draft, batches, self.objective, anywhere, self.world)
         )
 
     def take_best(self) -> int:
@@ -216,8 +220,7 @@ class Trainer:
         if found is None:
             return False
         self.measured = found
-        # all processes measured the same text, but a GPU's sums need not agree to the last bit, and decisions have to
-        best = self.state.note_eval(self.world.broadcast(found.objective))
+        best = self.state.note_eval(found.objective)
         if not self.world.first:
             return best
         if found.acceptance is not None:
