@@ -162,6 +162,9 @@ class TrainConfig(Config):
     warmup_ratio: Float | None = key(None, "the same as a share of the run", ge=0, lt=1)
     weight_decay: Float = key(0.0, "weight decay (matrices only)", ge=0)
     max_grad_norm: Float = key(1.0, "clip the gradient to this norm; 0: never", ge=0)
+    max_nonfinite_steps: Int = key(
+        0, "steps whose loss or gradient is not finite that a run may skip, in all; one more ends it", ge=0
+    )
     seed: Int = key(42, "seed of every random choice", ge=0)
 
     # Numbers and memory

@@ -138,9 +138,10 @@ def summary(
     table.add_column(overflow="fold")
     table.add_row("trained", Text(what))
     speed = state.tokens / state.seconds if state.seconds else 0.0
+    skipped = f", {state.skipped} of them skipped" if state.skipped else ""
     table.add_row(
         "run",
-        f"{state.step:,} steps, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
+        f"{state.step:,} steps{skipped}, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
         f"{duration(state.seconds)} ({speed:,.0f} tokens/s)",
     )
     if held_out is not None:

@@ -166,6 +166,7 @@ def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) 
         patience=cfg.early_stopping_patience,
         state=state,
         top_k_in_log=cfg.medusa_logging,
+        max_nonfinite=cfg.max_nonfinite_steps,
         world=world,
     )
     return Ready(trainer, draft, out)

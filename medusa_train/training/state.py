@@ -57,7 +57,8 @@ class TrainState:
     `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out objective (nats), at
     `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated, `tree` the
     content of the tree.json that it gave.
-    `tokens` and `seconds` (of training steps alone) count the whole run.
+    `tokens` and `seconds` (of training steps alone) count the whole run, and so does `skipped`: steps that changed
+    nothing because their loss or gradient was not finite.
     """
 
     step: int = 0
@@ -70,6 +71,7 @@ class TrainState:
     tree: dict[str, Any] | None = None
     tokens: int = 0
     seconds: float = 0.0
+    skipped: int = 0
     window: Window = field(default_factory=Window)
 
     def note_eval(self, loss: float) -> bool:

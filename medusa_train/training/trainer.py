@@ -13,7 +13,6 @@ from torch import Tensor
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
-from medusa_train.errors import MedusaError
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.drafts.base import Draft
 from medusa_train.tracking import Tracker
@@ -21,6 +20,7 @@ from medusa_train.training.distributed import ALONE, World
 from medusa_train.training.engine import Engine
 from medusa_train.training.heldout import HeldOut, evaluate_held_out
 from medusa_train.training.interrupt import StopRequest
+from medusa_train.training.nonfinite import NonFiniteStep
 from medusa_train.training.plan import Plan
 from medusa_train.training.precision import Precision
 from medusa_train.training.run_dir import TREE
@@ -38,10 +38,6 @@ class Outcome(Enum):
     INTERRUPTED = "interrupted"
 
 
-class NonFiniteLossError(MedusaError):
-    """The loss or the gradient is NaN or infinite; going on would only spread it."""
-
-
 @dataclass
 class Trainer:
     """One run, as one of its processes sees it.
@@ -56,6 +52,7 @@ class Trainer:
         state: where the run stands; a resumed run brings its own.
         measured: what the last held-out evaluation of this process found.
         top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
+        max_nonfinite: steps without a finite loss and gradient that may be skipped, over the whole run.
         world: the processes that take part; a step is the same however many they are.
     """
 
@@ -74,6 +71,7 @@ class Trainer:
     state: TrainState
     top_k_in_log: bool = False
     measured: HeldOut | None = None
+    max_nonfinite: int = 0
     world: World = ALONE
 
     def run(self, stop: StopRequest) -> Outcome:
@@ -82,7 +80,8 @@ class Trainer:
         Every way out but an exception leaves a checkpoint of the last finished step, and one of the best evaluated.
 
         Raises:
-            NonFiniteLossError: with the step, the records in it and the last good checkpoint.
+            NonFiniteLossError: where no more steps may be skipped; with the step, the records in it and the last good
+                checkpoint.
         """
         state, plan = self.state, self.plan
         # an evaluation is missing where the run was stopped after this step and before it
@@ -148,9 +147,12 @@ class Trainer:
             self.engine.skip()
             self.state.window.overscaled += 1
             norm = 0.0
-        if not math.isfinite(norm):
-            raise self._non_finite(done, sums.loss)
-        self._advance(sums, norm, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if math.isfinite(norm):
+            self._advance(sums.tokens, seconds)
+            self._note(sums, norm, seconds)
+        else:
+            self._skip(done, sums, seconds)
         return micro[-1]
 
     def _micro_step(self, batch: Batch, counts: Tensor) -> MicroStep:
@@ -180,14 +182,16 @@ class Trainer:
                 teacher_unembedding=teacher[1],
             )
 
-    def _advance(self, sums: StepSums, norm: float, seconds: float) -> None:
-        """Count one finished step."""
-        state = self.state
-        state.step += 1
-        state.epoch = self.plan.epoch(state.step)
-        state.tokens += sums.tokens
-        state.seconds += seconds
-        window = state.window
+    def _advance(self, tokens: int, seconds: float) -> None:
+        """Count one step."""
+        self.state.step += 1
+        self.state.epoch = self.plan.epoch(self.state.step)
+        self.state.tokens += tokens
+        self.state.seconds += seconds
+
+    def _note(self, sums: StepSums, norm: float, seconds: float) -> None:
+        """Add a step to the figures of the next log line."""
+        window = self.state.window
         window.steps += 1
         window.loss += sums.loss
         window.grad_norm += norm
@@ -196,9 +200,30 @@ class Trainer:
         window.add_heads(sums.correct, sums.counts)
         window.add_lm(sums.lm_ce, sums.lm_kl, sums.lm_count)
 
+    def _skip(self, done: list[MicroStep], sums: StepSums, seconds: float) -> None:
+        """Pass over a step whose loss or gradient is not finite; it counts as a step, so that data, schedules and
+        plan stay where they would be.
+
+        Raises:
+            NonFiniteLossError: no more of them may be skipped.
+        """
+        state, whole = self.state, math.isfinite(sums.loss)
+        blamed = [part for part in done if whole or not math.isfinite(float(part.loss))]
+        records = self.world.gather([record for part in blamed for record in part.records])
+        bad = NonFiniteStep(state.step + 1, sums.loss, [record for part in records for record in part])
+        if state.skipped >= self.max_nonfinite:
+            raise self.world.shared(bad.error(state.skipped, self.store.latest()))
+        self.engine.skip()
+        self._advance(sums.tokens, seconds)
+        state.skipped += 1
+        counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite}
+        self.tracker.log("skipped", state.step, {"reason": bad.reason, "records": bad.records, **counts})
+
     def _log(self, last: Batch) -> None:
         """Hand out the means over the steps since the last log line, and begin the next window."""
         window, self.state.window = self.state.window, Window()
+        if not window.steps:  # all of them were skipped
+            return
         figures = {
             "epoch": round(self.state.epoch, 4),
             "loss": window.loss / window.steps,
@@ -209,6 +234,7 @@ class Trainer:
             "tokens": self.state.tokens,
             **window.lm(),
             **({"overscaled_steps": window.overscaled} if window.overscaled else {}),
+            **({"skipped_steps": self.state.skipped} if self.state.skipped else {}),
         }
         if self.top_k_in_log and (seen := self.evaluate([last])) is not None:
             figures["head_top"] = seen.top
@@ -239,14 +265,3 @@ class Trainer:
             self.world.lead(
                 lambda: self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
             )
-
-    def _non_finite(self, done: list[MicroStep], loss: float) -> NonFiniteLossError:
-        bad_loss = [part for part in done if not math.isfinite(float(part.loss))]
-        records = ", ".join(record for part in bad_loss or done for record in part.records)
-        good = self.store.latest()
-        where = f"The last good checkpoint is {good}." if good else "There is no checkpoint yet."
-        return NonFiniteLossError(
-            f"step {self.state.step + 1}: the loss is {loss}{'' if bad_loss else ', its gradient is not finite'}; "
-            f"the heads were left as they were before it.\nRecords in it: {records}.\n{where}\n"
-            "Look at these records; if they are sound, lower learning_rate, or set bf16: false."
-        )

@@ -17,7 +17,8 @@ from medusa_train.errors import CheckpointError, ConfigError, DataError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.training import run as whole
-from medusa_train.training.trainer import NonFiniteLossError, Trainer
+from medusa_train.training.nonfinite import NonFiniteLossError
+from medusa_train.training.trainer import Trainer
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import metrics
 
