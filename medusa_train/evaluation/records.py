@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from medusa_train.inference.ranks import Trace
+
 
 class Verdict(str, enum.Enum):
     """How the tree's answer compares with the plain one, token for token."""
@@ -39,8 +41,10 @@ class TimedAnswer:
 class TurnRecord:
     """One turn (1, 2, ...) of one question: its prompt and the answers of every decoder to that same prompt.
 
-    `text` is the reported answer's. `tree` is None in a baseline-only run. `exact` maps a dtype's name to the
-    comparison of tree and plain in it; a dtype that was not run is absent.
+    `asked` is the user's message, `text` the reported answer's, `pieces` the same token by token. `tree` is None in a
+    baseline-only run. `others` are further baselines by name. `exact` maps a dtype's name to the comparison of tree
+    and plain in it; a dtype that was not run is absent. `trace` is what the heads guessed all along the reported
+    answer, where that was looked at.
     """
 
     question_id: int | str
@@ -52,11 +56,20 @@ class TurnRecord:
     generate: TimedAnswer
     text: str = ""
     exact: dict[str, Verdict] = field(default_factory=dict)
+    others: dict[str, TimedAnswer] = field(default_factory=dict)
+    asked: str = ""
+    pieces: tuple[str, ...] = ()
+    trace: Trace | None = None
 
     @property
     def answer(self) -> TimedAnswer:
         """The answer that is reported: the tree's, or the plain one in a baseline-only run."""
         return self.plain if self.tree is None else self.tree
+
+    @property
+    def baselines(self) -> dict[str, TimedAnswer]:
+        """What the tree is compared with, by name: the loop with the empty tree, and decoders of transformers."""
+        return {"plain": self.plain, "generate": self.generate, **self.others}
 
 
 @dataclass(frozen=True)
