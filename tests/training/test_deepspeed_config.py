@@ -1,0 +1,103 @@
+"""What the key `deepspeed` may hold, and what becomes of it."""
+
+import json
+import os
+
+import pytest
+
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, complete, read_deepspeed, stage_of
+
+SHIPPED = sorted((PROJECT_ROOT / "configs" / "deepspeed").glob("*.json"))
+
+
+def config(**keys):
+    values = {"base_model": "m", "datasets": [{"path": "d"}], "micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    return TrainConfig(**{**values, **keys}).resolved()
+
+
+def problems(deepspeed, size=2, **keys):
+    with pytest.raises(ConfigError) as caught:
+        check_deepspeed(config(deepspeed=deepspeed, **keys), size)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_fit_every_configuration(path):
+    cfg = config(deepspeed=f"configs/deepspeed/{path.name}", max_grad_norm=0.7)
+    check_deepspeed(cfg, 3)
+    whole = complete(read_deepspeed(cfg), cfg, size=3, hidden_size=2048)
+    assert stage_of(whole) == int(path.stem[len("zero")])
+    assert whole["train_batch_size"] == 24
+    assert whole["train_micro_batch_size_per_gpu"] == 4
+    assert whole["gradient_accumulation_steps"] == 2
+    assert whole["gradient_clipping"] == 0.7
+    assert whole["zero_optimization"]["reduce_bucket_size"] == 2048 * 2048
+    assert "auto" not in json.dumps(whole)
+
+
+def test_all_stages_are_shipped():
+    assert {"zero1", "zero2", "zero3"} <= {path.stem for path in SHIPPED}
+
+
+def test_a_file_of_another_trainer_fits():
+    """Sections that our keys answer, all "auto", as such files have them."""
+    theirs = {
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8},
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "wall_clock_breakdown": False,
+    }
+    cfg = config(deepspeed=theirs)
+    check_deepspeed(cfg, 2)
+    whole = complete(read_deepspeed(cfg), cfg, 2, 64)
+    assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(whole)
+    assert whole["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is
+
+
+def test_contradictions_are_listed_all_at_once():
+    found = problems({"train_batch_size": 64, "gradient_clipping": 0.5, "fp16": {"enabled": True}})
+    assert len(found) == 3
+    assert (
+        "train_batch_size: 64, but micro_batch_size x gradient_accumulation_steps x processes are 4 x 2 x 2" in found[0]
+    )
+    assert "max_grad_norm is 1" in found[1]
+    assert "fp16: true" in found[2]
+
+
+def test_numbers_that_agree_are_no_contradiction():
+    check_deepspeed(config(deepspeed={"train_batch_size": 16, "gradient_clipping": 1.0}), 2)
+
+
+def test_what_can_not_work_is_refused():
+    (found,) = problems({"zero_optimization": {"stage": 3}}, load_in_4bit=True)
+    assert "stage 2" in found
+    (found,) = problems({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    assert "offload_param" in found
+
+
+def test_files_that_can_not_be_used_are_named(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 4}}')
+    for name, words in {"absent.json": "no such file", "a.json": "JSON", "b.json": "stage: 4"}.items():
+        with pytest.raises(ConfigError, match=words):
+            check_deepspeed(config(deepspeed=str(tmp_path / name)), 1)
+
+
+def test_without_a_compiler_or_ninja_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))  # no ninja beside it
+    with pytest.raises(MedusaError, match=r"C\+\+ compiler \(c\+\+\) and ninja") as caught:
+        check_compiler(False, {"PATH": str(tmp_path)})
+    assert "build-essential" in str(caught.value)
+    for name in ("g++-12", "ninja"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        os.chmod(tmp_path / name, 0o755)
+    check_compiler(False, {"PATH": str(tmp_path), "CXX": "g++-12"})
+    check_compiler(True, {"PATH": ""})  # nccl needs none
