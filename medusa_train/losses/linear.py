@@ -186,9 +186,10 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # the factor (1 / number of targets, loss scaling) comes before the cast: sums may exceed float16's range
+        # In place, for a matrix's gradient is as large as the matrix; autograd notices a second pass and refuses it.
+        # The factor (1 / number of targets, loss scaling) comes before the cast: sums may exceed float16's range
         grads = [
-            None if grad is None else (grad * grad_loss).to(dtype)
+            None if grad is None else grad.mul_(grad_loss).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*grads, None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.linear import chunk_rows
+from medusa_train.losses.linear import block_rows, chunk_rows
 from medusa_train.models.adapter import HEAD, linear_names
 
 _MASTER = 4  # bytes of a trained number, and of its gradient: float32 in every recipe
@@ -127,12 +127,10 @@ def _activations(
 ) -> int:
     """What a micro-step adds at its widest point.
 
-    The backbone's layers (one at a time where no graph is kept or activations are recomputed), the heads' graph, the
-    attention mask of packed rows, logits of one chunk with their gradient, and the matrices' gradients of this
-    micro-step, which lie beside the sums until the backward pass.
+    The backbone's layers (one at a time where no graph is kept or activations are recomputed), copies of trained
+    layers in the products' dtype, the heads' graph, the attention mask of packed rows, and what the losses hold.
     """
     tokens, item, hidden = rows * width, dtype.itemsize, text.hidden_size
-    vocab = model.get_output_embeddings().weight.shape[0]
     layer = tokens * item * _layer_width(text)
     depth = text.num_hidden_layers
     if cfg.resolved().recipe == "medusa1":
@@ -141,11 +139,25 @@ def _activations(
         body = layer + depth * tokens * hidden * item
     else:
         body = layer * depth
+    copies = _trained_in_place(cfg, model) * item if item < _MASTER else 0
     heads = cfg.medusa_num_heads * (3 * cfg.medusa_num_layers + 1) * tokens * hidden * item
     mask = rows * width * width * item if cfg.sample_packing else 0
-    logits = 3 * min(chunk_rows(vocab, device), tokens) * vocab * _MASTER
-    matrices = 0 if cfg.medusa_share_lm_head else (cfg.medusa_num_heads + 1) * vocab * hidden * _MASTER
-    return body + heads + mask + logits + matrices
+    return body + copies + heads + mask + _losses(cfg, model, tokens, item, device)
+
+
+def _losses(cfg: TrainConfig, model: Any, tokens: int, item: int, device: str) -> int:
+    """A chunk's logits (and the teacher's), blocks of it in float32, a matrix in the products' dtype, and gradients.
+
+    Matrices get their gradients in the forward pass. With gradient accumulation they lie beside the sums of earlier
+    micro-steps until the backward pass; without it they become the gradients, which are counted elsewhere.
+    """
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    taught = cfg.medusa_self_distillation or cfg.medusa_soft_targets or cfg.medusa_distillation_regularization
+    logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
+    blocks = 4 * min(block_rows(vocab, device), tokens) * vocab * _MASTER
+    matrix = vocab * hidden * item if item < _MASTER else 0
+    beside = cfg.medusa_num_heads if cfg.gradient_accumulation_steps > 1 and not cfg.medusa_share_lm_head else 0
+    return logits + blocks + 2 * matrix + beside * vocab * hidden * _MASTER
 
 
 def _layer_width(text: Any) -> int:

@@ -112,3 +112,6 @@ def test_activations_follow_the_settings() -> None:
     frozen, joint = size(), size(recipe="medusa2")
     assert frozen < size(recipe="medusa2", gradient_checkpointing=True) < joint
     assert size(sample_packing=True) == frozen + 2 * 64 * 64 * 2
+    assert size(gradient_accumulation_steps=2) == frozen + 3 * 61 * 32 * 4
+    assert size(gradient_accumulation_steps=2, medusa_share_lm_head=True) == size(medusa_share_lm_head=True)
+    assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 61 * 2
