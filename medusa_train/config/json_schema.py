@@ -8,6 +8,8 @@ from typing import Any
 from medusa_train.config.base import Config
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
+#: pydantic leaves limits of a type that may be null under its own names.
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _ANYTHING = "accepted and ignored: a key of other trainers without a meaning here"
 
 
@@ -52,20 +54,29 @@ def _keys(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Without the titles that pydantic makes of names, and with draft-07's place for definitions."""
-    if isinstance(value, dict):
-        kept = {key: _plain(item) for key, item in value.items() if not (key == "title" and isinstance(item, str))}
-        if "$ref" in kept:
-            kept["$ref"] = kept["$ref"].replace("#/$defs/", "#/definitions/")
-        return kept
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    """Without the titles that pydantic makes of names, and with draft-07's words for definitions and limits."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {
+        _LIMITS.get(key, key): _plain(item)
+        for key, item in value.items()
+        if not (key == "title" and isinstance(item, str))
+    }
+    if "$ref" in kept:
+        kept["$ref"] = kept["$ref"].replace("#/$defs/", "#/definitions/")
+    return kept
 
 
 def _nullable(value: dict[str, Any]) -> dict[str, Any]:
     """The same, or nothing: an empty key means its default."""
-    about = {key: value[key] for key in ("description", "default") if key in value}
-    bare = {key: item for key, item in value.items() if key not in about}
-    forms = bare["anyOf"] if set(bare) == {"anyOf"} else [bare]
+    if "anyOf" in value:
+        beside = {key: item for key, item in value.items() if key != "anyOf"}  # limits concern numbers alone
+        forms = value["anyOf"]
+    else:
+        beside = {key: value[key] for key in ("description", "default") if key in value}
+        forms = [{key: item for key, item in value.items() if key not in beside}]
     if {"type": "null"} not in forms:
         forms = [*forms, {"type": "null"}]
-    return {**about, "anyOf": forms}
+    return {**beside, "anyOf": forms}

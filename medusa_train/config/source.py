@@ -97,6 +97,10 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == "tag:yaml.org,2002:null")
+
+
 def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
 
@@ -133,12 +137,23 @@ class _Walk:
         return self.value(node, path)
 
     def _entries(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
+        self._drop_empty_duplicates(node)
         self._note_duplicates(node, path)
         self.loader.flatten_mapping(node)  # `<<: *base`: merged keys come first, so the node's own ones win
         for key, value in node.value:
             below = (*path, str(key.value))
             self.source.places[below] = f"{self.source.name}:{_line(key)}"
             yield str(key.value), self.value(value, below)
+
+    def _drop_empty_duplicates(self, node: yaml.MappingNode) -> None:
+        """Leave out an empty key that is set elsewhere in its mapping, as happens in YAMLs with every key in them."""
+        entries = [(key.value, _is_null(value)) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+        filled = {name for name, empty in entries if not empty}
+        node.value = [
+            (key, value)
+            for key, value in node.value
+            if not (isinstance(key, yaml.ScalarNode) and _is_null(value) and key.value in filled)
+        ]
 
     def _note_duplicates(self, node: yaml.MappingNode, path: KeyPath) -> None:
         first: dict[str, int] = {}

@@ -33,11 +33,13 @@ from medusa_train.training.lr import count_warmup_steps
 from medusa_train.training.plan import Plan, count_steps, interval
 from medusa_train.training.precision import choose_precision
 from medusa_train.training.resume import find_checkpoint
-from medusa_train.training.run_dir import HEADS, prepare_output_dir, write_config
+from medusa_train.training.run_dir import prepare_output_dir, write_config
 from medusa_train.training.snapshot import random_states, restore_place, restore_weights
 from medusa_train.training.state import TrainState
-from medusa_train.training.student import HEADS_FILE, Student, check_start, make_student, start_directory
+from medusa_train.training.student import Student, check_start, make_student, start_heads
 from medusa_train.training.trainer import Trainer
+
+SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
 
 @dataclass
@@ -84,7 +86,11 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> Data:
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
         cfg = cfg.model_copy(update={"sequence_len": context})
-    encoder = chat_encoder(cfg, load_tokenizer(cfg, where))
+    tokenizer = load_tokenizer(cfg, where)
+    if (named := with_template(cfg, tokenizer)) is not cfg:
+        cfg = named
+        console.print(f"chat template: {cfg.chat_template}; neither the tokenizer nor the configuration names one")
+    encoder = chat_encoder(cfg, tokenizer)
     train, held_out = load_datasets(cfg, encoder)
     for line in train.report.lines():
         console.print(f"data: {line}", highlight=False)
@@ -107,6 +113,13 @@ def load_tokenizer(cfg: TrainConfig, where: str) -> Any:
         )
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {cfg.base_model}: its tokenizer can't be loaded: {error}") from error
+
+
+def with_template(cfg: TrainConfig, tokenizer: Any) -> TrainConfig:
+    """Name the chat template that Axolotl takes for `type: sharegpt`, where neither tokenizer nor YAML has one."""
+    if cfg.chat_template or tokenizer.chat_template or any(entry.type != "sharegpt" for entry in cfg.datasets):
+        return cfg
+    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
 
 
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
@@ -148,7 +161,7 @@ def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) 
     out = world.lead(lambda: prepare_output_dir(cfg, state.step))
     tracker = Tracker([])
     if world.first:
-        write_config(cfg, out)
+        write_config(with_template(cfg, student.backbone.tokenizer), out)
         dashboards = _dashboards(cfg, out, state.step, console)
         tracker = open_tracker(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
     trainer = Trainer(
@@ -223,7 +236,7 @@ def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[Me
 
 def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraft:
     """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
-    earlier = start_directory(cfg, HEADS, HEADS_FILE)
+    earlier = start_heads(cfg)
     if earlier is None:
         return MedusaDraft.from_backbone(
             backbone,

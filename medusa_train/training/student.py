@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medusa_train.checkpoint.found import heads_layout
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
@@ -20,7 +22,7 @@ from medusa_train.models.unembedding import Unembedding
 from medusa_train.training.precision import Precision
 from medusa_train.training.run_dir import ADAPTER, HEADS, MODEL
 
-HEADS_FILE, ADAPTER_FILE = "medusa_lm_head.safetensors", "adapter_config.json"
+ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass
@@ -124,8 +126,8 @@ def check_start(cfg: TrainConfig) -> None:
     if cfg.lora_model_dir is None:
         return
     home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
-    adapter = start_directory(cfg, ADAPTER, ADAPTER_FILE)
-    if home is None or (adapter is None and start_directory(cfg, HEADS, HEADS_FILE) is None):
+    adapter = start_adapter(cfg)
+    if home is None or (adapter is None and start_heads(cfg) is None):
         raise CheckpointError(
             f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
             f"(for example medusa-train configs/tiny_m1.yaml), or leave the key out to start from untrained heads."
@@ -143,18 +145,23 @@ def check_start(cfg: TrainConfig) -> None:
         )
 
 
-def start_directory(cfg: TrainConfig, name: str, marker: str) -> Path | None:
-    """`name` (heads or adapter) of the run that `lora_model_dir` names, or that directory itself, by `marker`."""
-    if cfg.lora_model_dir is None:
-        return None
-    home = resolve_path(cfg.lora_model_dir)
-    if home is None:
-        return None
-    return next((path for path in (home / name, home) if (path / marker).is_file()), None)
+def start_heads(cfg: TrainConfig) -> Path | None:
+    """The heads of the run that `lora_model_dir` names, or that directory itself, whoever wrote them."""
+    return _start(cfg, HEADS, lambda path: heads_layout(path) is not None)
+
+
+def start_adapter(cfg: TrainConfig) -> Path | None:
+    """The adapter of the run that `lora_model_dir` names, or that directory itself."""
+    return _start(cfg, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
+
+
+def _start(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path | None:
+    home = None if cfg.lora_model_dir is None else resolve_path(cfg.lora_model_dir)
+    return None if home is None else next((path for path in (home / name, home) if holds(path)), None)
 
 
 def _adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    earlier = start_directory(cfg, ADAPTER, ADAPTER_FILE)
+    earlier = start_adapter(cfg)
     if earlier is not None:
         return Adapter.load(backbone, earlier, trainable=True)
     targets = tuple(cfg.lora_target_modules or ())

@@ -1,0 +1,45 @@
+"""Stage two may start from heads of every origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_train.checkpoint.layouts import save_heads, write_vllm
+from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.training.prepare import _heads
+from medusa_train.training.student import start_adapter, start_heads
+
+
+@pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])
+def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untyped-def]
+    make_config, console, tmp_path: Path, backbone_dir: Path, form: str
+) -> None:
+    backbone = Backbone.load(str(backbone_dir))
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += torch.randn_like(parameter)
+    earlier = tmp_path / "earlier"
+    heads = HeadTensors(3, 1, dict(draft.state_dict()), "m")
+    if form == "vllm":
+        write_vllm(heads, earlier)
+    else:
+        where = save_heads(draft, earlier / "heads" if form == "run" else earlier, "m")
+        if form == "pt":
+            from safetensors.torch import load_file
+
+            torch.save(load_file(where / "medusa_lm_head.safetensors"), where / "medusa_lm_head.pt")
+            (where / "medusa_lm_head.safetensors").unlink()
+    cfg = make_config(lora_model_dir=str(earlier))
+    assert start_heads(cfg) == (earlier / "heads" if form == "run" else earlier)
+    assert start_adapter(cfg) is None
+    taken = _heads(cfg, backbone, console)
+    ours, theirs = draft.state_dict(), taken.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert start_heads(make_config()) is None
