@@ -120,13 +120,17 @@ def backbone_warnings(paths: SubjectPaths) -> list[str]:
 
 
 def _merged_directory(paths: SubjectPaths) -> Path | None:
+    """The merged backbone of the run; None where there is none, or its adapter was trained on since."""
     merged = paths.home / "export" / MERGED
-    return merged if (merged / "config.json").is_file() else None
+    if paths.adapter is None or not (merged / "config.json").is_file():
+        return None
+    learnt = max(path.stat().st_mtime for path in paths.adapter.iterdir())
+    return merged if (merged / "config.json").stat().st_mtime >= learnt else None
 
 
 def _backbone_name(paths: SubjectPaths) -> str:
     """The backbone that the heads decode with: the merged one where there is one; directories by absolute path."""
-    if paths.adapter is not None and (merged := _merged_directory(paths)) is not None:
+    if (merged := _merged_directory(paths)) is not None:
         return str(merged.resolve())
     base = Path(paths.base_model)
     return str(base.resolve()) if base.is_dir() else paths.base_model

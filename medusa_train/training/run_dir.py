@@ -24,7 +24,7 @@ CHECKPOINTS = "checkpoints"
 #: What a run was for; never removed unless the user says so.
 RESULTS = (HEADS, ADAPTER, MODEL)
 #: What belongs to a run; nothing else in its directory is ever removed.
-OWN = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", "tensorboard", "wandb")
+OWN = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", "export", "tensorboard", "wandb")
 #: Values of `resume_from_checkpoint` that mean the newest checkpoint of `output_dir`.
 NEWEST = ("latest", "auto")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,9 @@ def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_ru
     config = json.loads((done.target / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(merged.resolve())
     assert torch.allclose(of_the_run(done.target), of_the_run(run), atol=1e-4)
+    later = (merged / "config.json").stat().st_mtime + 10
+    os.utime(run / "adapter" / "adapter_config.json", (later, later))  # trained on since: the merged one is another
+    assert "--to merged" in export_run(paths, "vllm").warnings[0]
 
 
 def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Path], backbone_dir: Path) -> None:
