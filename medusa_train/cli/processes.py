@@ -1,16 +1,31 @@
-"""`medusa-train` as one of several processes: who speaks, and how all end together. Knows no launcher and no keys."""
+"""`medusa-train` in several processes: who starts them, who speaks, how all end together. Knows no keys, no torch."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from medusa_train.cli.common import print_error, split_arguments
+from medusa_train.cli.launch import launch
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.ranks import Place
+from medusa_train.training.run_dir import check_output_dir
+
+
+def start_all(
+    arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int | None, hostfile: Path | None
+) -> int:
+    """Start the command in several processes, once its configuration is known to be good; return the exit code."""
+    path, overrides = split_arguments(arguments)
+    check_output_dir(load_config(TrainConfig, path, overrides, flags=flags))
+    again = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    return launch([*arguments, *again], num_gpus, hostfile)
 
 
 def follow(place: Place, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
@@ -22,6 +37,7 @@ def follow(place: Place, arguments: Sequence[str], flags: Mapping[str, object]) 
         if place.local_rank == 0:  # another machine, which may hold another file
             raise
         return error.exit_code
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     nowhere = Console(quiet=True)
     return train_with_others(place, cfg, nowhere, nowhere)
 

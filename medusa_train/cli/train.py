@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
-from medusa_train.cli.launch import launch
-from medusa_train.cli.processes import follow, train_with_others
+from medusa_train.cli.processes import follow, start_all, train_with_others
 from medusa_train.config.json_schema import schema_text
 from medusa_train.config.reference import TITLE
 from medusa_train.config.schema import TrainConfig
@@ -95,9 +92,11 @@ def train(
         print(schema_text(TrainConfig, TITLE), end="")
         return 0
     flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
-    place = announced()
+    place, only_shown = announced(), inspect or print_config
     if place is not None and place.rank > 0:
-        return follow(place, arguments or [], flags)
+        return 0 if only_shown else follow(place, arguments or [], flags)
+    if place is None and not only_shown and (hostfile is not None or (num_gpus or 1) > 1):
+        return start_all(arguments or [], flags, num_gpus, hostfile)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
         print(show_config(cfg), end="")
@@ -118,8 +117,6 @@ def train(
     from medusa_train.training.run_dir import check_output_dir
 
     check_output_dir(cfg)  # before the seconds that importing torch takes
-    if place is None and (hostfile is not None or (num_gpus or 1) > 1):
-        return launch(_arguments_again(arguments or [], flags), num_gpus, hostfile)
     if place is not None:
         code = train_with_others(place, cfg, console, results)
     else:
@@ -131,11 +128,6 @@ def train(
 
         export_after_training(cfg.output_dir, cfg.export, results)
     return code
-
-
-def _arguments_again(arguments: Sequence[str], flags: Mapping[str, object]) -> list[str]:
-    """The command's arguments as overrides, which say the same as its flags."""
-    return [*arguments, *(f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None)]
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:
