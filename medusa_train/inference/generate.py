@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Accepted, accept_greedy
+from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
+
+Finish = Literal["eos", "length", "context"]
+
+
+class Step(NamedTuple):
+    """What one pass added to an answer.
+
+    Attributes:
+        tokens: ids in order, nothing behind an eos. accepted: how many of them, from the first on, were drafted.
+    """
+
+    tokens: list[int]
+    accepted: int
 
 
 @dataclass
@@ -36,7 +49,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     seconds: float = 0.0
     prefill_seconds: float = 0.0
-    finish: Literal["eos", "length", "context"] = "length"
+    finish: Finish = "length"
 
     @property
     def acceleration_rate(self) -> float:
@@ -64,10 +77,13 @@ class _TreeMask:
 
 
 class Decoder:
-    """Greedy decoding of one sequence: prefill, then rounds of propose, verify, accept.
+    """Decoding of one sequence: prefill, then rounds of propose, verify, accept.
 
     Without a draft, or with the empty tree, each round verifies the root alone and no head is computed: plain
     decoding with the same loop, which is what speedups are measured against.
+
+    A round transfers once from the device to the host, when the accepted tokens are asked for. The decoder answers
+    one prompt at a time; `BatchDecoder` answers several at once.
 
     Args:
         backbone: who decides. draft: who guesses. tree: which guesses are verified; the empty tree by default.
@@ -83,100 +99,119 @@ class Decoder:
     ) -> None:
         self.backbone = backbone
         self.draft = draft
-        self.tree = tree if tree is not None and draft is not None else Tree.empty()
-        if draft is not None and self.tree.max_depth > draft.num_heads:
-            raise MedusaError(f"the tree is {self.tree.max_depth} deep, the draft has {draft.num_heads} heads")
-        if self.tree.width > backbone.vocab_size:
-            raise MedusaError(f"the tree reads rank {self.tree.width - 1} of {backbone.vocab_size} tokens")
-        self._depths = self.tree.depths.to(backbone.device)[None]
+        self.tree = usable_tree(backbone, draft, tree)
         self._cache = cache
+        self._answers = 0  # how many were begun
 
-    @torch.inference_mode()
     def generate(
         self,
         prompt: list[int],
         max_new_tokens: int,
         eos_ids: Collection[int] | None = None,
+        rule: Rule = None,
+        generator: torch.Generator | None = None,
     ) -> Generation:
-        """Continue `prompt`.
+        """Continue `prompt`; arguments and errors are those of `stream`."""
+        started = time.perf_counter()
+        stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
+        out = Generation([])
+        for step in self.stream(prompt, max_new_tokens, stops, rule, generator):
+            if out.tokens:
+                out.steps += 1
+                out.accepted.append(step.accepted)
+            else:
+                out.prefill_seconds = time.perf_counter() - started
+            out.tokens += step.tokens
+        out.finish = finish_of(out.tokens, stops, max_new_tokens)
+        out.seconds = time.perf_counter() - started
+        return out
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        eos_ids: Collection[int] | None = None,
+        rule: Rule = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Step]:
+        """Continue `prompt`, step by step: the first one is the prefill, which gives one token.
 
         Generation ends after the first eos (kept), after `max_new_tokens` tokens, or where the model's context
-        ends: the last token then stands at position max_context, predicted but never read.
+        ends: the last token then stands at position max_context, predicted but never read. It may be left off at
+        any step.
 
         Args:
             prompt: at least one token id. max_new_tokens: at least 1.
             eos_ids: tokens that end the answer; the backbone's own by default, empty for none.
+            rule: greedy by default; see `accept`. generator: for `Sampling`.
 
         Raises:
-            MedusaError: the prompt is empty or longer than the model's context.
+            MedusaError: the prompt is empty or longer than the model's context; or another answer was begun before
+                this one was done.
         """
-        started = time.perf_counter()
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
-        room = self._room(prompt, max_new_tokens)
+        room = room_for(self.backbone, prompt, max_new_tokens)
+        generators = None if generator is None else [generator]
         cache = self._fresh_cache(len(prompt) + room + self.tree.size + 1)
-        mask = (
-            _TreeMask(self.tree, cache.capacity, self.backbone.dtype, self.backbone.device) if self.tree.size else None
-        )
+        mask = _TreeMask(self.tree, cache.capacity, self.backbone.dtype, self.backbone.device)
+        answer = self._answers = self._answers + 1
 
         tokens = torch.tensor([prompt], device=self.backbone.device)
         feats = self.backbone.run(tokens, cache=cache)
         cache.commit(len(prompt))
-        root = int(self.backbone.logits(feats.hidden[:, -1]).argmax(-1))
-        out = Generation([root], prefill_seconds=time.perf_counter() - started)
-        state = self.draft.start(feats) if self.draft is not None and self.tree.size else None
+        # the prompt's last token is a root with nothing below it
+        logits = self.backbone.logits(feats.hidden[:, -1:])
+        root = accept(rule, tokens[:, -1:], logits, Tree.empty(), generators)[0].tokens[-1]
+        yield Step([root], 0)
+        state = self.draft.start(feats, [len(prompt)]) if self.draft is not None and self.tree.size else None
 
-        while not (out.tokens[-1] in stops or len(out.tokens) >= room):
-            proposal = self._propose(state, out.tokens[-1], cache.length)
-            feats, accepted = self._verify(proposal, cache, mask)
+        count = 1
+        while not (root in stops or count >= room):
+            if answer != self._answers:
+                raise MedusaError("this decoder has begun another answer; it keeps one at a time")
+            proposal = self._propose(state, root, cache.length)
+            feats, accepted = self._verify(proposal, cache, mask, rule, generators)
             cache.keep(accepted.path)
             if self.draft is not None and self.tree.size:
-                state = self.draft.advance(state, feats, accepted.path)
-            kept = _until_stop(accepted.tokens[1:], stops, room - len(out.tokens))
-            out.tokens += kept
-            out.steps += 1
-            out.accepted.append(min(len(accepted.path) - 1, len(kept)))
-        out.finish = self._finish(out.tokens, stops, max_new_tokens)
-        out.seconds = time.perf_counter() - started
-        return out
+                state = self.draft.advance(state, feats, [accepted.path])
+            kept = until_stop(accepted.tokens[1:], stops, room - count)
+            count += len(kept)
+            root = kept[-1]
+            yield Step(kept, min(len(accepted.path) - 1, len(kept)))
 
     def _propose(self, state: object, root: int, prefix: int) -> Proposal:
-        token = torch.tensor([root], device=self.backbone.device)
+        roots = torch.tensor([root], device=self.backbone.device)
         if self.draft is None or not self.tree.size or self._straddles_rope_switch(prefix):
-            return Proposal(token, Tree.empty())
-        return self.draft.propose(state, token, self.tree)
+            return Proposal(roots[:, None], Tree.empty())
+        return self.draft.propose(state, roots, self.tree)
 
     def _straddles_rope_switch(self, prefix: int) -> bool:
         """Whether a tree behind `prefix` positions would make a longrope model switch before the root gets there."""
         switch = self.backbone.rope_switch
         return switch is not None and prefix < switch <= prefix + self.tree.max_depth
 
-    def _verify(self, proposal: Proposal, cache: TreeCache, mask: _TreeMask | None) -> tuple[Features, Accepted]:
+    def _verify(
+        self,
+        proposal: Proposal,
+        cache: TreeCache,
+        mask: _TreeMask,
+        rule: Rule,
+        generators: list[torch.Generator] | None,
+    ) -> tuple[Features, Accepted]:
         """One pass over all nodes; a node's position id is prefix length + depth."""
-        positions = self._depths[:, : len(proposal.tokens)] + cache.length
+        positions = self.tree.depths[None, : proposal.tree.size + 1] + cache.length
         if cache.length + self.tree.max_depth >= self.backbone.max_context:
             # nodes past the context are never kept; no position table must be asked for them either
             positions = positions.clamp(max=self.backbone.max_context - 1)
         feats = self.backbone.run(
-            proposal.tokens[None],
+            proposal.tokens,
             positions=positions,
-            mask=mask.at(cache.length) if mask is not None and proposal.tree.size else None,
+            mask=mask.at(cache.length) if proposal.tree.size else None,
             cache=cache,
         )
-        logits = self.backbone.logits(feats.hidden[0])
-        return feats, accept_greedy(proposal.tokens, logits, proposal.tree)
-
-    def _room(self, prompt: list[int], max_new_tokens: int) -> int:
-        """How many tokens may be generated: the last one is not read, so it may lie one past the context."""
-        if not prompt:
-            raise MedusaError("the prompt is empty: decoding needs at least one token to start from")
-        if max_new_tokens < 1:
-            raise MedusaError(f"max_new_tokens is {max_new_tokens}; it has to be 1 or more")
-        limit = self.backbone.max_context - len(prompt) + 1
-        if limit < 1:
-            raise MedusaError(
-                f"the prompt has {len(prompt)} tokens, the model reads {self.backbone.max_context} at most"
-            )
-        return min(max_new_tokens, limit)
+        logits = self.backbone.logits(feats.hidden)
+        return feats, accept(rule, proposal.tokens, logits, proposal.tree, generators)[0]
 
     def _fresh_cache(self, capacity: int) -> TreeCache:
         """The cache of the last question where it is large enough, else a new one."""
@@ -185,17 +220,47 @@ class Decoder:
         self._cache.reset()
         return self._cache
 
-    def _finish(
-        self, tokens: list[int], stops: Collection[int], max_new_tokens: int
-    ) -> Literal["eos", "length", "context"]:
-        if tokens[-1] in stops:
-            return "eos"
-        return "length" if len(tokens) >= max_new_tokens else "context"
+
+def usable_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> Tree:
+    """The tree to decode with, on the backbone's device: empty without a draft.
+
+    Raises:
+        MedusaError: it is deeper than the draft, or wider than the vocabulary.
+    """
+    tree = tree if tree is not None and draft is not None else Tree.empty()
+    if draft is not None and tree.max_depth > draft.num_heads:
+        raise MedusaError(f"the tree is {tree.max_depth} deep, the draft has {draft.num_heads} heads")
+    if tree.width > backbone.vocab_size:
+        raise MedusaError(f"the tree reads rank {tree.width - 1} of {backbone.vocab_size} tokens")
+    return tree.to(backbone.device)
 
 
-def _until_stop(tokens: list[int], stops: Collection[int], room: int) -> list[int]:
+def room_for(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
+    """How many tokens may be generated: the last one is not read, so it may lie one past the context.
+
+    Raises:
+        MedusaError: the prompt is empty or longer than the model's context, or `max_new_tokens` is below 1.
+    """
+    if not prompt:
+        raise MedusaError("the prompt is empty: decoding needs at least one token to start from")
+    if max_new_tokens < 1:
+        raise MedusaError(f"max_new_tokens is {max_new_tokens}; it has to be 1 or more")
+    limit = backbone.max_context - len(prompt) + 1
+    if limit < 1:
+        raise MedusaError(f"the prompt has {len(prompt)} tokens, the model reads {backbone.max_context} at most")
+    return min(max_new_tokens, limit)
+
+
+def until_stop(tokens: list[int], stops: Collection[int], room: int) -> list[int]:
     """Cut freshly accepted tokens after the first eos and at the room left, so that nothing leaks past either."""
     for i, token in enumerate(tokens[:room]):
         if token in stops:
             return tokens[: i + 1]
     return tokens[:room]
+
+
+def finish_of(tokens: list[int], stops: Collection[int], max_new_tokens: int) -> Finish:
+    """Why an answer that is done ends where it does."""
+    if tokens[-1] in stops:
+        return "eos"
+    return "length" if len(tokens) >= max_new_tokens else "context"

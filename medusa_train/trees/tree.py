@@ -91,6 +91,14 @@ class Tree:
             below[parent].append(node)
         return below
 
+    def path_nodes(self, node: int) -> list[int]:
+        """The nodes from the root (0) down to `node`."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parent_list[node]
+        return nodes[::-1]
+
     @cached_property
     def parents(self) -> Tensor:
         """`parent_list` as a long tensor [n + 1]."""
@@ -118,6 +126,13 @@ class Tree:
         for node, parent in enumerate(self.parent_list[1:], start=1):
             mask[node] |= mask[parent]
         return mask
+
+    def to(self, device: torch.device) -> Tree:
+        """The same tree with its tensors on `device`, for a loop that reads them at every step."""
+        moved = Tree(self.paths)
+        for name in ("parents", "depths", "ranks", "guess_index", "ancestors"):
+            moved.__dict__[name] = getattr(self, name).to(device)  # where `cached_property` keeps its value
+        return moved
 
     def record(self, **meta: Any) -> dict[str, Any]:
         """`{"medusa_choices": [[0], [0, 0], ...], **meta}`: the content of tree.json, which TensorRT-LLM reads too."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,21 +43,24 @@ class OracleDraft(Draft):
     def unembed(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
-    def start(self, feats: Features) -> int:
+    def start(self, feats: Features, lengths: Sequence[int]) -> int:
         return self.start_at
 
-    def propose(self, state: int, root: Tensor, tree: Tree) -> Proposal:
-        tokens = [int(root)]
+    def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
+        tokens = [int(roots)]
         for i, path in enumerate(tree.paths):
             place = state + len(path)
             truth = self.text[place] if place < len(self.text) else 0
             last = [p for p in tree.paths if p[:-1] == path[:-1]][-1]
             right = path == last and not (self.wrong_every and (state + i) % self.wrong_every == 0)
             tokens.append(truth if right else (truth + 1 + path[-1]) % self.vocab)
-        return Proposal(torch.tensor(tokens), tree)
+        return Proposal(torch.tensor([tokens]), tree)
 
-    def advance(self, state: int, feats: Features, path: list[int]) -> int:
-        return state + len(path)
+    def advance(self, state: int, feats: Features, paths: Sequence[Sequence[int]]) -> int:
+        return state + len(paths[0])
+
+    def take(self, state: int, rows: Sequence[int]) -> int:
+        return state
 
 
 def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
@@ -181,7 +186,7 @@ def test_the_empty_tree_computes_no_heads() -> None:
     backbone = random_backbone("llama")
 
     class Untouchable(MedusaDraft):
-        def start(self, feats: Features):  # type: ignore[no-untyped-def]
+        def start(self, feats: Features, lengths: Sequence[int]):  # type: ignore[no-untyped-def]
             raise AssertionError("a head was computed")
 
     draft = Untouchable(backbone.hidden_size, backbone.vocab_size)

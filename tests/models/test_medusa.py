@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from medusa_train.errors import BackboneError
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
@@ -56,19 +57,67 @@ def test_no_two_heads_or_blocks_share_a_tensor() -> None:
     assert len(storages) == 4 * (3 * 2 + 1) == len(set(storages))
 
 
-def test_proposals_are_the_best_tokens_of_each_head() -> None:
+def _random_heads(layers: int, *, bias: bool = False, share: bool = False) -> tuple[Backbone, MedusaDraft]:
     backbone = random_backbone("qwen2")
-    draft = MedusaDraft.from_backbone(backbone, num_heads=3)
+    if bias:
+        backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size, dtype=torch.float64), requires_grad=False)
+    draft = MedusaDraft.from_backbone(backbone, num_heads=4, num_layers=layers, share_lm_head=share)
+    torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in draft.blocks.parameters():
-            parameter.normal_(0, 0.1)
-    feats = backbone.run(torch.tensor([[3, 1, 4, 1, 5]]))
+        for parameter in draft.parameters():
+            parameter.normal_(0, 0.3)
+    return backbone, draft
+
+
+def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
+    """Three prompts of unlike length in a batch, against each head's own order of all tokens."""
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
+    feats = backbone.run(padded)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    proposal = draft.propose(draft.start(feats), torch.tensor([42]), tree)
-    last = feats.hidden[0, -1]
-    best = [draft.head_logits(last, k).argsort(descending=True) for k in (1, 2, 3)]
-    expected = [42, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
-    assert proposal.tokens.tolist() == [int(token) for token in expected]
+    proposal = draft.propose(draft.start(feats, [5, 2, 3]), torch.tensor([42, 43, 44]), tree)
+    for row, prompt in enumerate(prompts):
+        last = feats.hidden[row, len(prompt) - 1]
+        best = [draft.head_logits(last, k).argsort(descending=True) for k in (1, 2, 3)]
+        expected = [42 + row, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
+        assert proposal.tokens[row].tolist() == [int(token) for token in expected]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_proposals_are_the_best_tokens_of_each_head(layers: int, bias: bool, share: bool) -> None:
+    backbone, draft = _random_heads(layers, bias=bias, share=share)
+    assert draft.stacked() is not None
+    _check_proposals(backbone, draft)
+
+
+def test_heads_stay_side_by_side_and_are_never_stale() -> None:
+    backbone, draft = _random_heads(2)
+    names = {id(parameter) for parameter in draft.parameters()}
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
+    for k in range(1, 5):
+        draft.head_logits(torch.randn(3, 32, dtype=torch.float64), k).logsumexp(-1).mean().backward()
+    optimizer.step()
+    assert draft.stacked() is not None
+    _check_proposals(backbone, draft)
+    draft.load_state_dict({name: tensor + 0.1 for name, tensor in draft.state_dict().items()})
+    _check_proposals(backbone, draft.float().double())
+    assert draft.stacked() is not None
+    assert {id(parameter) for parameter in draft.parameters()} == names
+    own = sum(parameter.numel() for parameter in draft.parameters())
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
+    assert sum(held.values()) == 8 * own  # nothing is kept twice
+
+
+def test_heads_that_somebody_else_laid_out_propose_the_same() -> None:
+    """As ZeRO does, whose buffers hold the parameters."""
+    backbone, draft = _random_heads(1)
+    moved = draft.lm_heads[2]
+    assert isinstance(moved, nn.Linear)
+    moved.weight.data = moved.weight.data.clone()
+    assert draft.stacked() is None
+    _check_proposals(backbone, draft)
 
 
 def test_heads_of_another_backbone_are_refused() -> None:

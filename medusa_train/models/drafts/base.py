@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from medusa_train.models.features import Features
@@ -19,8 +20,8 @@ class Proposal:
     """Guessed tokens at the nodes of a tree.
 
     Attributes:
-        tokens: long [n + 1], the root first, in the tree's node order.
-        tree: where they stand.
+        tokens: long [B, n + 1], each row its root first, in the tree's node order.
+        tree: where they stand, the same for all rows.
     """
 
     tokens: Tensor
@@ -44,13 +45,37 @@ class Draft(nn.Module):
         """Head k's own matrix and logit transform, k = 1..K."""
 
     @abstractmethod
-    def start(self, feats: Features) -> Any:
-        """Decoding: the state after prefill, from the whole prompt's features [1, T, d]."""
+    def start(self, feats: Features, lengths: Sequence[int]) -> Any:
+        """Decoding: the state after prefill, from the features [B, T, d] of B prompts.
+
+        Args:
+            lengths: of the prompts; what lies behind a shorter one is padding.
+        """
 
     @abstractmethod
-    def propose(self, state: Any, root: Tensor, tree: Tree) -> Proposal:
-        """Guess the tokens of `tree` below `root` (long [1], the backbone's own next token)."""
+    def propose(self, state: Any, roots: Tensor, tree: Tree) -> Proposal:
+        """Guess the tokens of `tree` below `roots` (long [B], the backbone's own next tokens).
+
+        Args:
+            tree: not empty, with its tensors on the device of `roots`.
+        """
 
     @abstractmethod
-    def advance(self, state: Any, feats: Features, path: list[int]) -> Any:
-        """The state after a verification pass with features [1, n + 1, d] accepted the nodes `path` (root first)."""
+    def advance(self, state: Any, feats: Features, paths: Sequence[Sequence[int]]) -> Any:
+        """The state after a verification pass with features [B, n + 1, d] accepted the nodes `paths`.
+
+        Args:
+            paths: one per row, the root first.
+        """
+
+    @abstractmethod
+    def take(self, state: Any, rows: Sequence[int]) -> Any:
+        """The state of `rows` alone, in that order; the others are done."""
+
+
+def last_states(feats: Features, places: Sequence[int]) -> Tensor:
+    """The hidden state of each row at its own place, [B, d]."""
+    if len(places) == 1:
+        return feats.hidden[:, places[0]]
+    device = feats.hidden.device
+    return feats.hidden[torch.arange(len(places), device=device), torch.tensor(places, device=device)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal
+from medusa_train.models.drafts.base import Draft, Proposal, last_states
+from medusa_train.models.drafts.side_by_side import lay_side_by_side, side_by_side
 from medusa_train.models.features import Features
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.tree import Tree
@@ -31,10 +32,27 @@ class ResBlock(nn.Module):
         return x + silu(self.linear(x))
 
 
+class Stacked(NamedTuple):
+    """The weights of all heads as one tensor each, on the parameters' own memory.
+
+    Attributes:
+        blocks: per layer W1 [K, d, d] and b1 [K, d]. unembedding: W2 [K, V, d] and its bias [K, V] or None; None
+            where the heads share the backbone's.
+    """
+
+    blocks: list[tuple[Tensor, Tensor]]
+    unembedding: tuple[Tensor, Tensor | None] | None
+
+
 class MedusaState(NamedTuple):
-    """The hidden state [1, d] whose next token is the coming root."""
+    """What B rows of a decoding loop read.
+
+    Attributes:
+        hidden: [B, d], the state whose next token is the coming root. stacked: the weights; None where they lie apart.
+    """
 
     hidden: Tensor
+    stacked: Stacked | None
 
 
 class MedusaDraft(Draft):
@@ -78,6 +96,41 @@ class MedusaDraft(Draft):
         self.lm_heads = nn.ModuleList(
             nn.Linear(hidden_size, vocab_size, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
         )
+        self._lay_side_by_side()
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
+        """Keep the heads side by side through `.to()` and its like, which move parameters one by one."""
+        super()._apply(fn, recurse)
+        self._lay_side_by_side()
+        return self
+
+    def _alike(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters that all heads have, head by head: per layer W1 and b1, then W2 and its bias."""
+        groups: list[list[Any]] = [
+            [block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)
+        ]
+        if self.shared is None:
+            groups.append(list(self.lm_heads))
+        for linears in groups:
+            yield [linear.weight for linear in linears]
+            if linears[0].bias is not None:
+                yield [linear.bias for linear in linears]
+
+    def _lay_side_by_side(self) -> None:
+        for parameters in self._alike():
+            lay_side_by_side(parameters)
+
+    def stacked(self) -> Stacked | None:
+        """All heads' weights as one tensor each, without a copy; None where somebody else has laid them out."""
+        tensors = [side_by_side(parameters) for parameters in self._alike()]
+        found = [tensor for tensor in tensors if tensor is not None]
+        if len(found) < len(tensors):
+            return None
+        blocks = [(found[2 * j], found[2 * j + 1]) for j in range(self.num_layers)]
+        rest = found[2 * self.num_layers :]
+        if not rest:
+            return Stacked(blocks, None)
+        return Stacked(blocks, (rest[0], rest[1] if len(rest) > 1 else None))
 
     @classmethod
     def from_backbone(
@@ -139,20 +192,48 @@ class MedusaDraft(Draft):
         """Head k's logits [..., V] at the backbone's states [..., d]."""
         return self.unembed(k).logits(self.hidden_at(states, k))
 
-    def start(self, feats: Features) -> MedusaState:
-        """Heads look at the last position only."""
-        return MedusaState(feats.hidden[:, -1])
+    def start(self, feats: Features, lengths: Sequence[int]) -> MedusaState:
+        """Heads look at the last position of each prompt only."""
+        return MedusaState(last_states(feats, [length - 1 for length in lengths]), self.stacked())
 
-    def propose(self, state: MedusaState, root: Tensor, tree: Tree) -> Proposal:
+    def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
         """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
-        best = [
-            # soft-capping and scaling keep the order of logits, so the raw product is enough
-            self.unembed(k).raw(self.hidden_at(state.hidden, k)).topk(tree.width).indices
-            for k in range(1, tree.max_depth + 1)
-        ]
-        guesses = torch.cat(best, dim=1)[0]  # [max_depth * width]
-        return Proposal(torch.cat([root, guesses[tree.guess_index.to(guesses.device)]]), tree)
+        if state.stacked is None:
+            logits = torch.stack([self._order(state.hidden, k) for k in range(1, tree.max_depth + 1)])
+        else:
+            logits = self._all_orders(state.hidden, state.stacked, tree.max_depth)
+        best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
+        return Proposal(torch.cat([roots[:, None], best[:, tree.guess_index]], dim=1), tree)
 
-    def advance(self, state: MedusaState, feats: Features, path: list[int]) -> MedusaState:
-        """The state of the last accepted node."""
-        return MedusaState(feats.hidden[:, path[-1]])
+    def _order(self, states: Tensor, k: int) -> Tensor:
+        """Head k's logits [B, V] at [B, d] but for soft cap and scale, which keep their order."""
+        return self.unembed(k).raw(self.hidden_at(states, k))
+
+    def _all_orders(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
+        """`_order` of heads 1..count, [count, B, V]: a product for each layer of all of them.
+
+        Every first block reads the same states, so theirs is one matrix of count * d rows.
+        """
+        x = states.expand(count, *states.shape)
+        for j, (weights, biases) in enumerate(stacked.blocks):
+            weight, bias = weights[:count], biases[:count]
+            if j == 0:
+                flat = linear(states, weight.flatten(0, 1), bias.flatten())
+                grown = flat.unflatten(1, (count, -1)).transpose(0, 1)
+            else:
+                grown = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+            x = x + silu(grown)
+        if stacked.unembedding is None:
+            assert self.shared is not None
+            return self.shared.raw(x)
+        weights, offsets = stacked.unembedding
+        logits = torch.bmm(x, weights[:count].transpose(1, 2))
+        return logits if offsets is None else logits + offsets[:count, None]
+
+    def advance(self, state: MedusaState, feats: Features, paths: Sequence[Sequence[int]]) -> MedusaState:
+        """The states of the last accepted nodes."""
+        return state._replace(hidden=last_states(feats, [path[-1] for path in paths]))
+
+    def take(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
+        """The states of `rows`."""
+        return state._replace(hidden=state.hidden[list(rows)])
