@@ -215,6 +215,7 @@ class DeepSpeedEngine:
             return {}  # before the first step
         split = [key for key, value in states[0].items() if _is_split(value)]
         counters = {key: value for key, value in states[0].items() if key not in split}
+        self._link()
         collected: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(self._parameters):
             entry = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
@@ -237,11 +238,19 @@ class DeepSpeedEngine:
                 key: torch.zeros_like(flat) if _is_split(value) else _counter(value, flat if fused else None)
                 for key, value in entry.items()
             }
-        if self._stage < 3:
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as after a first step
+        self._link()
         for number, parameter in enumerate(self._parameters):
             for key in [key for key, value in entry.items() if _is_split(value)]:
                 self._set(parameter, key, saved[number][key])
+
+    def _link(self) -> None:
+        """Let parameters find their parts of the optimizer's state as it is now.
+
+        ZeRO 1 and 2 do that themselves once, when only the first group of parameters has a state.
+        """
+        if self._stage < 3:
+            for parameters, flat in zip(self._groups, self._flat(), strict=True):
+                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
     def _set(self, parameter: Any, key: str, value: Tensor) -> None:
         shape = getattr(parameter, "ds_shape", parameter.shape)
