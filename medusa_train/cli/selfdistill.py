@@ -9,12 +9,11 @@ import typer
 from rich.console import Console
 
 from medusa_train.cli.common import EXIT_INTERRUPTED, error_console, read_arguments, run_command
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 
 if TYPE_CHECKING:
+    from medusa_train.selfdistill.choice import Shard
     from medusa_train.selfdistill.distill import Tally
-    from medusa_train.selfdistill.engines import LocalEngine
     from medusa_train.selfdistill.seeds import Seed
     from medusa_train.selfdistill.writer import Writer
 
@@ -29,20 +28,32 @@ def selfdistill(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
-    seed: Annotated[str | None, typer.Option(help="Prompts (seed_dataset): tiny, sharegpt, or a file.")] = None,
+    seed: Annotated[
+        str | None, typer.Option(help="Prompts (seed_dataset): tiny, sharegpt, ultrachat, a file, a hub name.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Who answers (base_model); default: data/tiny.")] = None,
+    server_url: Annotated[str | None, typer.Option(help="Ask this server, http://HOST:PORT/v1, instead.")] = None,
     output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/SEED.jsonl.")] = None,
+    mode: Annotated[str | None, typer.Option(help="replay (the user's turns are fed in) or selftalk.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of sampling; 0: greedy.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="By name; default: the tokenizer's own.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many conversations.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="Answer part i of n only, as i/n; default: by torchrun's or DeepSpeed's rank.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Join the outputs of all shards into one.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the first prompts; ask nobody.")] = False,
+    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,  # DeepSpeed's launcher passes it
 ) -> int:
     """Feed the user's turns of seed conversations to a model and keep its own answers as training data."""
     flags = {
         "seed_dataset": seed,
         "base_model": model,
+        "server_url": server_url,
         "output": output,
+        "mode": mode,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
         "chat_template": chat_template,
@@ -51,114 +62,110 @@ def selfdistill(
     }
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
-    from medusa_train.selfdistill.seeds import find_seeds, read_seeds, short_name
+    from medusa_train.selfdistill.job import output_of, seeds_of, shard_of
+    from medusa_train.selfdistill.merge import shard_output
 
-    out = Path(cfg.output) if cfg.output else Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
-    console = Console()
-    console.print(_first_line(cfg, out), highlight=False, soft_wrap=True)
-    seeds = read_seeds(find_seeds(cfg.seed_dataset, error_console().print), cfg.type)[: cfg.limit]
-
-    from medusa_train.selfdistill.engines import fastest_dtype
-    from medusa_train.selfdistill.writer import Writer
-
-    dtype_used = fastest_dtype() if cfg.dtype == "auto" else cfg.dtype
-    with Writer(out, _settings(cfg, dtype_used)) as writer:
-        engine = _load(cfg, dtype_used)
-        if writer.done:
-            console.print(f"{out} holds {len(writer.done)} conversations already; going on", highlight=False)
-        tally = _run(cfg, seeds, engine, writer, _sampling(cfg, dtype_used), console)
-    if tally is None:
-        error_console().print(f"interrupted; the same command goes on with {out}")
-        return EXIT_INTERRUPTED
-
-    from medusa_train.selfdistill.progress import summary
-
-    console.print(summary(tally))
-    console.print(f"output: {out}", highlight=False, soft_wrap=True)
-    return 0
+    part = shard_of(shard)
+    # Of several processes one terminal shows the first; errors and interruptions all tell.
+    console = Console(quiet=shard is None and part is not None and part.index > 1)
+    out = output_of(cfg)
+    console.print(_first_line(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
+    seeds, left_out = seeds_of(cfg, error_console().print)
+    if left_out:
+        said = ", ".join(f"{count} {why}" for why, count in sorted(left_out.items()))
+        console.print(f"seeds left out: {said}", highlight=False)
+    if dry_run:
+        return _show(cfg, seeds, console)
+    if merge:
+        return _merge(cfg, seeds, out, console)
+    return _answer(cfg, seeds, out, part, console)
 
 
 def _first_line(cfg: SelfDistillConfig, out: Path) -> str:
     """What was taken, defaults included."""
-    embedded = " (the embedded tiny backbone)" if cfg.base_model == EMBEDDED else ""
-    return f"medusa-selfdistill: model {cfg.base_model}{embedded}, seeds {cfg.seed_dataset}; output {out}"
+    if cfg.engine == "openai":
+        who = f"{cfg.base_model} at {cfg.server_url}"
+    else:
+        who = f"{cfg.base_model}{' (the embedded tiny backbone)' if cfg.base_model == EMBEDDED else ''}"
+    return f"medusa-selfdistill: model {who}, seeds {cfg.seed_dataset}; output {out}"
 
 
-def _load(cfg: SelfDistillConfig, dtype: str) -> LocalEngine:
-    from medusa_train.models.backbone import Backbone
-    from medusa_train.selfdistill.engines import LocalEngine
+def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | None, console: Console) -> int:
+    """Answer the seeds of this process, or those that are left of them."""
+    from medusa_train.selfdistill.job import dtype_of, settings_of
+    from medusa_train.selfdistill.merge import shard_output
+    from medusa_train.selfdistill.writer import Writer
 
-    backbone = Backbone.load(cfg.base_model, dtype=dtype, trust_remote_code=cfg.trust_remote_code)
-    return LocalEngine(
-        backbone,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        max_new_tokens=cfg.max_new_tokens,
-        chat_template=cfg.chat_template,
-    )
+    mine = seeds if part is None else [seed for seed in seeds if part.holds(seed)]
+    target = shard_output(out, part)
+    dtype = dtype_of(cfg)
+    with Writer(target, settings_of(cfg, dtype)) as writer:
+        if writer.done:
+            console.print(f"{target} holds {len(writer.done)} conversations already; going on", highlight=False)
+        tally = _run(cfg, mine, dtype, writer, console)
+    if tally is None:
+        error_console().print(f"interrupted; the same command goes on with {target}")
+        return EXIT_INTERRUPTED
+    console.print(f"output: {target}", highlight=False, soft_wrap=True)
+    if part is not None:
+        console.print(f"the same command with --merge joins all {part.count} shards", highlight=False)
+    return 0
 
 
 def _run(
-    cfg: SelfDistillConfig,
-    seeds: list[Seed],
-    engine: LocalEngine,
-    writer: Writer,
-    sampling: dict[str, object],
-    console: Console,
+    cfg: SelfDistillConfig, seeds: list[Seed], dtype: str | None, writer: Writer, console: Console
 ) -> Tally | None:
-    """Answer the seeds behind a progress bar; None when the user interrupts."""
+    """Answer the seeds behind a progress bar and print the figures; None when the user interrupts."""
     from medusa_train.selfdistill.distill import distill
-    from medusa_train.selfdistill.progress import DistillProgress
+    from medusa_train.selfdistill.job import facts_of, mode_of, open_engine
+    from medusa_train.selfdistill.progress import DistillProgress, summary
 
+    engine = open_engine(cfg, dtype)
     try:
         with DistillProgress(console, len(seeds)) as progress:
-            return distill(
+            tally = distill(
                 seeds,
                 engine,
                 writer,
-                model=_public_name(cfg.base_model),
-                sampling=sampling,
-                random_seed=cfg.seed,
-                drop_truncated=cfg.drop_truncated,
+                talk=mode_of(cfg),
+                facts=facts_of(cfg, dtype),
                 on_progress=progress.show,
             )
     except KeyboardInterrupt:
         return None
+    finally:
+        engine.close()
+    console.print(summary(tally, engine.figures()))
+    return tally
 
 
-def _sampling(cfg: SelfDistillConfig, dtype: str) -> dict[str, object]:
-    """What every line of the output says of how it was drawn."""
-    return {
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "max_new_tokens": cfg.max_new_tokens,
-        "seed": cfg.seed,
-        "dtype": dtype,
-    }
+def _merge(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, console: Console) -> int:
+    """Join the shards beside `out`."""
+    from medusa_train.selfdistill.job import dtype_of, settings_of
+    from medusa_train.selfdistill.merge import merge
+
+    merged = merge(out, settings_of(cfg, dtype_of(cfg)), [seed.id for seed in seeds])
+    console.print(
+        f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped whole",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if merged.missing:
+        error_console().print(
+            f"{merged.missing:,} seeds are not answered yet; the same command without --merge goes on with them"
+        )
+    return 0
 
 
-def _settings(cfg: SelfDistillConfig, dtype: str) -> dict[str, object]:
-    """Everything that the output depends on; `limit` is none of it, more seeds may be answered later."""
-    return {
-        "model": _public_name(cfg.base_model),
-        "seed_dataset": _public_name(cfg.seed_dataset),
-        "type": cfg.type,
-        "chat_template": cfg.chat_template,
-        **_sampling(cfg, dtype),
-        "drop_truncated": cfg.drop_truncated,
-    }
+def _show(cfg: SelfDistillConfig, seeds: list[Seed], console: Console) -> int:
+    """The first prompts as the model, or the server, would get them."""
+    from medusa_train.selfdistill.preview import preview
 
-
-def _public_name(name: str) -> str:
-    """A name that may leave this machine: a hub name or a relative path as it is, else a path within the project
-    or the working directory, else the last part of it."""
-    path = resolve_path(name)
-    if path is None or not Path(name).expanduser().is_absolute():
-        return name
-    for root in (PROJECT_ROOT, Path.cwd()):
-        if path.resolve().is_relative_to(root):
-            return path.resolve().relative_to(root).as_posix()
-    return path.name
+    console.print(f"{len(seeds):,} seeds; nothing is asked and nothing is written", highlight=False)
+    for title, text in preview(cfg, seeds):
+        console.rule(title, align="left")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def main() -> None:

@@ -185,3 +185,42 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         "too short: head k learns the token k + 1 places on, so it has to exceed medusa_num_heads + 1",
     ),
 )
+
+
+def _asks_server(cfg: Any) -> bool:
+    return cfg.engine == "openai" or (cfg.engine is None and cfg.server_url is not None)
+
+
+#: The same of `medusa-selfdistill`.
+SELFDISTILL_IMPOSSIBLE: tuple[Impossible, ...] = (
+    Impossible(
+        ("engine", "server_url"),
+        lambda cfg: cfg.engine == "openai" and cfg.server_url is None,
+        "needs the server's address; set server_url, for example http://localhost:8000/v1",
+    ),
+    Impossible(
+        ("server_url", "engine"),
+        lambda cfg: cfg.engine == "local" and cfg.server_url is not None,
+        "is not asked by engine: local; leave one of the two out",
+    ),
+    Impossible(
+        ("engine", "server_url", "base_model"),
+        lambda cfg: _asks_server(cfg) and cfg.base_model is None,
+        "a server has to be told which model; set base_model to the name that it knows it by",
+    ),
+    Impossible(
+        ("mode", "engine", "server_url"),
+        lambda cfg: _asks_server(cfg) and cfg.mode == "selftalk",
+        "a chat server writes the assistant's turns only; selftalk needs engine: local",
+    ),
+    Impossible(
+        ("chat_template", "engine", "server_url"),
+        lambda cfg: _asks_server(cfg) and cfg.chat_template is not None,
+        "the server renders chats by its own template; leave chat_template out",
+    ),
+    Impossible(
+        ("min_chars", "max_chars"),
+        lambda cfg: cfg.min_chars is not None and cfg.max_chars is not None and cfg.min_chars > cfg.max_chars,
+        "more than max_chars, which leaves nothing",
+    ),
+)

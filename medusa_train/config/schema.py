@@ -11,7 +11,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from medusa_train.config.base import Config, Impossible, key
-from medusa_train.config.combinations import IMPOSSIBLE, asks_for_joint_training, keys_without_effect
+from medusa_train.config.combinations import (
+    IMPOSSIBLE,
+    SELFDISTILL_IMPOSSIBLE,
+    asks_for_joint_training,
+    keys_without_effect,
+)
 from medusa_train.config.types import (
     Bool,
     BoolOrAuto,
@@ -256,19 +261,54 @@ class EvalConfig(Config):
 class SelfDistillConfig(Config):
     """Keys of `medusa-selfdistill`."""
 
-    seed_dataset: Text = key("tiny", "prompts: tiny, sharegpt, or a file of conversations")
+    # Seeds
+    seed_dataset: Text = key(
+        "tiny", "prompts: tiny, sharegpt, ultrachat, a file or directory of conversations, or a dataset on the hub"
+    )
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "form of a record; auto: by its keys")
-    base_model: Text = key("data/tiny", "the model that answers: a Hugging Face directory or a name on the hub")
-    trust_remote_code: Bool = key(False, "run Python code that the model's repository ships")
-    chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
-    output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
+    split: Text | None = key(None, "split of a hub dataset (default: train)")
+    max_turns: Int | None = key(None, "only the first so many of the user's turns of each conversation", ge=1)
+    min_chars: Int | None = key(None, "leave out conversations whose user says less, in characters", ge=1)
+    max_chars: Int | None = key(None, "leave out conversations whose user says more, in characters", ge=1)
+    sample: Int | None = key(None, "draw so many of the conversations at random; default: all", ge=1)
+    sample_seed: Int = key(42, "seed of that draw", ge=0)
+    limit: Int | None = key(None, "only the first so many conversations", ge=1)
+
+    # Conversations
+    mode: Literal["replay", "selftalk"] = key(
+        "replay", "replay: the user's turns are fed in; selftalk: only the first one, the model writes both roles"
+    )
+    rounds: Int = key(5, "answers in a conversation of selftalk at most", ge=1)
     temperature: Float = key(0.3, "of sampling; 0: greedy", ge=0)
     top_p: Float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
     max_new_tokens: Int = key(2048, "longest answer in tokens", ge=1)
     drop_truncated: Bool = key(True, "drop an answer that hit max_new_tokens, and the turns after it")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest on this device")
-    limit: Int | None = key(None, "only the first so many conversations", ge=1)
+    drop_looping: Bool = key(False, "drop an answer that says eight words three times, and the turns after it")
     seed: Int = key(42, "seed of sampling", ge=0)
+
+    # Who answers
+    engine: Literal["local", "openai"] | None = key(
+        None, "local: the model in this process; openai: any server of OpenAI's protocol. Default: by server_url"
+    )
+    base_model: Text | None = key(
+        None, "the model: a Hugging Face directory, a hub name, a run; on a server its name there. Default: data/tiny"
+    )
+    trust_remote_code: Bool = key(False, "run Python code that the model's repository ships")
+    chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest on this device")
+    server_url: Text | None = key(None, "the server's address, http://HOST:PORT/v1")
+    concurrency: Int = key(16, "requests that the server works on at a time", ge=1, le=1024)
+    request_timeout: Float = key(600.0, "seconds that the server may take for an answer", gt=0)
+    retry_seconds: Float = key(900.0, "give up on a server that has not answered for so long", ge=0)
+    api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the server's key")
+    output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
+
+    impossible: ClassVar[tuple[Impossible, ...]] = SELFDISTILL_IMPOSSIBLE
+
+    def resolved(self) -> SelfDistillConfig:
+        """Fill in `engine` (openai where `server_url` is set) and the embedded backbone as `base_model`."""
+        engine = self.engine or ("openai" if self.server_url else "local")
+        return self.model_copy(update={"engine": engine, "base_model": self.base_model or "data/tiny"})
 
 
 class ExportConfig(Config):

@@ -73,7 +73,7 @@ class HubRows:
         return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
 
 
-def open_source(source: DatasetConfig) -> Source:
+def open_source(source: DatasetConfig) -> Files | HubRows:
     """Find a file, a directory of files, or a data set of the hub (if nothing of that name is on this machine).
 
     Raises:
@@ -109,11 +109,11 @@ def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
 
 def _read_file(path: Path, type: str, *, skip_bad: bool) -> ReadResult:
     if path.suffix == _PARQUET:
-        return read_records(_parquet_rows(path), type, name=str(path), skip_bad=skip_bad)
+        return read_records(parquet_rows(path), type, name=str(path), skip_bad=skip_bad)
     return read_conversations(path, type, skip_bad=skip_bad)
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def parquet_rows(path: Path) -> Iterator[Any]:
     """Stream a parquet file's rows: `datasets` would otherwise write a copy of it to its own cache."""
     import datasets  # takes a second to load
 

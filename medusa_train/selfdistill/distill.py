@@ -1,16 +1,16 @@
-"""The run: every seed that is not done yet is replayed and written. Knows no command line and loads no model."""
+"""The run: every seed that is not done yet becomes a conversation and is written. Knows no command line, no model."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_train.selfdistill.engines import Answer, Engine
-from medusa_train.selfdistill.replay import Replayed, replay
+from medusa_train.selfdistill.engines import Answer, Engine, Request
 from medusa_train.selfdistill.seeds import Seed
+from medusa_train.selfdistill.talks import Steps, Talk
 from medusa_train.selfdistill.writer import Writer
 
 
@@ -21,8 +21,9 @@ class Tally:
     Attributes:
         total: seeds asked for. earlier: of them, finished by an earlier run.
         written: conversations written now; turns: answers in them; cut: of them, written shorter than the seed.
+        looping: answers among those written that loop.
         empty: conversations of which nothing was left.
-        dropped: dropped turns by reason ("length", "context", "empty").
+        dropped: dropped turns by reason ("length", "context", "refused", "empty", "looping", "repeated").
         tokens: generated now, dropped answers included.
     """
 
@@ -31,6 +32,7 @@ class Tally:
     written: int = 0
     turns: int = 0
     cut: int = 0
+    looping: int = 0
     empty: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -51,65 +53,95 @@ class Tally:
         """Generated tokens per second of this run."""
         return self.tokens / max(self.seconds, 1e-9)
 
+    def count(self, talk: Talk) -> None:
+        """Take note of a finished conversation."""
+        if talk.turns:
+            self.written += 1
+            self.turns += talk.turns
+        else:
+            self.empty += 1
+        self.looping += talk.looping
+        if talk.dropped is not None:
+            self.dropped[talk.dropped] += talk.dropped_turns
+            self.cut += bool(talk.turns)
+
 
 def distill(
     seeds: Sequence[Seed],
     engine: Engine,
     writer: Writer,
     *,
-    model: str,
-    sampling: dict[str, Any],
-    random_seed: int,
-    drop_truncated: bool = True,
+    talk: Callable[[Seed], Steps],
+    facts: dict[str, Any],
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Replay `seeds` in order and write what comes of them; those in `writer.done` are left out.
+    """Make a conversation of each of `seeds` and write it; those in `writer.done` are left out.
+
+    As many conversations are under way as the engine wants requests at hand. Each is written as soon as it is
+    finished; an engine that takes one request at a time writes them in the order of the seeds.
 
     Args:
-        model: how the lines name the model. sampling: the settings that every line repeats.
+        talk: the mode, `replay` or `selftalk` with its settings.
+        facts: what every line says beside the conversation: `model`, `sampling`, ...
         on_progress: called at the start, after every answer and after every conversation.
     """
     left = [seed for seed in seeds if seed.id not in writer.done]
     tally = Tally(total=len(seeds), earlier=len(seeds) - len(left))
-
-    def count(answer: Answer) -> None:
-        tally.tokens += answer.completion_tokens
-        on_progress(tally)
-
+    coming = iter(enumerate(left))
+    underway: dict[int, Steps] = {}
+    ready: deque[tuple[int, Request]] = deque()
+    asked = 0  # requests that the engine has not answered yet
     on_progress(tally)
-    for seed in left:
-        done = replay(seed, engine, random_seed=random_seed, drop_truncated=drop_truncated, on_answer=count)
-        _write(done, writer, model, sampling)
-        _count(done, tally)
+    while True:
+        while asked < engine.capacity:
+            if not ready and (begun := next(coming, None)) is not None:
+                ticket, seed = begun
+                underway[ticket] = talk(seed)
+                ready.append((ticket, next(underway[ticket])))
+            if not ready:
+                break
+            engine.submit(*ready.popleft())
+            asked += 1
+        if not asked:
+            return tally
+        ticket, answer = engine.next()
+        asked -= 1
+        tally.tokens += answer.completion_tokens
+        finished = _go_on(ticket, answer, underway, ready)
         on_progress(tally)
-    return tally
+        if finished is not None:
+            write(finished, writer, facts)
+            tally.count(finished)
+            on_progress(tally)
 
 
-def _write(done: Replayed, writer: Writer, model: str, sampling: dict[str, Any]) -> None:
-    dropped = {"dropped": {"reason": done.dropped, "turns": done.dropped_turns}} if done.dropped else {}
-    if not done.turns:
-        writer.drop({"id": done.seed.id, "seed_id": done.seed.id, **dropped})
+def _go_on(ticket: int, answer: Answer, underway: dict[int, Steps], ready: deque[tuple[int, Request]]) -> Talk | None:
+    """Hand a conversation its answer: its next request goes to `ready`, or it is finished and returned."""
+    try:
+        ready.append((ticket, underway[ticket].send(answer)))
+    except StopIteration as end:
+        del underway[ticket]
+        talk: Talk = end.value
+        return talk
+    return None
+
+
+def write(talk: Talk, writer: Writer, facts: dict[str, Any]) -> None:
+    """Append a conversation, or the note that nothing was left of it."""
+    identity = {"id": talk.seed.id, "seed_id": talk.seed.id}
+    dropped = {"dropped": {"reason": talk.dropped, "turns": talk.dropped_turns}} if talk.dropped else {}
+    if not talk.turns:
+        writer.drop({**identity, **dropped})
         return
+    facts = dict(facts)
     writer.write(
         {
-            "id": done.seed.id,
-            "seed_id": done.seed.id,
-            "model": model,
-            "messages": [message.as_dict() for message in done.messages],
-            "sampling": sampling,
-            "finish_reasons": done.reasons,
-            "token_counts": {"prompt": done.prompt_tokens, "completion": done.completion_tokens},
+            **identity,
+            "model": facts.pop("model"),
+            "messages": [message.as_dict() for message in talk.messages],
+            **facts,
+            "finish_reasons": talk.reasons,
+            "token_counts": {"prompt": talk.prompt_tokens, "completion": talk.completion_tokens},
             **dropped,
         }
     )
-
-
-def _count(done: Replayed, tally: Tally) -> None:
-    if done.turns:
-        tally.written += 1
-        tally.turns += done.turns
-    else:
-        tally.empty += 1
-    if done.dropped is not None:
-        tally.dropped[done.dropped] += done.dropped_turns
-        tally.cut += bool(done.turns)

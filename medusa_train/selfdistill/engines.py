@@ -1,36 +1,41 @@
-"""Who answers: the engine interface, and the engine that runs the backbone in this process. Knows no seeds, no files.
+"""Who answers: what an engine is asked and what it says. Knows no model, no server, no seeds and no files.
 
-An engine is asked for one answer at a time and keeps nothing between answers, so that an engine that talks to a
-server fits in as well, and so that a conversation comes out the same whenever it is made.
+An engine keeps nothing between answers, so that a conversation comes out the same whenever it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-
-from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
-from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
-from medusa_train.models.precision import has_fast_bf16
-from medusa_train.selfdistill.sampling import Finish, Sampler
 
-Reason = Literal["stop", "length", "context"]
-_REASONS: dict[Finish, Reason] = {"eos": "stop", "length": "length", "context": "context"}
+Reason = Literal["stop", "length", "context", "refused"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A turn that is wanted.
+
+    Attributes:
+        messages: the chat so far. seed: decides everything that is drawn at random.
+        speaker: whose turn it is. The user's own words are asked for in self-talk alone.
+    """
+
+    messages: tuple[Message, ...]
+    seed: int
+    speaker: Literal["user", "assistant"] = "assistant"
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the model.
+    """One turn of the model's.
 
     Attributes:
         text: without the token that ends it.
-        reason: "stop" (the model ended it), "length" (max_new_tokens) or "context" (the model's positions are
-            used up; `text` is empty when not even the prompt fits).
+        reason: "stop" (the model ended it), "length" (max_new_tokens), "context" (the model's positions are used
+            up; `text` is empty when not even the prompt fits) or "refused" (a server does not take the chat).
         prompt_tokens, completion_tokens: what it was made from and of, the end token included.
     """
 
@@ -41,62 +46,20 @@ class Answer:
 
 
 class Engine(Protocol):
-    """Something that continues a chat with the assistant's next turn."""
+    """Something that continues chats, several at a time."""
 
-    def answer(self, messages: Sequence[Message], seed: int) -> Answer:
-        """Answer a chat that ends with a user's turn; `seed` decides everything that is drawn at random."""
+    @property
+    def capacity(self) -> int:
+        """How many requests it wants to have at hand, answered ones left out."""
 
+    def submit(self, ticket: int, request: Request) -> None:
+        """Take a request; returns at once."""
 
-def fastest_dtype(device: torch.device | None = None) -> str:
-    """bfloat16 where the device multiplies it in hardware, else float16 on a GPU and float32 on a CPU."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if has_fast_bf16(device):
-        return "bfloat16"
-    return "float16" if device.type == "cuda" else "float32"
+    def next(self) -> tuple[int, Answer]:
+        """Wait for the answer to any request that was submitted, and say by `ticket` to which."""
 
+    def figures(self) -> Mapping[str, str]:
+        """What is worth telling at the end, by name."""
 
-class LocalEngine:
-    """The backbone itself, one chat at a time.
-
-    Args:
-        backbone: who answers. max_new_tokens: longest answer.
-        temperature: 0 for greedy decoding. top_p: nucleus of sampling (Holtzman et al. 2020), 1 for all tokens.
-        chat_template: name of the template that chats are written in; None for the tokenizer's own.
-
-    Raises:
-        ConfigError: no template of that name.
-        DataError: the backbone's tokenizer has no chat template, and none was named.
-    """
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        temperature: float,
-        top_p: float,
-        max_new_tokens: int,
-        chat_template: str | None = None,
-    ) -> None:
-        self.backbone = backbone
-        self.max_new_tokens = max_new_tokens
-        self._encoder = ChatEncoder(backbone.tokenizer, chat_template)
-        self._greedy = Decoder(backbone) if temperature == 0 else None
-        self._sampler = Sampler(backbone, temperature, top_p) if temperature else None
-
-    def answer(self, messages: Sequence[Message], seed: int) -> Answer:
-        """Continue the chat; greedy decoding does not look at `seed`."""
-        prompt = self._encoder.prompt(messages)
-        if len(prompt) > self.backbone.max_context:
-            return Answer("", "context", len(prompt), 0)
-        tokens, finish = self._generate(prompt, seed)
-        kept = tokens[:-1] if finish == "eos" else tokens
-        text = self.backbone.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Answer(str(text), _REASONS[finish], len(prompt), len(tokens))
-
-    def _generate(self, prompt: list[int], seed: int) -> tuple[list[int], Finish]:
-        if self._sampler is not None:
-            generator = torch.Generator().manual_seed(seed)
-            return self._sampler.generate(prompt, self.max_new_tokens, generator)
-        assert self._greedy is not None  # one of the two is always there
-        out = self._greedy.generate(prompt, self.max_new_tokens)
-        return out.tokens, out.finish
+    def close(self) -> None:
+        """Nothing more is asked; answers that are on their way are given up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -59,8 +60,8 @@ def describe(tally: Tally) -> str:
     return ", ".join(parts)
 
 
-def summary(tally: Tally) -> Table:
-    """The table at the end of a run."""
+def summary(tally: Tally, figures: Mapping[str, str] | None = None) -> Table:
+    """The table at the end of a run, with the `figures` of its engine below."""
     table = Table(title="self-distillation", title_justify="left", show_header=False)
     table.add_column("what")
     table.add_column("how many", justify="right")
@@ -70,6 +71,8 @@ def summary(tally: Tally) -> Table:
     rows += [("conversations written", f"{tally.written:,}"), ("answers in them", f"{tally.turns:,}")]
     if tally.cut:
         rows.append(("of them shorter than their seed", f"{tally.cut:,}"))
+    if tally.looping:
+        rows.append(("answers that loop", f"{tally.looping:,}"))
     if tally.empty:
         rows.append(("conversations with no answer left", f"{tally.empty:,}"))
     rows += [(f"dropped turns: {why}", f"{count:,}") for why, count in sorted(tally.dropped.items())]
@@ -77,6 +80,7 @@ def summary(tally: Tally) -> Table:
         ("tokens generated", f"{tally.tokens:,}"),
         ("time", duration(tally.seconds)),
         ("tokens per second", f"{tally.tokens_per_s:,.0f}"),
+        *(figures or {}).items(),
     ]
     for row in rows:
         table.add_row(*row)

@@ -1,4 +1,4 @@
-"""Seed conversations: finds the set that a user named and reads the user's turns. Knows no model and no answer.
+"""Seed conversations: reads what the user says in records of chats. Knows no model, no answer and no hub.
 
 Seeds are read more leniently than training data: only what the user says is taken, whoever answers or nobody
 does, so that a set of bare prompts and a chat that begins with an answer both serve.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_train.config.hub import file_from_hub, hub_is_out_of_reach
-from medusa_train.config.paths import resolve_path
+from medusa_train.data.sources import Files, HubRows, parquet_rows
 from medusa_train.errors import DataError
 
 _SHOWN = 5  # broken records told one by one; the others are counted
@@ -31,100 +30,66 @@ class Seed:
     source: str = ""
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A seed set with a name: its files below the project, and its public home, if it has one."""
+def read_seeds(source: Path | Files | HubRows, type: str = "auto") -> list[Seed]:
+    """Read seeds from JSONL files, JSON arrays, parquet files or rows of the hub.
 
-    files: tuple[str, ...]
-    hub_repo: str | None = None
-    hub_file: str | None = None
-
-
-KNOWN = {
-    "tiny": _Named(("data/seeds/tiny.jsonl",)),
-    "sharegpt": _Named(
-        ("data/seeds/sharegpt.jsonl", "data/seeds/sharegpt.json"),
-        "anon8231489123/ShareGPT_Vicuna_unfiltered",
-        "ShareGPT_V3_unfiltered_cleaned_split.json",
-    ),
-}
-
-
-def short_name(seed_dataset: str) -> str:
-    """The name that outputs are called by: `sharegpt`, or the stem of a file."""
-    return seed_dataset if seed_dataset in KNOWN else Path(seed_dataset).stem
-
-
-def find_seeds(seed_dataset: str, note: Callable[[str], None] = lambda line: None) -> Path:
-    """The file of a seed set given by name or path.
-
-    `note` is told when the hub is asked, which may take a while.
-
-    Raises:
-        DataError: it is nowhere; the message says which file to put where.
-    """
-    named = KNOWN.get(seed_dataset)
-    if named is None:
-        path = resolve_path(seed_dataset)
-        if path is None or not path.is_file():
-            names = ", ".join(KNOWN)
-            raise DataError(f"seed_dataset {seed_dataset}: no such file, and no seed set of that name ({names})")
-        return path
-    for file in named.files:
-        path = resolve_path(file)
-        if path is not None:
-            return path
-    if named.hub_repo is not None and named.hub_file is not None:
-        if not hub_is_out_of_reach():
-            note(f"seeds {seed_dataset}: not on this machine, asking the Hugging Face hub for {named.hub_repo} ...")
-        downloaded = file_from_hub(named.hub_repo, named.hub_file)
-        if downloaded is not None:
-            return downloaded
-    raise DataError(_missing(seed_dataset, named))
-
-
-def _missing(name: str, named: _Named) -> str:
-    if named.hub_repo is None:
-        return f"seed_dataset {name}: {named.files[0]} is missing from this installation"
-    return (
-        f"seed_dataset {name}: not on this machine, and it could not be fetched from the Hugging Face hub.\n"
-        f"Get {named.hub_file} from the data set {named.hub_repo} of the hub and put it at {named.files[-1]}\n"
-        f"(one JSON array; JSONL goes to {named.files[0]}), or set seed_dataset to another file of conversations."
-    )
-
-
-def read_seeds(path: Path, type: str = "auto") -> list[Seed]:
-    """Read the seeds of a JSONL file or a JSON array, in ShareGPT, messages, alpaca or MT-Bench's question form.
-
-    A record without any user turn is left out; an id that comes again gets a number. An alpaca record's user turn
-    is its instruction and input.
+    Records are in ShareGPT, messages, alpaca or MT-Bench's question form. One without any user turn is left out; an
+    id that comes again gets a number. An alpaca record's user turn is its instruction and input.
 
     Raises:
         DataError: no such file, broken records (`file:line`), or no user turn in all of it.
     """
+    name = source.name if isinstance(source, HubRows) else _named(source)
     seeds: list[Seed] = []
     problems: list[str] = []
     times: dict[str, int] = {}
-    for source, record in _records(path):
+    for place, record in _records(source):
         try:
-            seed = _parse(record, type, source)
+            seed = _parse(record, type, place)
         except ValueError as error:
-            problems.append(f"{source}: {error}")
+            problems.append(f"{place}: {error}")
             continue
         if seed is not None:
-            times[seed.id] = times.get(seed.id, 0) + 1
-            again = times[seed.id]
-            seeds.append(seed if again == 1 else Seed(f"{seed.id}~{again}", seed.turns, seed.system, source))
+            seeds.append(_unlike(seed, times))
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise DataError("\n".join([f"{path}: broken records", *problems[:_SHOWN], *more]))
+        raise DataError("\n".join([f"{name}: broken records", *problems[:_SHOWN], *more]))
     if not seeds:
-        raise DataError(f"{path}: no user's turn in it, so there is nothing to answer")
+        raise DataError(f"{name}: no user's turn in it, so there is nothing to answer")
     return seeds
 
 
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(source, record) of each record; a broken line of a JSONL file comes as a ValueError in its place."""
+def _named(source: Path | Files) -> str:
+    return str(source) if isinstance(source, Path) else ", ".join(map(str, source.paths))
+
+
+def _unlike(seed: Seed, times: dict[str, int]) -> Seed:
+    """The seed under an id that none had before: `id`, else `id~2`, `id~3`, ...; `times` counts them."""
+    name = seed.id
+    while name in times:
+        times[seed.id] += 1
+        name = f"{seed.id}~{times[seed.id]}"
+    times[name] = 1
+    return replace(seed, id=name)
+
+
+def _records(source: Path | Files | HubRows) -> Iterator[tuple[str, Any]]:
+    """(place, record) of each record; a broken line of a JSONL file comes as a ValueError in its place."""
+    if isinstance(source, HubRows):
+        yield from _numbered(source.name, source.rows)
+        return
+    for path in (source,) if isinstance(source, Path) else source.paths:
+        if path.suffix == ".parquet":
+            yield from _numbered(str(path), parquet_rows(path))
+        else:
+            yield from _json_records(path)
+
+
+def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}: record {number}", record) for number, record in enumerate(rows, start=1))
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -136,7 +101,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
             array = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
-        yield from ((f"{path}: record {number}", record) for number, record in enumerate(array, start=1))
+        yield from _numbered(str(path), array)
         return
     # Not splitlines(): JSON strings may hold U+2028 and the like, which it would break lines at.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -170,7 +135,8 @@ def _user_turns(record: Mapping[str, Any], type: str) -> tuple[list[str], str | 
         return _spoken(record["messages"], "role", "content")
     if type in ("auto", "alpaca") and "instruction" in record:
         parts = [record["instruction"], record.get("input") or ""]
-        return ["\n\n".join(text for text in map(_text, parts) if text.strip())], None
+        text = "\n\n".join(part for part in map(_text, parts) if part.strip())
+        return [text] if text else [], None
     if type == "auto" and "turns" in record:
         return _spoken([{"role": "user", "content": text} for text in _list(record["turns"])], "role", "content")
     wanted = "conversations, messages, instruction or turns" if type == "auto" else f"the keys of type {type}"

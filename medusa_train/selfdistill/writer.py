@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -23,6 +23,9 @@ class AppendOnly:
 
     Opening mends that: whatever follows the last newline is cut off.
 
+    Attributes:
+        places: where each line stands, (offset, length) in bytes, by its `id`; of lines that were there at opening.
+
     Raises:
         DataError: a complete line is no JSON object with an `id`, or another process has the file open.
     """
@@ -33,7 +36,7 @@ class AppendOnly:
         self._file: BinaryIO = path.open("ab+", buffering=0)
         try:
             _lock(self._file, path)
-            self.records = self._mend_and_read()
+            self.places = self._mend_and_read()
         except BaseException:
             self._file.close()
             raise
@@ -58,24 +61,23 @@ class AppendOnly:
         self.sync()
         self._file.close()
 
-    def _mend_and_read(self) -> list[dict[str, Any]]:
-        self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            self._file.truncate(whole)
-        records = []
-        for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
-            try:
-                record = json.loads(line)
-                record["id"]
-            except (ValueError, TypeError, KeyError):
-                raise DataError(
-                    f"{self.path}:{number}: not a line of ours (a JSON object with an id); name another output, "
-                    "or mend or delete this file"
-                ) from None
-            records.append(record)
-        return records
+    def _mend_and_read(self) -> dict[str, tuple[int, int]]:
+        places: dict[str, tuple[int, int]] = {}
+        offset = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    self._file.truncate(offset)
+                    break
+                try:
+                    places[str(json.loads(line)["id"])] = (offset, len(line))
+                except (ValueError, TypeError, KeyError):
+                    raise DataError(
+                        f"{self.path}:{number}: not a line of ours (a JSON object with an id); name another output, "
+                        "or mend or delete this file"
+                    ) from None
+                offset += len(line)
+        return places
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -100,7 +102,7 @@ class Writer:
 
     Attributes:
         done: ids of the finished conversations, dropped ones included.
-        earlier: the lines that were there already. earlier_dropped: the same of the dropped ones.
+        lines, dropped: the two files.
 
     Raises:
         ConfigError: `output` was made with other settings, or holds lines and no settings stand beside it.
@@ -110,25 +112,23 @@ class Writer:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
         _check_settings(output, settings)
-        self._lines = AppendOnly(output)
+        self.lines = AppendOnly(output)
         try:
-            self._dropped = AppendOnly(output.with_suffix(".dropped.jsonl"))
+            self.dropped = AppendOnly(dropped_file(output))
         except BaseException:
-            self._lines.close()
+            self.lines.close()
             raise
-        self.earlier = self._lines.records
-        self.earlier_dropped = self._dropped.records
-        self.done = {str(record["id"]) for record in (*self.earlier, *self.earlier_dropped)}
+        self.done = {*self.lines.places, *self.dropped.places}
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a conversation; `record["id"]` must be new."""
         self._mark(record)
-        self._lines.append(record)
+        self.lines.append(record)
 
     def drop(self, record: Mapping[str, Any]) -> None:
         """Note a conversation of which nothing is left."""
         self._mark(record)
-        self._dropped.append(record)
+        self.dropped.append(record)
 
     def _mark(self, record: Mapping[str, Any]) -> None:
         name = str(record["id"])
@@ -140,37 +140,69 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._lines.close()
-        self._dropped.close()
+        self.lines.close()
+        self.dropped.close()
         if not self.done:  # nothing was made, so nothing is worth keeping settings for
-            self.output.with_suffix(".settings.json").unlink(missing_ok=True)
-        for file in (self._lines, self._dropped):
+            settings_file(self.output).unlink(missing_ok=True)
+        for file in (self.lines, self.dropped):
             if file.path.stat().st_size == 0:
                 file.path.unlink()
+
+
+def settings_file(output: Path) -> Path:
+    """The file beside `output` that says how it was made."""
+    return output.with_suffix(".settings.json")
+
+
+def dropped_file(output: Path) -> Path:
+    """The file beside `output` that names the conversations of which nothing was left."""
+    return output.with_suffix(".dropped.jsonl")
+
+
+def holds_lines(output: Path) -> bool:
+    """Whether any conversation is finished in `output`, written or dropped."""
+    return any(file.exists() and file.stat().st_size for file in (output, dropped_file(output)))
+
+
+def put_settings(output: Path, settings: Mapping[str, Any]) -> None:
+    """Store the settings beside `output`, whole or not at all."""
+    path = settings_file(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
+    put_file(path, [text.encode()])
+
+
+def put_file(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file beside `path`, bring it to disk and let it take that name: no crash leaves half of it there."""
+    fresh = path.with_name(path.name + ".new")
+    with fresh.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
 
 
 def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
     """Compare with the settings beside `output`, or store them there before its first line is written."""
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: its name has to end with .jsonl")
-    path = output.with_suffix(".settings.json")
+    path = settings_file(output)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         stored = None
     except ValueError:
         raise ConfigError(f"{path}: not valid JSON; mend it, or name another output") from None
-    if output.exists() and output.stat().st_size and stored is None:
+    made = holds_lines(output)
+    if made and stored is None:
         raise ConfigError(f"output {output}: it exists, and no {path.name} says how it was made; name another output")
     if stored is not None and (differing := _differing(stored, settings)):
-        if output.exists() and output.stat().st_size:
+        if made:
             raise ConfigError(_differences(output, differing, stored, settings))
         stored = None  # nothing was made with them
     if stored is None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(fresh, path)
+        put_settings(output, settings)
 
 
 def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

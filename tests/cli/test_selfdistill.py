@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
-from medusa_train.selfdistill import seeds as seeds_module
-from tests.evaluation.tiny_model import write_backbone
+from medusa_train.selfdistill import seed_sets
+from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.fake_server import Reply, error, serving
 
 runner = CliRunner()
 SHORT = ["temperature=0", "dtype=float32", "max_new_tokens=6", "drop_truncated=false"]
@@ -78,7 +82,7 @@ def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> 
 def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_where_to_put_it(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds_module, "file_from_hub", lambda repo, filename: None)
+    monkeypatch.setattr(seed_sets, "file_from_hub", lambda repo, filename: None)
     result = runner.invoke(app, ["--seed", "sharegpt"])
     assert result.exit_code == 1
     assert "data/tiny (the embedded tiny backbone), seeds sharegpt" in result.output.splitlines()[0]
@@ -90,6 +94,11 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
     ("arguments", "code", "message"),
     [
         (["temprature=1"], 2, "did you mean temperature"),
+        (["--seed", "mine.jsonl", "--shard", "3/2"], 2, "expected i/n"),
+        (["--seed", "mine.jsonl", "engine=openai"], 2, "set server_url, for example"),
+        (["--seed", "mine.jsonl", "--server-url", "http://127.0.0.1:1/v1"], 2, "set base_model to the name"),
+        (["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"], 2, "selftalk needs engine: local"),
+        (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
         (["--seed", "absent.jsonl"], 1, "no such file, and no seed set of that name"),
         (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
         (["--seed", "mine.jsonl", "--model", "backbone", "--output", "x.txt"], 2, "has to end with .jsonl"),
@@ -104,22 +113,78 @@ def test_mistakes_end_with_their_code_and_a_message(
 
 
 def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medusa_train.selfdistill.engines import LocalEngine
+    from medusa_train.selfdistill.local import LocalEngine
 
-    answer, asked = LocalEngine.answer, []
+    answer, asked = LocalEngine.next, []
 
-    def interrupted(self, messages, seed):
-        asked.append(seed)
+    def interrupted(self: LocalEngine) -> object:
+        asked.append(self)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return answer(self, messages, seed)
+        return answer(self)
 
-    monkeypatch.setattr(LocalEngine, "answer", interrupted)
+    monkeypatch.setattr(LocalEngine, "next", interrupted)
     flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT]
     result = runner.invoke(app, flags)
     assert result.exit_code == 130
     assert "the same command goes on" in result.output
     assert len((at_work / "cut.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+
+
+def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT]
+    assert runner.invoke(app, [*flags, "--output", "one.jsonl"]).exit_code == 0
+    result = runner.invoke(app, [*flags, "--output", "many.jsonl", "--shard", "1/2"])
+    assert result.exit_code == 0, result.output
+    assert "many.shard-1-of-2.jsonl" in result.output
+    assert "--merge joins all 2 shards" in " ".join(result.output.split())
+    incomplete = runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"])
+    assert "seeds are not answered yet" in incomplete.output
+    # torchrun and DeepSpeed say by the environment which part is whose; DeepSpeed also passes an argument.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    result = runner.invoke(app, ["--local_rank=1", *flags, "--output", "many.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    monkeypatch.delenv("WORLD_SIZE")
+    result = runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"])
+    assert result.exit_code == 0, result.output
+    assert "not answered" not in result.output
+    assert (at_work / "many.jsonl").read_bytes() == (at_work / "one.jsonl").read_bytes()
+
+
+def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
+    result = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "4 seeds; nothing is asked" in result.output
+    assert "<bos><user>question 1<assistant>" in result.output
+    assert "question 3" not in result.output  # only the first ones
+    asked = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "m", "--server-url", "http://h/v1", "--dry-run"])
+    assert asked.exit_code == 0, asked.output
+    assert '"content": "question 0"' in asked.output
+    assert not list(at_work.glob("dry*"))
+
+
+def test_self_talk_writes_both_roles(at_work: Path) -> None:
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "talk.jsonl", "--mode", "selftalk", "limit=1"]
+    result = runner.invoke(app, [*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
+    assert result.exit_code == 0, result.output
+    record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
+    assert record["mode"] == "selftalk"
+    assert [message["role"] for message in record["messages"]][:2] == ["user", "assistant"]
+
+
+def test_a_run_s_backbone_answers_as_it_was_trained(at_work: Path) -> None:
+    write_run(at_work / "run", at_work / "backbone")
+    flags = ["--seed", "mine.jsonl", *SHORT]
+    assert runner.invoke(app, [*flags, "--model", "run", "--output", "from_run.jsonl"]).exit_code == 0
+    assert runner.invoke(app, [*flags, "--model", "backbone", "--output", "plain.jsonl"]).exit_code == 0
+    made, plain = (
+        [json.loads(line) for line in (at_work / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("from_run.jsonl", "plain.jsonl")
+    )
+    assert {record["model"] for record in made} == {"run"}
+    assert [record["messages"] for record in made] == [record["messages"] for record in plain]
 
 
 def test_help_and_config_errors_load_no_torch() -> None:
@@ -130,3 +195,48 @@ def test_help_and_config_errors_load_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+CHILD = "import sys\nfrom medusa_train.cli.selfdistill import main\nsys.argv[0] = 'medusa-selfdistill'\nmain()"
+
+
+def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    """SIGKILL at no particular moment, a dozen times, while a server answers many requests at a time."""
+    count = 300
+    seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(count)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    kills = 0
+    with serving(lambda n, body: too_long(body), seconds=0.02) as server:
+        flags = ["--seed", "mine.jsonl", "--server-url", server.url, "--model", "m", "--output", "out.jsonl"]
+        command = [sys.executable, "-c", CHILD, *flags, "concurrency=8"]
+        environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+        while kills < 12:
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+            asked, wait = len(server.bodies), random.Random(kills).uniform(0.0, 0.15)
+            while len(server.bodies) == asked and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(wait)
+            process.kill()
+            process.wait(timeout=60)
+            kills += 1
+            if kills == 6 and out.exists():
+                out.write_bytes(out.read_bytes() + b'{"id": "torn')  # as a kill within a write leaves it
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
+        served = len(server.bodies)
+    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    dropped = [json.loads(line)["id"] for line in (tmp_path / "out.dropped.jsonl").read_text().splitlines()]
+    names = [record["id"] for record in written] + dropped
+    assert sorted(names) == sorted(f"s{n}" for n in range(count))
+    assert dropped
+    for record in written:
+        number = int(record["id"][1:])
+        assert len(record["messages"]) == 2 * (number % 2 + 1)
+        assert record["messages"][1]["content"] == f"answer to question {number}"
+    assert served < 1.5 * count + 12 * 8 * 2  # only what was under way at a kill is asked again
+
+
+def too_long(body: dict) -> Reply:
+    """Every tenth question is refused, so that conversations are dropped as well."""
+    question = body["messages"][0]["content"]
+    return error(400, "maximum context length") if question.endswith("7") else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Mapping
 
-from medusa_train.data.conversation import Message
-from medusa_train.selfdistill.engines import Answer
-
-Script = Callable[[Sequence[Message], int], Answer]
+from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.selfdistill.talks import Steps, Talk
 
 
 def said(text: str, reason: str = "stop") -> Answer:
@@ -15,13 +14,41 @@ def said(text: str, reason: str = "stop") -> Answer:
 
 
 class FakeEngine:
-    """Answers each prompt by the last user turn; remembers what it was asked."""
+    """Answers each prompt by the last message; remembers what it was asked. Of several requests, the newest first."""
 
-    def __init__(self, script: dict[str, Answer] | None = None) -> None:
+    def __init__(self, script: dict[str, Answer] | None = None, capacity: int = 1) -> None:
         self.script = script or {}
-        self.asked: list[tuple[list[tuple[str, str]], int]] = []
+        self.capacity = capacity
+        self.asked: list[Request] = []
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self.most = 0  # requests at hand at a time
 
-    def answer(self, messages: Sequence[Message], seed: int) -> Answer:
-        self.asked.append(([(m.role, m.content) for m in messages], seed))
-        question = messages[-1].content
-        return self.script.get(question, said(f"answer to {question}"))
+    def submit(self, ticket: int, request: Request) -> None:
+        self._waiting.append((ticket, request))
+        self.most = max(self.most, len(self._waiting))
+
+    def next(self) -> tuple[int, Answer]:
+        ticket, request = self._waiting.pop()
+        return ticket, self.answer(request)
+
+    def figures(self) -> Mapping[str, str]:
+        return {}
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+    def answer(self, request: Request) -> Answer:
+        self.asked.append(request)
+        last = request.messages[-1].content
+        verb = "answer to" if request.speaker == "assistant" else "question after"
+        return self.script.get(last, said(f"{verb} {last}"))
+
+
+def drive(steps: Steps, engine: FakeEngine) -> Talk:
+    """One conversation from its first request to its end."""
+    request = next(steps)
+    while True:
+        try:
+            request = steps.send(engine.answer(request))
+        except StopIteration as end:
+            return end.value

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from medusa_train.data.formats import read_conversations
 from medusa_train.selfdistill.distill import Tally, distill
+from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.selfdistill.progress import describe, summary
+from medusa_train.selfdistill.replay import replay
 from medusa_train.selfdistill.seeds import Seed
+from medusa_train.selfdistill.talks import Rules
 from medusa_train.selfdistill.writer import Writer
 from tests.selfdistill.fakes import FakeEngine, said
 
@@ -18,13 +22,20 @@ SCRIPT = {"bad": said("and so on and so on", "length")}
 
 def run(out: Path, seeds: list[Seed], engine: FakeEngine) -> Tally:
     with Writer(out, {"model": "m"}) as writer:
-        return distill(seeds, engine, writer, model="m", sampling={"temperature": 0.0}, random_seed=1)
+        return distill(
+            seeds,
+            engine,
+            writer,
+            talk=partial(replay, random_seed=1, rules=Rules()),
+            facts={"model": "m", "sampling": {"temperature": 0.0}},
+        )
 
 
 def test_lines_hold_everything_and_train_as_they_stand(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     tally = run(out, SEEDS, FakeEngine(SCRIPT))
     first, second, third = (json.loads(line) for line in out.read_text().splitlines())
+    assert list(first) == [*["id", "seed_id", "model", "messages", "sampling", "finish_reasons", "token_counts"]]
     assert first == {
         "id": "a",
         "seed_id": "a",
@@ -53,10 +64,10 @@ def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> Non
     run(whole, SEEDS, FakeEngine(SCRIPT))
 
     class Interrupted(FakeEngine):
-        def answer(self, messages, seed):
-            if messages[-1].content == "four" or messages[-1].content == "five":
+        def answer(self, request: Request) -> Answer:
+            if request.messages[-1].content in ("four", "five"):
                 raise KeyboardInterrupt
-            return super().answer(messages, seed)
+            return super().answer(request)
 
     with pytest.raises(KeyboardInterrupt):
         run(parts, SEEDS, Interrupted(SCRIPT))
@@ -66,6 +77,17 @@ def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> Non
     assert (tally.earlier, tally.written, len(engine.asked)) == (3, 1, 1)
     assert run(parts, SEEDS, FakeEngine(SCRIPT)).finished == 4
     assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_several_conversations_under_way_give_the_same_set(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    run(alone, SEEDS, FakeEngine(SCRIPT))
+    engine = FakeEngine(SCRIPT, capacity=3)
+    tally = run(together, SEEDS, engine)
+    assert engine.most == 3
+    assert sorted(together.read_text().splitlines()) == sorted(alone.read_text().splitlines())
+    assert together.read_text() != alone.read_text()  # each is written when it is finished
+    assert (tally.written, tally.turns, tally.empty) == (3, 4, 1)
 
 
 def test_figures_are_told() -> None:

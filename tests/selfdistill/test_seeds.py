@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from medusa_train.data.sources import HubRows
 from medusa_train.errors import DataError
-from medusa_train.selfdistill import seeds as module
-from medusa_train.selfdistill.seeds import find_seeds, read_seeds, short_name
+from medusa_train.selfdistill.seeds import read_seeds
 
 
 def jsonl(path: Path, *records: object) -> Path:
@@ -84,52 +84,17 @@ def test_a_type_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         read_seeds(jsonl(tmp_path / "s.jsonl", {"messages": [{"role": "user", "content": "x"}]}), "sharegpt")
 
 
-def test_tiny_is_the_shipped_file_and_a_path_is_itself(tmp_path: Path) -> None:
-    assert find_seeds("tiny").name == "tiny.jsonl"
-    assert len(read_seeds(find_seeds("tiny"))) == 1500
-    path = jsonl(tmp_path / "mine.jsonl", {"turns": ["a"]})
-    assert find_seeds(str(path)) == path
-    assert (short_name("sharegpt"), short_name(str(path))) == ("sharegpt", "mine")
-    with pytest.raises(DataError, match="no such file, and no seed set of that name"):
-        find_seeds("nowhere")
+def test_rows_of_the_hub_are_read_like_records(tmp_path: Path) -> None:
+    rows = HubRows("hub/name[train]", [{"instruction": "do", "output": ""}, {"instruction": " ", "output": "x"}])
+    (seed,) = read_seeds(rows)
+    assert (seed.turns, seed.source) == (("do",), "hub/name[train]: record 1")
+    with pytest.raises(DataError, match=r"hub/name: record 1: none of conversations"):
+        read_seeds(HubRows("hub/name", [{"text": "x"}]))
 
 
-def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_says_where_to_put_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "file_from_hub", lambda repo, filename: None)
-    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: False)
-    notes: list[str] = []
-    with pytest.raises(DataError, match=r"put it at data/seeds/sharegpt\.json"):
-        find_seeds("sharegpt", notes.append)
-    assert "asking the Hugging Face hub" in notes[0]
-
-    downloaded = jsonl(tmp_path / "cached.json", {"turns": ["a"]})
-    monkeypatch.setattr(module, "file_from_hub", lambda repo, filename: downloaded)
-    assert find_seeds("sharegpt") == downloaded
-
-    (tmp_path / "data" / "seeds").mkdir(parents=True)
-    own = jsonl(tmp_path / "data" / "seeds" / "sharegpt.json", {"turns": ["a"]})
-    assert find_seeds("sharegpt").resolve() == own
-
-
-@pytest.mark.parametrize("out_of_reach", [True, False])
-def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_reach: bool
-) -> None:
-    asked: list[bool] = []
-
-    def download(repo: str, filename: str, *, repo_type: str, local_files_only: bool) -> str:
-        asked.append(local_files_only)
-        raise OSError("nowhere")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: out_of_reach)
-    monkeypatch.setattr("medusa_train.config.hub.hub_is_out_of_reach", lambda: out_of_reach)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    told: list[str] = []
-    with pytest.raises(DataError, match="could not be fetched"):
-        find_seeds("sharegpt", told.append)
-    assert asked == [out_of_reach]
-    assert bool(told) is not out_of_reach
+def test_an_id_that_comes_again_never_meets_one_of_the_file(tmp_path: Path) -> None:
+    ids = ["a", "a~2", "a", "a"]
+    path = jsonl(tmp_path / "s.jsonl", *({"id": name, "turns": [str(n)]} for n, name in enumerate(ids)))
+    names = [seed.id for seed in read_seeds(path)]
+    assert names[:2] == ["a", "a~2"]
+    assert len(set(names)) == 4

@@ -9,12 +9,17 @@ from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.selfdistill import engines
-from medusa_train.selfdistill.engines import LocalEngine, fastest_dtype
+from medusa_train.selfdistill import local
+from medusa_train.selfdistill.engines import Request
+from medusa_train.selfdistill.local import LocalEngine, fastest_dtype
 from medusa_train.selfdistill.sampling import Sampler
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
 
-PROMPT = [Message("user", "Say something.")]
+PROMPT = (Message("user", "Say something."),)
+
+
+def asks(text: str) -> Request:
+    return Request((Message("user", text),), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 1
 
 
 def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
-    answer = engine(backbone).answer(PROMPT, seed=1)
+    answer = engine(backbone).answer(Request(PROMPT, 1))
     ids = backbone.tokenizer(
         backbone.tokenizer.apply_chat_template([PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True),
         add_special_tokens=False,
@@ -39,14 +44,14 @@ def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
             tokens.append(int(backbone.model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert answer.text == backbone.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
     assert (answer.reason, answer.prompt_tokens, answer.completion_tokens) == ("length", len(ids), 12)
-    assert engine(backbone).answer(PROMPT, seed=2) == answer
+    assert engine(backbone).answer(Request(PROMPT, 2)) == answer
 
 
 def test_sampling_is_decided_by_the_seed(backbone: Backbone) -> None:
     sampled = engine(backbone, temperature=1.5)
-    one = sampled.answer(PROMPT, seed=1)
-    assert sampled.answer(PROMPT, seed=2).text != one.text
-    assert sampled.answer(PROMPT, seed=1) == one
+    one = sampled.answer(Request(PROMPT, 1))
+    assert sampled.answer(Request(PROMPT, 2)).text != one.text
+    assert sampled.answer(Request(PROMPT, 1)) == one
 
 
 def test_sampling_at_a_vanishing_temperature_is_greedy(backbone: Backbone) -> None:
@@ -59,12 +64,12 @@ def test_sampling_at_a_vanishing_temperature_is_greedy(backbone: Backbone) -> No
 
 def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None:
     free = engine(backbone, max_new_tokens=8)
-    third = Decoder(backbone).generate(free._encoder.prompt(PROMPT), 8).tokens[2]
+    third = Decoder(backbone).generate(free._speakers.prompt(Request(PROMPT, 0)), 8).tokens[2]
     before = backbone.eos_ids
     try:
         backbone.eos_ids = (third,)
         for temperature in (0.0, 1e-6):
-            answer = engine(backbone, temperature=temperature, max_new_tokens=8).answer(PROMPT, seed=0)
+            answer = engine(backbone, temperature=temperature, max_new_tokens=8).answer(Request(PROMPT, 0))
             assert (answer.reason, answer.completion_tokens) == ("stop", 3)
     finally:
         backbone.eos_ids = before
@@ -72,11 +77,10 @@ def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_models_context_ends_an_answer_too(backbone: Backbone, temperature: float) -> None:
-    long = [Message("user", "x" * (CONTEXT - 20))]
-    answer = engine(backbone, temperature, max_new_tokens=100).answer(long, seed=0)
+    answer = engine(backbone, temperature, max_new_tokens=100).answer(asks("x" * (CONTEXT - 20)))
     assert answer.reason == "context"
     assert answer.prompt_tokens + answer.completion_tokens == CONTEXT + 1
-    over = engine(backbone, temperature).answer([Message("user", "x" * (CONTEXT + 1))], seed=0)
+    over = engine(backbone, temperature).answer(asks("x" * (CONTEXT + 1)))
     assert (over.text, over.reason, over.completion_tokens) == ("", "context", 0)
 
 
@@ -90,7 +94,7 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
         ids = backbone.tokenizer("<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False)[
             "input_ids"
         ]
-        assert named.answer(PROMPT, seed=0).prompt_tokens == len(ids)
+        assert named.answer(Request(PROMPT, 0)).prompt_tokens == len(ids)
     finally:
         backbone.tokenizer.chat_template = template
 
@@ -102,5 +106,5 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
 def test_the_fastest_dtype_is_bfloat16_where_the_device_has_it(
     monkeypatch: pytest.MonkeyPatch, device: str, fast: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(engines, "has_fast_bf16", lambda asked: fast)
+    monkeypatch.setattr(local, "has_fast_bf16", lambda asked: fast)
     assert fastest_dtype(torch.device(device)) == expected

@@ -1,0 +1,193 @@
+"""What a configuration of `medusa-selfdistill` asks for: seeds, mode, settings, engine. Prints nothing.
+
+Loads torch and transformers only where the model answers in this process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.selfdistill.choice import Choice, Shard, choose
+from medusa_train.selfdistill.engines import Engine
+from medusa_train.selfdistill.replay import replay
+from medusa_train.selfdistill.seed_sets import find_seeds, short_name
+from medusa_train.selfdistill.seeds import Seed, read_seeds
+from medusa_train.selfdistill.selftalk import selftalk
+from medusa_train.selfdistill.talks import Rules, Steps
+
+if TYPE_CHECKING:
+    from medusa_train.checkpoint.subject import SubjectPaths
+
+
+def output_of(cfg: SelfDistillConfig) -> Path:
+    """The file that the conversations go to, shards apart."""
+    if cfg.output is not None:
+        return Path(cfg.output)
+    return Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
+
+
+def shard_of(text: str | None) -> Shard | None:
+    """The part that this process answers: `text` (i/n), else the rank that torchrun or DeepSpeed gave it.
+
+    Raises:
+        ConfigError: `text` is no shard.
+    """
+    if text is not None:
+        return Shard.parse(text)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return Shard(int(os.environ.get("RANK", "0")) + 1, world) if world > 1 else None
+
+
+def seeds_of(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[Seed], Counter[str]]:
+    """The seeds to answer, shards apart, and how many were left out for which reason.
+
+    Raises:
+        DataError, ConfigError: as `find_seeds` and `read_seeds` do.
+    """
+    seeds = read_seeds(find_seeds(cfg.seed_dataset, note, split=cfg.split), cfg.type)
+    asked = Choice(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
+    return choose(seeds, asked)
+
+
+def mode_of(cfg: SelfDistillConfig) -> Callable[[Seed], Steps]:
+    """The mode with its settings: what turns a seed into a conversation."""
+    rules = Rules(cfg.drop_truncated, cfg.drop_looping)
+    if cfg.mode == "selftalk":
+        return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
+    return partial(replay, random_seed=cfg.seed, rules=rules)
+
+
+def dtype_of(cfg: SelfDistillConfig) -> str | None:
+    """What the model computes in; None where a server does."""
+    if cfg.engine == "openai":
+        return None
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    from medusa_train.selfdistill.local import fastest_dtype
+
+    return fastest_dtype()
+
+
+def facts_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    """What every line says of how it was made."""
+    facts: dict[str, Any] = {"model": model_name(cfg), "sampling": _sampling(cfg, dtype)}
+    if cfg.mode != "replay":
+        facts["mode"] = cfg.mode
+    return facts
+
+
+def settings_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    """Everything that a conversation depends on; a key that is None means the same as one that is not there.
+
+    Which seeds are answered is none of it (more may be answered later), nor is the server's address.
+    """
+    selftalk = cfg.mode == "selftalk"
+    return {
+        "model": model_name(cfg),
+        "seed_dataset": public_name(cfg.seed_dataset),
+        "type": cfg.type,
+        "chat_template": cfg.chat_template,
+        **_sampling(cfg, dtype),
+        "drop_truncated": cfg.drop_truncated,
+        **_said(split=cfg.split, max_turns=cfg.max_turns),
+        **_said(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
+        **_said(mode=cfg.mode if selftalk else None, rounds=cfg.rounds if selftalk else None),
+    }
+
+
+def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    return {
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+        "max_new_tokens": cfg.max_new_tokens,
+        "seed": cfg.seed,
+        **_said(dtype=dtype),
+    }
+
+
+def _said(**settings: Any) -> dict[str, Any]:
+    """Those settings that say something: a file that knows fewer of them stays the same, byte for byte."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def model_name(cfg: SelfDistillConfig) -> str:
+    """How the lines name the model."""
+    assert cfg.base_model is not None  # a resolved configuration has one
+    return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+
+
+def public_name(name: str) -> str:
+    """A name that may leave this machine: a hub name or a relative path as it is, else a path within the project
+    or the working directory, else the last part of it."""
+    path = resolve_path(name)
+    if path is None or not Path(name).expanduser().is_absolute():
+        return name
+    for root in (PROJECT_ROOT, Path.cwd()):
+        if path.resolve().is_relative_to(root):
+            return path.resolve().relative_to(root).as_posix()
+    return path.name
+
+
+def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
+    """Whoever answers, ready to be asked.
+
+    Raises:
+        BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
+        ConfigError: no address of a server.
+    """
+    if cfg.engine == "openai":
+        return _server(cfg)
+    from medusa_train.checkpoint.subject import load_subject
+    from medusa_train.selfdistill.local import LocalEngine
+
+    assert dtype is not None  # only a server's is unknown
+    _take_own_device()
+    paths = paths_of(cfg)
+    return LocalEngine(
+        load_subject(paths, dtype).backbone,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template=paths.chat_template,
+    )
+
+
+def paths_of(cfg: SelfDistillConfig) -> SubjectPaths:
+    """Where the model of this process lies; a run's backbone is loaded as it was trained, adapter folded in."""
+    from dataclasses import replace
+
+    from medusa_train.checkpoint.subject import locate
+
+    assert cfg.base_model is not None  # a resolved configuration has one
+    found = resolve_path(cfg.base_model)
+    is_run = found is not None and (found / "heads").is_dir() and (found / "config.yaml").is_file()
+    model, base = (cfg.base_model, None) if is_run else (None, cfg.base_model)
+    paths = locate(model, base, None, chat_template=cfg.chat_template, trust_remote_code=cfg.trust_remote_code)
+    return replace(paths, heads=None, tree=None)
+
+
+def _server(cfg: SelfDistillConfig) -> Engine:
+    from medusa_train.chat_server import ChatServer
+    from medusa_train.selfdistill.server import ServerEngine, ServerSampling
+
+    assert cfg.server_url is not None  # checked with the configuration
+    server = ChatServer(
+        cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, patience=cfg.retry_seconds
+    )
+    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p)
+    return ServerEngine(server, model_name(cfg), sampling, cfg.concurrency)
+
+
+def _take_own_device() -> None:
+    """One GPU for each process of a launcher; CPUs are shared."""
+    import torch
+
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

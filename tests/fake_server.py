@@ -1,0 +1,98 @@
+"""A chat server on loopback that speaks OpenAI's protocol and answers from what it is asked; standard library only.
+
+`python fake_server.py PORT [SECONDS_PER_ANSWER]` runs it alone, so that a test can kill it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+#: A scripted reply: (status, headers, body); None for the usual answer.
+Reply = tuple[int, dict[str, str], bytes] | None
+
+
+def error(status: int, message: str, **headers: str) -> Reply:
+    return status, headers, json.dumps({"error": {"message": message}}).encode()
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers `answer to LAST MESSAGE`; `script` may reply otherwise, by the number of the request and its body."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 256
+
+    def __init__(
+        self, port: int = 0, script: Callable[[int, dict[str, Any]], Reply] = lambda n, body: None, seconds: float = 0.0
+    ) -> None:
+        self.script = script
+        self.seconds = seconds
+        self.bodies: list[dict[str, Any]] = []
+        self.authorization: list[str | None] = []
+        self.busy = self.busiest = 0
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server = self.server
+        with server.lock:
+            server.bodies.append(body)
+            server.authorization.append(self.headers.get("authorization"))
+            number = len(server.bodies) - 1
+            server.busy += 1
+            server.busiest = max(server.busiest, server.busy)
+        time.sleep(server.seconds)
+        reply = (404, {}, b"{}") if self.path != "/v1/chat/completions" else server.script(number, body)
+        with server.lock:
+            server.busy -= 1
+        self._send(*(reply or (200, {}, json.dumps(completion(body)).encode())))
+
+    def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(content)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def completion(body: dict[str, Any], finish: str | None = "stop", text: str | None = None) -> dict[str, Any]:
+    text = f"answer to {body['messages'][-1]['content']}" if text is None else text
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return {"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": len(text.split()) + 1}}
+
+
+@contextmanager
+def serving(
+    script: Callable[[int, dict[str, Any]], Reply] = lambda n, body: None, seconds: float = 0.0
+) -> Iterator[FakeServer]:
+    with FakeServer(0, script, seconds) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+if __name__ == "__main__":
+    FakeServer(int(sys.argv[1]), seconds=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0).serve_forever()
