@@ -14,6 +14,7 @@ from medusa_train.cli.launch import launch
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.inputs import check_inputs
 from medusa_train.training.ranks import Place
 from medusa_train.training.run_dir import check_output_dir
 
@@ -23,7 +24,9 @@ def start_all(
 ) -> int:
     """Start the command in several processes, once its configuration is known to be good; return the exit code."""
     path, overrides = split_arguments(arguments)
-    check_output_dir(load_config(TrainConfig, path, overrides, flags=flags))
+    cfg = load_config(TrainConfig, path, overrides, flags=flags)
+    check_output_dir(cfg)
+    check_inputs(cfg)
     again = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
     return launch([*arguments, *again], num_gpus, hostfile)
 

@@ -109,14 +109,16 @@ def train(
     results = Console()
     if not results.is_terminal:
         results = Console(width=PIPE_WIDTH)
+    from medusa_train.training.inputs import check_inputs
+    from medusa_train.training.run_dir import check_output_dir
+
+    if not inspect:
+        check_output_dir(cfg)  # before the seconds that importing torch takes
+    check_inputs(cfg)
     if inspect:
         from medusa_train.training.inspect import inspect_run
 
         return inspect_run(cfg, console, results)
-
-    from medusa_train.training.run_dir import check_output_dir
-
-    check_output_dir(cfg)  # before the seconds that importing torch takes
     if place is not None:
         code = train_with_others(place, cfg, console, results)
     else:

@@ -12,6 +12,11 @@ PROJECT_ROOT = next(
 )
 
 
+def names_a_path(name: str) -> bool:
+    """Whether a name is none that the hub could know, `NAME` or `OWNER/NAME`: then it is a path, perhaps mistyped."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or len(Path(name).parts) > 2
+
+
 def resolve_path(name: str | Path) -> Path | None:
     """Find the file or directory `name`: as given (from the working directory), else below the project root.
 

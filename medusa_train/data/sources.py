@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from medusa_train.config.hub import hub_is_out_of_reach
-from medusa_train.config.paths import resolve_path
+from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.formats import ReadResult, read_conversations, read_records
 from medusa_train.errors import ConfigError, DataError
@@ -125,7 +125,7 @@ def parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _open_hub(source: DatasetConfig) -> HubRows:
-    if _looks_like_a_file(source.path):
+    if names_a_file(source.path):
         raise DataError(f"{source.path}: no such file or directory")
     import datasets  # takes a second to load, and most configurations name files
 
@@ -143,7 +143,6 @@ def _open_hub(source: DatasetConfig) -> HubRows:
     return HubRows(f"{source.path}[{split}]", rows)
 
 
-def _looks_like_a_file(name: str) -> bool:
-    """Tell a mistyped path from a name of the hub, which is `NAME` or `OWNER/NAME`."""
-    path = Path(name)
-    return name.startswith((".", "/", "~")) or len(path.parts) > 2 or path.suffix in (*_FILES, *_OTHER_FILES)
+def names_a_file(name: str) -> bool:
+    """Tell a mistyped path to data from a name of the hub."""
+    return names_a_path(name) or Path(name).suffix in (*_FILES, *_OTHER_FILES)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.config.hub import hub_is_out_of_reach
-from medusa_train.config.paths import resolve_path
+from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
 from medusa_train.models.attention import document_bounds
@@ -35,7 +35,7 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     """
     local = resolve_path(name)
     where = str(local) if local is not None else name
-    if local is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if local is None and names_a_path(name):
         raise BackboneError(f"base_model {name}: no such directory")
     if local is not None and not (local / "config.json").is_file():
         raise BackboneError(f"base_model {name}: the directory holds no config.json, so it is no model")

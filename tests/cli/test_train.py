@@ -55,13 +55,35 @@ def test_first_lines_say_what_is_trained_on_what(config_file, tmp_path):
     assert f"from {tmp_path / 'absent.jsonl'} into {tmp_path / 'run'}" in result.output
 
 
-def test_a_missing_backbone_is_told_before_unsupported_keys_and_data(config_file):
-    result = run(config_file, "deepspeed=z.json")
+@pytest.mark.parametrize("flags", [(), ("--inspect",), ("--num-gpus", "2")])
+def test_everything_that_is_missing_is_told_at_once_and_before_torch(config_file, tmp_path, flags):
+    arguments = [str(config_file), "deepspeed=absent/z.json", f"lora_model_dir={tmp_path / 'absent-run'}", *flags]
+    code = (
+        "import sys\n"
+        "from medusa_train.cli.train import main\n"
+        f"sys.argv = ['medusa-train', *{arguments!r}]\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    print('exit', end.code)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["exit", "1", "False"]
+    assert done.stderr[done.stderr.index("error: ") :].splitlines() == [
+        "error: 4 inputs are missing:",
+        f"  base_model: {tmp_path / 'absent-model'}: no such directory",
+        f"  datasets: {tmp_path / 'absent.jsonl'}: no such file or directory",
+        f"  lora_model_dir: {tmp_path / 'absent-run'}: no such directory",
+        "  deepspeed: absent/z.json: no such file",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_single_missing_input_is_told_by_who_reads_it(config_file, tmp_path):
+    (tmp_path / "absent.jsonl").touch()
+    result = run(config_file)
     assert result.exit_code == 1
-    assert "absent-model" in result.output
-    assert "no such directory" in result.output
-    assert "deepspeed" not in result.output
-    assert "absent.jsonl:" not in result.output
+    assert f"base_model {tmp_path / 'absent-model'}: no such directory" in result.output
+    assert "inputs are missing" not in result.output
 
 
 def test_an_earlier_run_is_refused_before_anything_loads(config_file, tmp_path):
@@ -84,7 +106,7 @@ def test_overwrite_and_resume_are_keys_too(config_file, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     for flag in ("--overwrite", "--resume", "resume_from_checkpoint=auto"):
-        assert "no such directory" in run(config_file, flag).output
+        assert "2 inputs are missing" in run(config_file, flag).output
     assert run(config_file, "--overwrite", "--resume").exit_code == 2
 
 
