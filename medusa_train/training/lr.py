@@ -20,6 +20,16 @@ def count_warmup_steps(warmup_steps: int | None, warmup_ratio: float | None, tot
     return math.ceil((warmup_ratio or 0.0) * total_steps)
 
 
+def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None:
+    """Say so where the run with schedule `name` is over before its warm-up is."""
+    if name == "constant" or warmup_steps < total_steps:
+        return None
+    return (
+        f"note: {warmup_steps:,} steps of warm-up in a run of {total_steps:,}, so the learning rate never reaches its "
+        f"peak ({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower warmup_steps, or train longer"
+    )
+
+
 def build_scheduler(name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
     """Build transformers' own schedule `name`; `constant` has no warm-up, as there.
 

@@ -29,7 +29,7 @@ from medusa_train.training.attention import choose_attention
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
 from medusa_train.training.distributed import ALONE, World
 from medusa_train.training.engines import build_engine
-from medusa_train.training.lr import count_warmup_steps
+from medusa_train.training.lr import count_warmup_steps, warmup_warning
 from medusa_train.training.plan import Plan, count_steps, interval
 from medusa_train.training.precision import choose_precision
 from medusa_train.training.resume import find_checkpoint
@@ -318,3 +318,5 @@ def _describe(
         f"plan: {plan.total_steps:,} steps of {batch} {'rows' if cfg.sample_packing else 'conversations'} "
         f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {warmup} steps, {cfg.lr_scheduler}"
     )
+    if warning := warmup_warning(cfg.lr_scheduler, warmup, plan.total_steps):
+        console.print(warning, style="yellow", highlight=False)

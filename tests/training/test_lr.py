@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from medusa_train.errors import ConfigError
-from medusa_train.training.lr import build_scheduler, count_warmup_steps
+from medusa_train.training.lr import build_scheduler, count_warmup_steps, warmup_warning
 
 
 def rates(name, warmup, total):
@@ -35,6 +35,18 @@ def test_linear_and_constants():
 )
 def test_warmup_from_steps_or_ratio(steps, ratio, expected):
     assert count_warmup_steps(steps, ratio, 101) == expected
+
+
+def test_a_warmup_that_outlasts_the_run_is_told():
+    for name in ("cosine", "linear", "constant_with_warmup"):
+        assert warmup_warning(name, 9, 10) is None
+        assert max(rates(name, 9, 10)) == 1.0
+        warning = warmup_warning(name, 20, 11)
+        assert warning is not None
+        assert "20 steps of warm-up in a run of 11" in warning
+        assert "50% of it at the end" in warning
+        assert max(rates(name, 20, 11)[:-1]) == 0.5
+    assert warmup_warning("constant", 20, 10) is None
 
 
 def test_an_unknown_schedule_lists_the_known_ones():
