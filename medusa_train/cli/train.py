@@ -45,8 +45,9 @@ name), datasets (chats in JSONL: ShareGPT, OpenAI messages or alpaca form) and o
 [bold]What you get[/bold] in output_dir: heads/ (medusa_lm_head.safetensors, as the public Medusa code and TGI read it),
 tree.json (which guesses to verify, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
 
-Ctrl-C finishes the step, saves, and prints the command to go on. Exit codes: 0 done, 1 failed, 2 a mistake in the
-configuration, 130 interrupted.
+Ctrl-C and SIGTERM finish the step, save, and print the command to go on.
+
+Exit codes: 0 done, 1 failed, 2 a mistake in the configuration, 130 interrupted, 143 terminated.
 """
 
 
