@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from medusa_train.cli.common import error_console, read_arguments, run_command
 from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from medusa_train.checkpoint.subject import SubjectPaths
@@ -29,7 +31,13 @@ def evaluate(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
-    bench: Annotated[str | None, typer.Option(help="tiny, mtbench, specbench, or a question file.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Choose the tree anew, on this machine.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Put runs side by side: medusa-eval --compare RUN_A RUN_B ...")
+    ] = False,
+    bench: Annotated[
+        str | None, typer.Option(help="tiny, mtbench, specbench, humaneval, gsm8k, or a question file.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Run directory or heads; default: the newest run.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, the baselines alone.")] = None,
     tree: Annotated[str | None, typer.Option(help="Tree file; default: the run's tree.json.")] = None,
@@ -37,6 +45,8 @@ def evaluate(
     chat_template: Annotated[str | None, typer.Option(help="By name; default: the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto: the fastest here for plain decoding.")] = None,
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions, of all categories.")] = None,
+    judge_base_url: Annotated[str | None, typer.Option(help="Server that grades the answers.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
     output_dir: Annotated[str | None, typer.Option(help="Where the report goes; default: RUN/eval/BENCH.")] = None,
 ) -> None:
     """Measure speed and exactness: the tree, the same loop without it, and transformers' generate."""
@@ -49,8 +59,15 @@ def evaluate(
         "chat_template": chat_template,
         "dtype": dtype,
         "limit": limit,
+        "judge_base_url": judge_base_url,
+        "judge_model": judge_model,
         "output_dir": output_dir,
     }
+    if calibrate and compare:
+        raise ConfigError("--calibrate and --compare are two commands; give one of them")
+    if compare:
+        _compare(arguments or [], bench, output_dir)
+        return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
 
     from medusa_train.checkpoint.subject import locate
@@ -66,10 +83,28 @@ def evaluate(
     )
     console = _console()
     console.print(_first_line(cfg, questions, paths), highlight=False, soft_wrap=True)
+    if calibrate:
+        from medusa_train.evaluation.calibrate import calibrate as search
+
+        _say_written(console, search(cfg, questions, paths, console))
+        return
 
     from medusa_train.evaluation.evaluate import evaluate as measure
 
-    written = measure(cfg, questions, paths, shlex.join(["medusa-eval", *sys.argv[1:]]), console)[1]
+    _say_written(console, measure(cfg, questions, paths, shlex.join(["medusa-eval", *sys.argv[1:]]), console)[1])
+
+
+def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
+    from medusa_train.checkpoint.subject import runs_directory
+    from medusa_train.evaluation.compare import load_reports, show, write
+
+    evaluated = load_reports(names, bench)
+    console = _console()
+    console.print(show(evaluated))
+    _say_written(console, write(evaluated, Path(output_dir) if output_dir else runs_directory() / "compare"))
+
+
+def _say_written(console: Console, written: Sequence[Path]) -> None:
     console.print(f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
 
 

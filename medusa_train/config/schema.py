@@ -243,7 +243,7 @@ class TrainConfig(Config):
 class EvalConfig(Config):
     """Keys of `medusa-eval`."""
 
-    bench: Text = key("tiny", "questions: tiny, mtbench, specbench, or a file in MT-Bench's form")
+    bench: Text = key("tiny", "questions: tiny, mtbench, specbench, humaneval, gsm8k, or a file of them")
     model: Text | None = key(None, "run directory, or directory of heads; default: the newest run under runs/")
     base_model: Text | None = key(None, "backbone; default: the one that the run or the heads name")
     trust_remote_code: Bool = key(False, "run Python code that the backbone's repository ships")
@@ -255,6 +255,12 @@ class EvalConfig(Config):
     output_dir: Text | None = key(None, "where the report goes; default: eval/BENCH in the run directory")
     warmup: Int = key(2, "questions answered beforehand, untimed", ge=0)
     exactness: Bool = key(True, "compare all answers with plain decoding in float32 as well")
+    prompt_lookup: Bool = key(True, "measure prompt-lookup decoding of transformers too")
+    assistant_model: Text | None = key(None, "small model of the same tokens: measure assisted generation with it too")
+    judge_base_url: Text | None = key(None, "OpenAI-compatible server whose judge_model grades the answers")
+    judge_model: Text | None = key(None, "model of that server; without one nothing is judged")
+    judge_concurrency: Int = key(4, "answers that are graded at a time", ge=1)
+    calibration_tokens: Int = key(12000, "greedy tokens on held-out prompts that --calibrate looks at", ge=100)
     seed: Int = key(42, "seed of every random choice", ge=0)
 
 

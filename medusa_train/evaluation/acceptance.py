@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from medusa_train.evaluation.records import TimedAnswer
-from medusa_train.inference.ranks import Trace, head_accuracy, tokens_per_step
+from medusa_train.inference.ranks import Reach, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Ranks, Tree
 
 
@@ -30,8 +30,9 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
     """
     steps = 0
     accepted: Counter[Ranks] = Counter()
+    reach = Reach(tree)
     for trace in traces:
-        starts = trace.walk(tree)
+        starts = trace.walk(reach)
         steps += len(starts)
         for start in starts:
             path = trace.path(start)

@@ -1,13 +1,10 @@
-"""Question files in MT-Bench's form: finds and reads them. Knows nothing of models or tokens.
-
-A question file holds one JSON object per line: `question_id` (number or text), `category` (text, optional) and
-`turns` (the user's messages, asked one after the other). Other keys (`reference`) are allowed and not read.
-"""
+"""The benches that can be named, and where their question files are looked for. Knows no model and no file format."""
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,19 +13,10 @@ from pathlib import Path
 from medusa_train.config.hub import file_from_hub, hub_is_out_of_reach
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.errors import DataError
+from medusa_train.evaluation.questions import Question, read_questions
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
-MAX_REPORTED_PROBLEMS = 5
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question of a bench: the user's turns, and where they stand (`file:line`)."""
-
-    question_id: int | str
-    category: str
-    turns: tuple[str, ...]
-    source: str
+FETCH_SECONDS = 15
 
 
 @dataclass(frozen=True)
@@ -57,12 +45,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of a named bench: its usual folder names, its public home, and its file on the hub."""
+    """What is known of a named bench.
+
+    `folders` are its usual folder names, `home` says where it comes from; `hub_repo` and `hub_file` are its file on
+    the hub, `url` is where it is fetched from otherwise.
+    """
 
     folders: tuple[str, ...]
     home: str
     hub_repo: str | None = None
     hub_file: str | None = None
+    url: str | None = None
 
 
 KNOWN = {
@@ -76,12 +69,27 @@ KNOWN = {
     "specbench": _Known(
         ("specbench", "spec_bench"),
         "https://github.com/hemingkkk/Spec-Bench (data/spec_bench/question.jsonl)",
+        url="https://raw.githubusercontent.com/hemingkkk/Spec-Bench/main/data/spec_bench/question.jsonl",
+    ),
+    "humaneval": _Known(
+        ("humaneval",),
+        "https://huggingface.co/datasets/openai/openai_humaneval (its parquet file, or HumanEval.jsonl)",
+        "openai/openai_humaneval",
+        "openai_humaneval/test-00000-of-00001.parquet",
+    ),
+    "gsm8k": _Known(
+        ("gsm8k",),
+        "https://huggingface.co/datasets/openai/gsm8k (main/test-00000-of-00001.parquet, or test.jsonl)",
+        "openai/gsm8k",
+        "main/test-00000-of-00001.parquet",
     ),
 }
+#: What a bench's file may be called in its folder; the first is what we ask for.
+FILES = ("question.jsonl", "test.jsonl", "HumanEval.jsonl", "HumanEval.jsonl.gz", "test-00000-of-00001.parquet")
 
 
 def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
-    """Find and read a bench given by name (`tiny`, `mtbench`, `specbench`, a folder of your own) or by file.
+    """Find and read a bench given by name (one of `KNOWN`, or a folder of your own) or by file.
 
     `note` is told when the hub is asked, which may take a while.
 
@@ -105,13 +113,39 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     known = KNOWN.get(name_or_file)
     if known is None:
         raise DataError(_unknown_bench(name_or_file, candidates))
+    fetched = _fetch(name_or_file, known, note)
+    if fetched is not None:
+        return fetched
+    raise DataError(_missing_bench(name_or_file, known))
+
+
+def _fetch(name: str, known: _Known, note: Callable[[str], None]) -> Path | None:
+    """The file from the hub's cache or the bench's public home; None where neither has it."""
     if known.hub_repo is not None and known.hub_file is not None:
         if not hub_is_out_of_reach():
-            note(f"bench {name_or_file}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
-        downloaded = file_from_hub(known.hub_repo, known.hub_file)
-        if downloaded is not None:
-            return downloaded
-    raise DataError(_missing_bench(name_or_file, known))
+            note(f"bench {name}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
+        return file_from_hub(known.hub_repo, known.hub_file)
+    if known.url is None or hub_is_out_of_reach():
+        return None
+    note(f"bench {name}: not on this machine, fetching {known.url} ...")
+    target = _download_directory() / name / FILES[0]
+    fresh = target.with_name(target.name + ".new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(known.url, timeout=FETCH_SECONDS) as answer, fresh.open("wb") as file:
+            shutil.copyfileobj(answer, file)
+        read_questions(fresh)  # a page that says "not found" is not kept
+        os.replace(fresh, target)
+    except (OSError, DataError):
+        fresh.unlink(missing_ok=True)
+        return None
+    return target
+
+
+def _download_directory() -> Path:
+    """Where fetched question files are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "medusa-train" / "bench"
 
 
 def _candidates(name: str) -> list[Path]:
@@ -119,14 +153,16 @@ def _candidates(name: str) -> list[Path]:
     paths: list[Path] = []
     if os.environ.get(BENCH_DIR_VARIABLE):
         root = Path(os.environ[BENCH_DIR_VARIABLE]).expanduser()
-        paths += [root / folder / "question.jsonl" for folder in folders]
+        paths += [root / folder / file for folder in folders for file in FILES]
         paths += [root / f"{folder}.jsonl" for folder in folders]
-    paths += [PROJECT_ROOT / "data" / "bench" / folder / "question.jsonl" for folder in folders]
+    for root in (PROJECT_ROOT / "data" / "bench", _download_directory()):
+        paths += [root / folder / file for folder in folders for file in FILES]
     return paths
 
 
 def _missing_bench(name: str, known: _Known) -> str:
-    tried = "" if known.hub_repo is None else " and it could not be fetched from its public home"
+    at_home = known.hub_repo is not None or known.url is not None
+    tried = " and it could not be fetched from its public home" if at_home else ""
     return (
         f"bench {name!r}: its question file is not on this machine{tried}.\n"
         f"Get it from {known.home} and put it at {PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'},\n"
@@ -135,68 +171,10 @@ def _missing_bench(name: str, known: _Known) -> str:
 
 
 def _unknown_bench(name: str, candidates: list[Path]) -> str:
-    looked = "".join(f"\n  {path}" for path in [Path(name), *candidates])
+    looked = "".join(f"\n  {path}" for path in [Path(name), *candidates] if path.name in (name, FILES[0]))
     return f"bench {name!r}: no such file, and no bench of that name ({', '.join(KNOWN)}). Looked for:{looked}"
 
 
 def _name_of_file(path: Path) -> str:
     """`.../NAME/question.jsonl` and `.../NAME.jsonl` are both called NAME."""
-    return path.parent.name if path.stem == "question" and path.parent.name else path.stem
-
-
-def read_questions(path: Path) -> tuple[Question, ...]:
-    """Read a question file.
-
-    Raises DataError naming `file:line` and the reason for the first few broken lines, or when there is none at all.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    questions: list[Question] = []
-    problems: list[str] = []
-    first_seen: dict[int | str, str] = {}
-    # Not splitlines(): JSON strings may hold U+2028 and the like, which it would break lines at.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        source = f"{path}:{number}"
-        try:
-            question = _parse_line(line, source)
-            earlier = first_seen.setdefault(question.question_id, source)
-            if earlier != source:
-                raise ValueError(f"question_id {question.question_id!r} was used before, at {earlier}")
-        except ValueError as error:
-            problems.append(f"{source}: {error}")
-            continue
-        questions.append(question)
-    if problems:
-        more = len(problems) - MAX_REPORTED_PROBLEMS
-        shown = problems[:MAX_REPORTED_PROBLEMS] + ([f"... and {more} more broken lines"] if more > 0 else [])
-        raise DataError("\n".join(shown))
-    if not questions:
-        raise DataError(f"{path}: holds no questions; one JSON object per line is expected")
-    return tuple(questions)
-
-
-def _parse_line(line: str, source: str) -> Question:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
-    # The hub's copy of MT-Bench calls the turns `prompt`, and once converted the id `prompt_id`.
-    question_id = record.get("question_id", record.get("prompt_id"))
-    if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
-        raise ValueError("question_id is missing or neither a number nor text")
-    turns = record.get("turns", record.get("prompt"))
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("turns is missing or not a list of the user's messages")
-    for place, turn in enumerate(turns, start=1):
-        if not isinstance(turn, str) or not turn.strip():
-            raise ValueError(f"turn {place} is empty or not text")
-    category = record.get("category", "general")
-    if not isinstance(category, str) or not category.strip():
-        raise ValueError("category is empty or not text")
-    return Question(question_id, category.strip(), tuple(turns), source)
+    return path.parent.name if path.name in FILES and path.parent.name else path.name.split(".")[0]

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import platform
+import json
+import re
 import time
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
 from medusa_train.checkpoint.subject import Subject, SubjectPaths, load_subject
-from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.chat import ChatEncoder
-from medusa_train.data.conversation import Message
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.evaluation.afterwards import look_closer
+from medusa_train.evaluation.baselines import further_baselines
 from medusa_train.evaluation.benches import Bench
-from medusa_train.evaluation.exactness import judge_again, judge_timed
-from medusa_train.evaluation.fastest import fastest_dtype
+from medusa_train.evaluation.exactness import EXACTNESS_DTYPES, judge_again, judge_timed
+from medusa_train.evaluation.facts import facts, identity
+from medusa_train.evaluation.fastest import choose_dtype
+from medusa_train.evaluation.joint import joint_quality, trained_backbone
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
-from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.evaluation.report import Report, terminal_table, write_report
+from medusa_train.evaluation.report import Report, model_id, terminal_table, write_report
 from medusa_train.evaluation.speed import SpeedTest
-from medusa_train.models.backbone import Backbone
-
-EXACTNESS_DTYPES = ("float32", "bfloat16")
+from medusa_train.evaluation.turn_log import TurnLog
 
 # How the comparison of the answers in a dtype ended, in the report.
 COMPARED = "compared"
 NO_MEMORY = "not enough memory"
+
+JUDGE_SECONDS = 120.0  # that one judgement may take
+JUDGE_PATIENCE = 300.0  # that a judgement is asked for again and again
 
 
 def evaluate(
@@ -50,15 +51,24 @@ def evaluate(
     Raises BackboneError, CheckpointError and DataError, each saying what to do, and KeyboardInterrupt.
     """
     started = time.perf_counter()
+    if (cfg.judge_base_url is None) != (cfg.judge_model is None):
+        raise ConfigError("judge_base_url and judge_model belong together: set both, or neither")
     torch.manual_seed(cfg.seed)
-    dtype = cfg.dtype if cfg.dtype != "auto" else _choose_dtype(bench, paths, console)
-    subject, records, skipped = _load_and_time(cfg, bench, paths, dtype, console)
-    meta = _meta(cfg, bench, subject, paths, dtype, records, skipped, command)
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / bench.name
+    log = _open_log(directory / "turns.jsonl", identity(cfg, bench, paths), console)
+    dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, console)
+    subject, records, skipped = _load_and_time(cfg, bench, paths, dtype, log, console)
+    look_closer(records, subject)
+    meta = facts(cfg, bench, subject, paths, dtype, records, skipped, command)
+    meta["resumed_turns"] = sum(len(turns) for turns in log.measured(bench.questions).values())
+    tree = subject.tree
+    extra: dict[str, Any] = {}
+    if (calibration := _calibration(paths)) is not None:
+        extra["calibration"] = calibration
 
     def save() -> tuple[Report, list[Path]]:
         meta["seconds"] = round(time.perf_counter() - started, 1)
-        report = Report.from_records(records, meta)
+        report = Report.from_records(records, meta, tree, extra)
         return report, write_report(report, records, skipped, directory)
 
     report, written = save()
@@ -73,11 +83,15 @@ def evaluate(
             del subject  # a large backbone fits once, not once for each dtype
             if cfg.exactness:
                 _judge_elsewhere(cfg, records, paths, dtype, weights, meta["exactness"], console)
+            if trained_backbone(paths):
+                extra["joint"] = _joint(paths, console)
         except KeyboardInterrupt:
             console.print(terminal_table(report))
             console.print(f"interrupted while comparing answers; the timed figures are kept in {directory}")
             raise
-        report, written = save()
+    extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, console)
+    report, written = save()
+    log.remove()
     console.print(terminal_table(report))
     for judged, outcome in (meta["exactness"] or {}).items():
         if outcome == NO_MEMORY:
@@ -87,16 +101,77 @@ def evaluate(
     return report, written
 
 
-def _choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
-    def prompt_of(backbone: Backbone) -> list[int]:
-        chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
-        return chat.prompt([Message("user", bench.questions[0].turns[0])])
+def _joint(paths: SubjectPaths, console: Console) -> dict[str, Any] | None:
+    """`joint_quality`, or None where memory does not suffice."""
+    release_memory()
+    console.print("measuring the backbone before and after joint training", highlight=False)
+    try:
+        return joint_quality(paths)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        console.print(f"perplexity was not measured: {NO_MEMORY}")
+        return None
 
-    return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
+
+def _judge(
+    cfg: EvalConfig, bench: Bench, records: Sequence[TurnRecord], model: str, directory: Path, console: Console
+) -> dict[str, Any] | None:
+    """Have the answers graded where a judge is named; None says that they were not judged."""
+    if cfg.judge_base_url is None or cfg.judge_model is None:
+        return None
+    from medusa_train.chat_server import ChatServer
+    from medusa_train.evaluation.judge import Judge, grade
+
+    server = ChatServer(cfg.judge_base_url, timeout=JUDGE_SECONDS, patience=JUDGE_PATIENCE)
+    name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
+    path = directory / "model_judgment" / f"{name}_single.jsonl"
+    try:
+        with TurnProgress(console, f"graded by {cfg.judge_model}", len(records)) as progress:
+            grades = grade(
+                records,
+                bench.questions,
+                model,
+                Judge(server, cfg.judge_model),
+                path,
+                cfg.judge_concurrency,
+                lambda: progress.advance(0),
+            )
+    finally:
+        server.close()
+    return grades.summary()
+
+
+def _open_log(path: Path, settings: Mapping[str, Any], console: Console) -> TurnLog:
+    log = TurnLog(path, settings)
+    if log.differing:
+        console.print(
+            f"an evaluation that was stopped here had another {', '.join(log.differing)}: starting anew",
+            highlight=False,
+            soft_wrap=True,
+        )
+    elif log.turns:
+        console.print(
+            f"going on with an evaluation that was stopped: {len(log.turns)} turns are measured (delete {path} to "
+            "start anew)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return log
+
+
+def _calibration(paths: SubjectPaths) -> dict[str, Any] | None:
+    """How tree.json says that the tree was chosen, where it says so."""
+    if paths.tree is None:
+        return None
+    record = json.loads(paths.tree.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or "sizes" not in record:
+        return None
+    return {key: value for key, value in record.items() if key not in ("medusa_choices", "head_accuracy")}
 
 
 def _load_and_time(
-    cfg: EvalConfig, bench: Bench, paths: SubjectPaths, dtype: str, console: Console
+    cfg: EvalConfig, bench: Bench, paths: SubjectPaths, dtype: str, log: TurnLog, console: Console
 ) -> tuple[Subject, list[TurnRecord], list[SkippedTurn]]:
     try:
         subject = load_subject(paths, dtype)
@@ -104,7 +179,7 @@ def _load_and_time(
             console.print(
                 "no tree.json beside the heads: taking the chain of their first guesses (--tree names another)"
             )
-        return subject, *_time(cfg, bench, subject, paths, dtype, console)
+        return subject, *_time(cfg, bench, subject, paths, dtype, log, console)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -115,21 +190,40 @@ def _load_and_time(
 
 
 def _time(
-    cfg: EvalConfig, bench: Bench, subject: Subject, paths: SubjectPaths, dtype: str, console: Console
+    cfg: EvalConfig,
+    bench: Bench,
+    subject: Subject,
+    paths: SubjectPaths,
+    dtype: str,
+    log: TurnLog,
+    console: Console,
 ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-    chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
-    test = SpeedTest(subject, chat, cfg.max_new_tokens)
+    def note(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    measured = log.measured(bench.questions)
+    further = further_baselines(subject.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=note)
+    test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer, paths.chat_template), cfg.max_new_tokens, further)
     test.warm_up(bench.questions[: cfg.warmup])
-    turns = sum(len(question.turns) for question in bench.questions)
-    with TurnProgress(console, f"timing in {dtype}", turns) as progress:
+    log.start(dtype, measured)
+    todo = sum(len(question.turns) for question in bench.questions if question.question_id not in measured)
+    done = 0
 
-        def done(turn: TurnRecord | SkippedTurn) -> None:
-            if isinstance(turn, SkippedTurn):
-                progress.advance(0)
-            else:
-                progress.advance(sum(len(a.tokens) for a in (turn.tree, turn.plain, turn.generate) if a is not None))
+    def on_turn(turn: TurnRecord | SkippedTurn) -> None:
+        nonlocal done
+        done += 1
+        log.append(turn)
+        answers = [] if isinstance(turn, SkippedTurn) else [turn.tree, *turn.baselines.values()]
+        progress.advance(sum(len(answer.tokens) for answer in answers if answer is not None))
 
-        return test.run(bench.questions, done)
+    try:
+        with TurnProgress(console, f"timing in {dtype}", todo) as progress:
+            return test.run(bench.questions, on_turn, measured)
+    except KeyboardInterrupt:
+        note(f"{done} of {todo} turns are kept in {log.path}; the same command goes on from there")
+        raise
+    finally:
+        log.close()
 
 
 def _judge_elsewhere(
@@ -171,64 +265,3 @@ def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None
             record.exact.pop(dtype, None)  # a count over some of the answers would pass for one over all
         return NO_MEMORY
     return COMPARED
-
-
-def _meta(
-    cfg: EvalConfig,
-    bench: Bench,
-    subject: Subject,
-    paths: SubjectPaths,
-    dtype: str,
-    records: Sequence[TurnRecord],
-    skipped: Sequence[SkippedTurn],
-    command: str,
-) -> dict[str, Any]:
-    draft, tree = subject.draft, subject.tree
-    same = sum(first_difference(record.plain.tokens, record.generate.tokens) is None for record in records)
-    return {
-        "model": None if paths.name is None else _short(paths.name),
-        "base_model": _short(paths.base_model),
-        "bench": bench.name,
-        "bench_file": _short(str(bench.path)),
-        "questions": len(bench.questions),
-        "skipped_turns": len(skipped),
-        "max_new_tokens": cfg.max_new_tokens,
-        "backbone": paths.backbone_form,
-        "dtype": dtype,
-        "heads": None if draft is None else draft.num_heads,
-        "tree_nodes": None if tree is None else tree.size,
-        "tree_depth": None if tree is None else tree.max_depth,
-        "tree_file": None if paths.tree is None else _short(str(paths.tree)),
-        "baselines": {
-            "baseline_tokens_per_s": "the same decoding loop with the empty tree",
-            "generate_tokens_per_s": f"transformers {transformers.__version__} generate, greedy, with its own cache",
-        },
-        "plain_equal_generate": same,
-        "exactness": None if draft is None else dict.fromkeys(EXACTNESS_DTYPES, "not compared"),
-        "device": _device_name(subject.backbone),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "command": command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _short(path: str) -> str:
-    """A path below the current directory or the project, from there; others and hub names as they are."""
-    for root in (Path.cwd(), PROJECT_ROOT):
-        if Path(path).is_absolute() and Path(path).is_relative_to(root):
-            return str(Path(path).relative_to(root))
-    return path
-
-
-def _device_name(backbone: Backbone) -> str:
-    if backbone.device.type == "cuda":
-        return str(torch.cuda.get_device_name(backbone.device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -12,6 +12,9 @@ from medusa_train.evaluation.records import TurnRecord, Verdict
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 
+#: In which the tree's answers are compared with plain ones.
+EXACTNESS_DTYPES = ("float32", "bfloat16")
+
 #: Logits within this of the best one may change places with it by rounding alone, in float32.
 TIE_MARGIN = 1e-4
 

@@ -1,19 +1,33 @@
-"""Which dtype to measure in: times plain decoding in each that fits into memory. Knows no bench and no tree."""
+"""Which dtype to measure in: times plain decoding in each that fits into memory. Knows no tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from rich.console import Console
 
 from medusa_train.checkpoint.subject import SubjectPaths, load_backbone
+from medusa_train.data.chat import ChatEncoder
+from medusa_train.data.conversation import Message
 from medusa_train.errors import BackboneError
+from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone, resolve_backbone
 
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3
+
+
+def choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
+    """`fastest_dtype` on the first question of a bench; says on the console what was found."""
+
+    def prompt_of(backbone: Backbone) -> list[int]:
+        chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
+        return chat.prompt([Message("user", bench.questions[0].turns[0])])
+
+    return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
 
 
 def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:

@@ -1,17 +1,27 @@
 """The figures of an evaluation, as pure functions of measured answers (SPEC 1, terms). Knows no model and no clock.
 
-Every rate is a ratio of sums (total tokens over total time), never a mean of ratios; a ratio whose denominator is
-zero, because nothing of the kind was measured, is None.
+Every rate is a ratio of sums (total tokens over total time), but for `mean_speedup`, the mean of the questions' own
+ratios, which stands beside it; a ratio whose denominator is zero, because nothing of the kind was measured, is None.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
 
+from medusa_train.evaluation.acceptance import (
+    accepted_lengths,
+    accuracy_on_answers,
+    chain_acceleration_rate,
+    ctar,
+)
+from medusa_train.evaluation.intervals import Interval, speed_intervals
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 
-Figures = dict[str, float | int | None]
+#: By name: numbers (None: not measured), lists of them (`ctar`), and mappings (`baselines`, `intervals`).
+Figures = dict[str, Any]
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -66,13 +76,51 @@ def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int |
     return sum(found is verdict for found in verdicts) if verdicts else None
 
 
+def speedup(records: Sequence[TurnRecord], baseline: str = "plain") -> float | None:
+    """Total tokens over total time of the tree's answers, over the same of a baseline's."""
+    tree = [record.tree for record in records if record.tree is not None]
+    return _ratio(tokens_per_second(tree), tokens_per_second([record.baselines[baseline] for record in records]))
+
+
+def mean_speedup(records: Sequence[TurnRecord]) -> float | None:
+    """Mean of the questions' own speedups over the empty tree, each with all its turns: short answers count as much."""
+    questions: dict[int | str, list[TurnRecord]] = {}
+    for record in records:
+        questions.setdefault(record.question_id, []).append(record)
+    ratios = [ratio for turns in questions.values() if (ratio := speedup(turns)) is not None]
+    return fmean(ratios) if ratios else None
+
+
+def time_to_first_token(answers: Sequence[TimedAnswer]) -> float | None:
+    """Mean seconds until the first token; None where a decoder does not say."""
+    return _ratio(sum(answer.prefill_seconds for answer in answers), len(answers)) or None
+
+
+def compare_baselines(
+    records: Sequence[TurnRecord], intervals: dict[str, Interval | None]
+) -> dict[str, dict[str, object]]:
+    """For every baseline: its tokens per second, the tree's speedup over it, and answers that equal the plain ones."""
+    compared: dict[str, dict[str, object]] = {}
+    for name in records[0].baselines if records else ():
+        answers = [record.baselines[name] for record in records]
+        compared[name] = {
+            "tokens_per_s": tokens_per_second(answers),
+            "speedup": speedup(records, name),
+            "speedup_interval": intervals.get(f"over_{name}"),
+            "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
+        }
+    return compared
+
+
 def summarize(records: Sequence[TurnRecord]) -> Figures:
     """All figures of one group of answers (a category, or the whole bench)."""
     tree = [record.tree for record in records if record.tree is not None]
     plain = [record.plain for record in records]
     generate = [record.generate for record in records]
+    traces = [record.trace for record in records if record.trace is not None]
     speed, baseline, stock = tokens_per_second(tree), tokens_per_second(plain), tokens_per_second(generate)
     fastest = max((rate for rate in (baseline, stock) if rate is not None), default=None)
+    intervals = speed_intervals(records)
     return {
         "acceleration_rate": acceleration_rate(tree),
         "overhead": overhead(tree, plain),
@@ -87,6 +135,16 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "tie_answers": _count(records, "float32", Verdict.TIE),
         "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
         "looping_answers": sum(is_looping(record.answer.tokens) for record in records),
+        "mean_speedup": mean_speedup(records),
+        "speedup_without_loops": speedup([record for record in records if not is_looping(record.answer.tokens)]),
+        "time_to_first_token_s": time_to_first_token(tree),
+        "plain_time_to_first_token_s": time_to_first_token(plain),
+        "accepted_lengths": accepted_lengths(tree),
+        "ctar": ctar(tree),
+        "chain_acceleration_rate": chain_acceleration_rate(traces),
+        "head_accuracy": accuracy_on_answers(traces),
+        "baselines": compare_baselines(records, intervals),
+        "intervals": {name: found for name, found in intervals.items() if not name.startswith("over_")},
     }
 
 

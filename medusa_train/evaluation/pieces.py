@@ -42,4 +42,4 @@ def guessed_by(tokens: int, accepted: Sequence[int]) -> list[int]:
     heads = [0]
     for length in accepted:
         heads += [*range(1, length + 1), 0]
-    return heads[:tokens]
+    return (heads + [0] * tokens)[:tokens]

@@ -1,4 +1,4 @@
-"""Times decoders on questions: the tree, the empty tree and transformers' generate, interleaved in one process.
+"""Times decoders on questions: the tree, the empty tree and those of transformers, interleaved in one process.
 
 Knows nothing of files, reports or exactness. A busy machine shifts all decoders alike when they take turns, so each
 prompt is decoded by all of them before the next one, in an order that rotates.
@@ -7,22 +7,22 @@ prompt is decoded by all of them before the next one, in an order that rotates.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
-
-import torch
-from transformers import GenerationConfig
 
 from medusa_train.checkpoint.subject import Subject
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.evaluation.benches import Question
+from medusa_train.evaluation.baselines import GENERATE, GenerateAnswerer
+from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 
 WARM_UP_TOKENS = 64
+
+PLAIN, TREE = "plain", "tree"
+Turns = Sequence[TurnRecord | SkippedTurn]
 
 
 class Answerer(Protocol):
@@ -46,50 +46,26 @@ class LoopAnswerer:
         return TimedAnswer(tuple(made.tokens), seconds, made.prefill_seconds, made.steps, tuple(made.accepted))
 
 
-class GenerateAnswerer:
-    """`generate` of transformers: greedy, with its own cache, and with nothing else switched on.
-
-    The backbone's generation config is replaced by a bare one, since a checkpoint may bring a repetition penalty or
-    a sampling temperature, and `generate` fills gaps from there: it would no longer be greedy decoding of this model.
-    The old one is not put back: the backbone was loaded for this evaluation alone, its own `eos_ids` were read before
-    and stand in the bare config too, and nothing else here asks for the rest.
-    """
-
-    def __init__(self, backbone: Backbone) -> None:
-        self._backbone = backbone
-        eos = list(backbone.eos_ids) or None
-        pad = backbone.tokenizer.pad_token_id
-        if pad is None:
-            pad = eos[0] if eos else 0
-        backbone.model.generation_config = GenerationConfig(
-            do_sample=False, num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad
-        )
-
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """See `Answerer`."""
-        started = time.perf_counter()
-        prompt = torch.tensor([list(prompt_ids)], device=self._backbone.device)
-        with torch.inference_mode():
-            made = self._backbone.model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens
-            )
-        tokens = made[0, len(prompt_ids) :].tolist()
-        return TimedAnswer(tuple(tokens), time.perf_counter() - started)
-
-
 class SpeedTest:
-    """Asks the questions and times every decoder on every turn."""
+    """Asks the questions and times every decoder on every turn; `further` are baselines beside plain and generate."""
 
-    def __init__(self, subject: Subject, chat: ChatEncoder, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        chat: ChatEncoder,
+        max_new_tokens: int,
+        further: Mapping[str, Answerer] | None = None,
+    ) -> None:
         self._backbone = subject.backbone
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._answerers: dict[str, Answerer] = {
-            "plain": LoopAnswerer(Decoder(subject.backbone)),
-            "generate": GenerateAnswerer(subject.backbone),
+            PLAIN: LoopAnswerer(Decoder(subject.backbone)),
+            GENERATE: GenerateAnswerer(subject.backbone),
+            **(further or {}),
         }
         if subject.draft is not None:
-            self._answerers["tree"] = LoopAnswerer(Decoder(subject.backbone, subject.draft, subject.tree))
+            self._answerers[TREE] = LoopAnswerer(Decoder(subject.backbone, subject.draft, subject.tree))
 
     def warm_up(self, questions: Sequence[Question]) -> None:
         """Let every decoder answer the first turns once, briefly, unmeasured."""
@@ -101,19 +77,30 @@ class SpeedTest:
                     answerer.answer(prompt, tokens)
 
     def run(
-        self, questions: Sequence[Question], on_turn: Callable[[TurnRecord | SkippedTurn], None]
+        self,
+        questions: Sequence[Question],
+        on_turn: Callable[[TurnRecord | SkippedTurn], None],
+        measured: Mapping[int | str, Turns] | None = None,
     ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
         """Ask every turn of every question.
 
         The plain pass's answers are the history of later turns, for all decoders, so that all see one prompt. A turn
         whose prompt and answer (`max_new_tokens`) do not fit the context is skipped, with the turns that follow it.
-        `on_turn` is told of each turn when it is done.
+        `on_turn` is told of each turn when it is done. Questions that an earlier evaluation has `measured` are not
+        asked again; their turns are taken over in their place.
 
         Raises DataError when no turn fits.
         """
         records: list[TurnRecord] = []
         skipped: list[SkippedTurn] = []
         for question in questions:
+            for earlier in (measured or {}).get(question.question_id, ()):
+                if isinstance(earlier, TurnRecord):
+                    records.append(earlier)
+                else:
+                    skipped.append(earlier)
+            if question.question_id in (measured or {}):
+                continue
             history: list[Message] = []
             for turn, text in enumerate(question.turns, start=1):
                 history.append(Message("user", text))
@@ -145,17 +132,19 @@ class SpeedTest:
         timed = {
             name: self._answerers[name].answer(prompt, self._max_new_tokens) for name in names[first:] + names[:first]
         }
-        tree = timed.get("tree")
-        reported = timed["plain"] if tree is None else tree
+        tree = timed.get(TREE)
+        reported = timed[PLAIN] if tree is None else tree
         return TurnRecord(
             question.question_id,
             question.category,
             turn,
             tuple(prompt),
             tree,
-            timed["plain"],
-            timed["generate"],
+            timed[PLAIN],
+            timed[GENERATE],
             text=self._text(reported.tokens),
+            others={name: answer for name, answer in timed.items() if name not in (TREE, PLAIN, GENERATE)},
+            asked=question.turns[turn - 1],
         )
 
     def _text(self, tokens: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import Trace, head_accuracy, tokens_per_step, trace_answers
+from medusa_train.inference.ranks import Reach, Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Ranks, Tree
@@ -82,12 +82,14 @@ class Calibration:
 
 def count_paths(traces: Sequence[Trace], starts: Iterable[Sequence[int]] | None = None) -> Counter[Ranks]:
     """How often each rank path is a prefix of what came next, over all positions or those in `starts`."""
-    counts: Counter[Ranks] = Counter()
+    whole: Counter[Ranks] = Counter()
     places = starts if starts is not None else [range(len(trace.ranks) - 1) for trace in traces]
     for trace, chosen in zip(traces, places, strict=True):
-        for place in chosen:
-            path = trace.path(place)
-            counts.update(path[:depth] for depth in range(1, len(path) + 1))
+        whole.update(trace.path(place) for place in chosen)
+    counts: Counter[Ranks] = Counter()
+    for path, times in whole.items():
+        for depth in range(1, len(path) + 1):
+            counts[path[:depth]] += times
     return counts
 
 
@@ -110,7 +112,8 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int) -> Tree
     tree = most_frequent(count_paths(fit), size)
     found = [tree]
     for _ in range(_REFITS - 1):
-        tree = most_frequent(count_paths(fit, [trace.walk(tree) for trace in fit]), size)
+        reach = Reach(tree)
+        tree = most_frequent(count_paths(fit, [trace.walk(reach) for trace in fit]), size)
         if tree.size == size and tree not in found:
             found.append(tree)
     return max(found, key=lambda candidate: tokens_per_step(held_out, candidate))
@@ -137,7 +140,7 @@ def step_latency(backbone: Backbone, draft: MedusaDraft, trees: Sequence[Tree], 
     return [statistics.median(seen) for seen in times]
 
 
-def _typical_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]:
+def typical_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]:
     """The prompt of median length among those that leave room to time steps in; else the end of the shortest."""
     room = backbone.max_context - _LATENCY_TOKENS
     fitting = sorted((prompt for prompt in prompts if len(prompt) <= room), key=len)
@@ -170,6 +173,6 @@ def calibrate(
     fit = [trace for i, trace in enumerate(traces) if i % 3 != 2]
     trees = {tree.size: tree for tree in (fit_tree(fit, held_out, size) for size in sizes)}
     ordered = [trees[size] for size in sorted(trees)]
-    latency = step_latency(backbone, draft, ordered, _typical_prompt(backbone, prompts))
+    latency = step_latency(backbone, draft, ordered, typical_prompt(backbone, prompts))
     choices = [TreeChoice(tree, tokens_per_step(held_out, tree), ms) for tree, ms in zip(ordered, latency, strict=True)]
     return Calibration(choices, head_accuracy(traces), len(traces), sum(len(trace.ranks) for trace in traces))

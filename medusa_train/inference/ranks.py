@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,26 +32,43 @@ class Trace:
 
     def path(self, start: int) -> Ranks:
         """The ranks of what came next, down to the first miss: the path that a full tree would accept."""
-        ranks = self.ranks[start]
-        return tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks)
+        return self._paths[start]
 
-    def walk(self, tree: Tree) -> list[int]:
+    @cached_property
+    def _paths(self) -> list[Ranks]:
+        """`path` of every position: a search for a tree asks for them hundreds of times."""
+        return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
+
+    def walk(self, tree: Tree | Reach) -> list[int]:
         """Decode with `tree` on paper: the positions at which its steps start."""
-        nodes = set(tree.paths)
+        reach = Reach(tree) if isinstance(tree, Tree) else tree
+        paths, end = self._paths, len(self.ranks) - 1
         starts, place = [], 0
-        while place < len(self.ranks) - 1:
+        while place < end:
             starts.append(place)
-            path = self.path(place)
-            accepted = 0
-            while accepted < len(path) and path[: accepted + 1] in nodes:
-                accepted += 1
-            place += accepted + 1
+            place += reach[paths[place]] + 1
         return starts
+
+
+class Reach(dict[Ranks, int]):
+    """How many tokens of a path a tree accepts, looked up once for each path that occurs."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        self._nodes = set(tree.paths)
+
+    def __missing__(self, path: Ranks) -> int:
+        accepted = 0
+        while accepted < len(path) and path[: accepted + 1] in self._nodes:
+            accepted += 1
+        self[path] = accepted
+        return accepted
 
 
 def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
     """Acceleration rate that `tree` would have had on `traces` (the first token comes from the prefill)."""
-    steps = sum(len(trace.walk(tree)) for trace in traces)
+    reach = Reach(tree)
+    steps = sum(len(trace.walk(reach)) for trace in traces)
     return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
 
 

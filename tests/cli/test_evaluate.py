@@ -70,12 +70,28 @@ def test_a_backbone_without_a_template_is_told_which_key_to_set_and_takes_it(
 
 
 def test_help_names_every_bench() -> None:
-    assert "tiny, mtbench, specbench" in " ".join(runner.invoke(app, ["--help"], terminal_width=200).output.split())
+    assert "tiny, mtbench, specbench, humaneval, gsm8k" in " ".join(
+        runner.invoke(app, ["--help"], terminal_width=200).output.split()
+    )
+
+
+def test_runs_are_put_side_by_side(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    flags = ["--base-model", "backbone", "--bench", "small.jsonl", "--max-new-tokens", "4", "--limit", "1"]
+    for name in ("one", "two"):
+        result = runner.invoke(app, [*flags, "--output-dir", name, "--dtype", "float32", "warmup=0"])
+        assert result.exit_code == 0, result.output
+    result = runner.invoke(app, ["--compare", "one", "two", "--output-dir", "both"])
+    assert result.exit_code == 0, result.output
+    assert "not judged" in result.output
+    assert "<h1>Comparison</h1>" in (workplace / "both" / "compare.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["--compare", "--calibrate"], 2, "two commands"),
+        (["--compare", "only-one"], 1, "two runs or more"),
         (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
         (["--bench", "no-such-bench"], 1, "no bench of that name"),
         (["--bench", "small.jsonl"], 1, "make demo"),

@@ -1,6 +1,10 @@
+import gzip
+import io
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
@@ -19,10 +23,84 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_reads_questions_with_turns_category_and_place(tmp_path: Path) -> None:
-    path = write(tmp_path / "question.jsonl", GOOD, "", {"question_id": "x", "turns": ["Only one."], "reference": []})
-    first, second = read_questions(path)
+    second = {"question_id": "x", "turns": ["Only one."], "reference": ["So."]}
+    path = write(tmp_path / "question.jsonl", GOOD, "", second)
+    first, other = read_questions(path)
     assert first == Question(81, "writing", ("Say something.", "Say it again."), f"{path}:1")
-    assert second == Question("x", "general", ("Only one.",), f"{path}:3")
+    assert other == Question("x", "general", ("Only one.",), f"{path}:3", ("So.",))
+
+
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "test": ""}
+GSM8K = {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}
+
+
+def test_reads_humaneval_and_gsm8k_in_their_own_forms(tmp_path: Path) -> None:
+    (function,) = read_questions(write(tmp_path / "HumanEval.jsonl", HUMANEVAL))
+    assert (function.question_id, function.category) == ("HumanEval/0", "humaneval")
+    assert function.turns[0].endswith("def f():\n")
+    first, second = read_questions(write(tmp_path / "test.jsonl", GSM8K, {**GSM8K, "question": "How few?"}))
+    assert (first.question_id, second.question_id) == (1, 2)
+    assert second.turns == ("How few?",)
+    assert second.reference == (GSM8K["answer"],)
+
+
+def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps(HUMANEVAL) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([HUMANEVAL]), tmp_path / "test.parquet")
+    packed, table = read_questions(tmp_path / "HumanEval.jsonl.gz"), read_questions(tmp_path / "test.parquet")
+    assert packed[0].turns == table[0].turns
+    (tmp_path / "broken.parquet").write_bytes(b"no table")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read_questions(tmp_path / "broken.parquet")
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_questions(tmp_path / "broken.jsonl.gz")
+
+
+@pytest.mark.parametrize("file", ["question.jsonl", "HumanEval.jsonl", "test.jsonl"])
+def test_a_bench_may_lie_in_its_folder_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    path = write(tmp_path / "humaneval" / file, HUMANEVAL)
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    bench = load_bench("humaneval")
+    assert (bench.path, len(bench.questions)) == (path, 1)
+
+
+@pytest.fixture
+def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
+    monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
+    return tmp_path
+
+
+def test_a_bench_with_another_home_is_fetched_once_and_kept(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def urlopen(url: str, timeout: float) -> io.BytesIO:
+        asked.append(url)
+        return io.BytesIO(json.dumps(GOOD).encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    kept = nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
+    for _ in range(2):
+        assert load_bench("specbench").path == kept
+    assert len(asked) == 1
+    assert "Spec-Bench" in asked[0]
+
+
+def test_what_is_fetched_and_is_no_question_file_is_not_kept(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>"))
+    with pytest.raises(DataError, match="could not be fetched"):
+        load_bench("specbench")
+    assert not (nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl").exists()
 
 
 def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
@@ -114,7 +192,7 @@ def test_an_unknown_bench_lists_the_known_ones_and_where_it_looked(
     with pytest.raises(DataError) as caught:
         find_bench("tinny")
     message = str(caught.value)
-    assert "tiny, mtbench, specbench" in message
+    assert "tiny, mtbench, specbench, humaneval, gsm8k" in message
     assert str(tmp_path / "tinny" / "question.jsonl") in message
     assert str(PROJECT_ROOT / "data" / "bench" / "tinny" / "question.jsonl") in message
 
@@ -123,7 +201,9 @@ def test_a_known_bench_that_is_not_here_says_which_file_to_put_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: True)
     with pytest.raises(DataError) as caught:
         find_bench("specbench")
     message = str(caught.value)

@@ -1,6 +1,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from medusa_train.checkpoint.subject import locate
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import evaluate as module
-from medusa_train.evaluation.benches import load_bench
+from medusa_train.evaluation.benches import Question, load_bench
 from medusa_train.evaluation.evaluate import evaluate
+from medusa_train.evaluation.records import TurnRecord
+from medusa_train.evaluation.speed import SpeedTest
 
 
 def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:
@@ -36,7 +39,16 @@ def test_a_run_is_timed_judged_in_both_dtypes_and_reported(run_dir: Path, bench_
     assert set(report["categories"]) == {"sums", "words"}  # type: ignore[arg-type]
     assert (meta["dtype"], meta["tree_nodes"], meta["heads"], meta["skipped_turns"]) == ("bfloat16", 6, 3, 2)
     assert meta["command"] == "medusa-eval --bench small"
-    assert set(meta["baselines"]) == {"baseline_tokens_per_s", "generate_tokens_per_s"}
+    assert set(meta["baselines"]) == {"baseline_tokens_per_s", "generate_tokens_per_s", "prompt_lookup"}
+    assert set(report["baselines"]) == {"plain", "generate", "prompt_lookup"}  # type: ignore[arg-type]
+    assert report["baselines"]["prompt_lookup"]["tokens_per_s"] > 0  # type: ignore[index]
+    tree = report["tree"]
+    assert isinstance(tree, dict)
+    assert len(tree["accepted"]) == len(tree["medusa_choices"]) == 6
+    assert len(overall["head_accuracy"]) == 3
+    assert overall["chain_acceleration_rate"] >= 1.0
+    assert not (tmp_path / "out" / "turns.jsonl").exists()
+    assert meta["resumed_turns"] == 0
     assert "overall" in shown
     assert "2 turns were skipped" in shown
 
@@ -60,6 +72,47 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert meta["model"] is None
     assert meta["plain_equal_generate"] == 4
     assert "Baselines only" in shown
+
+
+def test_a_stopped_evaluation_goes_on_where_it_stopped(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | str] = []
+    measure = SpeedTest._measure
+
+    def stops(self: SpeedTest, question: Question, *args: Any, **keys: Any) -> TurnRecord:
+        asked.append(question.question_id)
+        if asked == [1, 1, 2]:
+            raise KeyboardInterrupt
+        return measure(self, question, *args, **keys)
+
+    monkeypatch.setattr(SpeedTest, "_measure", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
+    assert (tmp_path / "turns.jsonl").exists()
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
+    assert "2 turns are measured" in shown
+    assert asked == [1, 1, 2, 2, 2]  # the first question is not asked again
+    assert report["overall"]["answers"] == 4  # type: ignore[index]
+    assert report["meta"]["resumed_turns"] == 2  # type: ignore[index]
+    assert not (tmp_path / "turns.jsonl").exists()
+
+
+def test_other_settings_start_anew(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    look_closer = module.look_closer
+    monkeypatch.setattr(module, "look_closer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32")
+    monkeypatch.setattr(module, "look_closer", look_closer)
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False)
+    assert "had another prompt_lookup: starting anew" in shown
+    assert report["meta"]["resumed_turns"] == 0  # type: ignore[index]
+    assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
 
 
 def no_memory(*args: object) -> None:

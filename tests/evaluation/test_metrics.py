@@ -91,6 +91,45 @@ def test_without_a_tree_only_the_baselines_have_figures() -> None:
     assert figures["baseline_tokens_per_s"] == pytest.approx(11 / 3)
 
 
+def test_speedup_stands_beside_the_mean_of_the_questions_own() -> None:
+    slow, fast = timed(100, 10.0, steps=50), timed(10, 0.5, steps=5)
+    plain = [timed(100, 10.0, steps=99), timed(10, 1.0, steps=9)]
+    records = [record(tree=answer, plain=base) for answer, base in zip((slow, fast), plain, strict=True)]
+    records[1].question_id = 2
+    figures = summarize(records)
+    assert figures["speedup"] == pytest.approx(11 / 10.5)
+    assert figures["mean_speedup"] == pytest.approx((1.0 + 2.0) / 2)
+
+
+def test_loops_are_left_out_of_a_speedup_of_its_own() -> None:
+    loop = TimedAnswer((1,) * 40, 1.0, steps=8)
+    plain = TimedAnswer((1,) * 40, 4.0, steps=39)
+    records = [record(tree=loop, plain=plain), record(tree=timed(40, 2.0, steps=20), plain=timed(40, 4.0, steps=39))]
+    figures = summarize(records)
+    assert figures["speedup"] == pytest.approx(8 / 3)
+    assert figures["speedup_without_loops"] == pytest.approx(2.0)
+    assert summarize(records[:1])["speedup_without_loops"] is None
+
+
+def test_time_to_first_token_is_the_prefills_where_it_is_known() -> None:
+    figures = summarize([record(tree=timed(5, 2.0, prefill=0.5, steps=2)), record(tree=timed(5, 2.0, prefill=1.0))])
+    assert figures["time_to_first_token_s"] == pytest.approx(0.75)
+    assert figures["plain_time_to_first_token_s"] == pytest.approx(1.0)
+    assert summarize([record()])["time_to_first_token_s"] is None
+
+
+def test_further_baselines_are_compared_by_name() -> None:
+    records = [record(tree=timed(10, 1.0, steps=4), plain=timed(10, 2.0), generate=timed(10, 4.0)) for _ in range(2)]
+    records[0].others["prompt_lookup"] = timed(10, 1.0)
+    records[1].others["prompt_lookup"] = timed(9, 0.9)
+    compared = summarize(records)["baselines"]
+    assert list(compared) == ["plain", "generate", "prompt_lookup"]
+    assert compared["prompt_lookup"]["tokens_per_s"] == pytest.approx(10.0)
+    assert compared["prompt_lookup"]["speedup"] == pytest.approx(1.0)
+    assert [compared[name]["equal_to_plain"] for name in compared] == [2, 2, 1]
+    assert compared["generate"]["speedup"] == pytest.approx(4.0)
+
+
 def test_categories_keep_their_order_and_their_own_records() -> None:
     categories = by_category([record("b"), record("a"), record("b")])
     assert {name: figures["answers"] for name, figures in categories.items()} == {"b": 2, "a": 1}

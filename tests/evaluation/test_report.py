@@ -22,6 +22,16 @@ KEYS = {
     "looping_answers",
     "speedup_over_generate",
     "speedup_over_fastest",
+    "mean_speedup",
+    "speedup_without_loops",
+    "time_to_first_token_s",
+    "plain_time_to_first_token_s",
+    "accepted_lengths",
+    "ctar",
+    "chain_acceleration_rate",
+    "head_accuracy",
+    "baselines",
+    "intervals",
 }
 
 
@@ -34,6 +44,11 @@ def meta(**changes: Any) -> dict[str, Any]:
         "tree_nodes": 16,
         "heads": 5,
         "baselines": {"generate_tokens_per_s": "transformers generate"},
+        "device": "a machine",
+        "threads": 2,
+        "questions": 1,
+        "max_new_tokens": 16,
+        "date": "2030-01-02T03:04:05+00:00",
         **changes,
     }
 
@@ -53,7 +68,8 @@ def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Pa
     report = Report.from_records(records(), meta())
     write_report(report, records(), [], tmp_path / "eval" / "tiny")
     content = json.loads((tmp_path / "eval" / "tiny" / "report.json").read_text())
-    assert set(content) == {"meta", "overall", "categories"}
+    assert set(content) == {"meta", "overall", "categories", "baselines", "judge"}
+    assert set(content["baselines"]) == {"plain", "generate"}
     assert set(content["overall"]) == KEYS
     assert set(content["categories"]) == {"math", "code"}
     assert all(set(figures) == KEYS for figures in content["categories"].values())
@@ -75,8 +91,32 @@ def test_answers_are_kept_with_their_accepted_lengths_and_the_skipped_turns(tmp_
 def test_a_second_report_replaces_the_first_and_leaves_nothing_else(tmp_path: Path) -> None:
     for bench in ("first", "second"):
         write_report(Report.from_records(records(), meta(bench=bench)), records(), [], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "report.json", "report.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "answers.jsonl",
+        "model_answer",
+        "report.html",
+        "report.json",
+        "report.md",
+    ]
     assert json.loads((tmp_path / "report.json").read_text())["meta"]["bench"] == "second"
+
+
+def test_quality_is_said_plainly() -> None:
+    assert "Quality: not judged." in markdown(Report.from_records(records(), meta()))
+    judged = {"model": "judge-1", "score": 6.25, "graded": 2, "without_grade": 1, "failed": 0}
+    text = markdown(Report.from_records(records(), meta(), extra={"judge": judged}))
+    assert "Quality: 6.25 of 10 by judge-1 (2 answers, 1 without a grade)." in text
+    judged = {"model": "judge-1", "score": None, "graded": 0, "without_grade": 0, "failed": 2, "reason": "HTTP 401"}
+    assert "graded none of the answers (HTTP 401)" in markdown(
+        Report.from_records(records(), meta(), extra={"judge": judged})
+    )
+
+
+def test_what_joint_training_did_to_the_backbone_is_said() -> None:
+    joint = {"tokens": 900, "perplexity_before": 8.0, "perplexity_after": 8.2, "kl": 0.0213}
+    text = markdown(Report.from_records(records(), meta(), extra={"joint": joint}))
+    said = "perplexity 8.200 after joint training, 8.000 before (+2.5%), KL 0.0213 nats per token; not judged."
+    assert said in text
 
 
 def test_markdown_holds_a_well_formed_table_with_the_overall_row_last() -> None:

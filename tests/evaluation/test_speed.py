@@ -7,9 +7,10 @@ import pytest
 from medusa_train.checkpoint.subject import Subject, load_subject, locate
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.errors import DataError
+from medusa_train.evaluation.baselines import GenerateAnswerer
 from medusa_train.evaluation.benches import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest
+from medusa_train.evaluation.speed import SpeedTest
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +106,26 @@ def test_without_a_draft_only_the_baselines_answer(subject: Subject, bench_file:
     assert record.plain.tokens == record.generate.tokens
 
 
-def test_generate_stops_after_the_first_eos(subject: Subject) -> None:
-    made = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
-    stop = made.tokens[5]
-    stopping = SimpleNamespace(
-        device=subject.backbone.device,
-        model=subject.backbone.model,
-        tokenizer=subject.backbone.tokenizer,
-        eos_ids=(stop,),
-    )
-    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
-    assert again.tokens == made.tokens[: made.tokens.index(stop) + 1]
-    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
+def test_questions_that_were_measured_before_are_taken_over_in_their_place() -> None:
+    order: list[str] = []
+    questions = [Question(number, "a", ("q",), "") for number in (1, 2, 3)]
+    test = stub_test(100, order, ("plain", "generate"))
+    whole = test.run(questions, lambda turn: None)[0]
+    order.clear()
+    told: list[Any] = []
+    measured = {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]}
+    records, skipped = test.run(questions, told.append, measured)
+    assert [record.question_id for record in records] == [1, 2]
+    assert records[1] is whole[1]
+    assert skipped == [SkippedTurn(3, 1, 50)]
+    assert len(order) == 2
+    assert told == records[:1]
+
+
+def test_further_baselines_take_their_turns_too(subject: Subject, bench_file: Path) -> None:
+    lookup = GenerateAnswerer(subject.backbone, prompt_lookup_num_tokens=3)
+    test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), 12, {"prompt_lookup": lookup})
+    record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]
+    assert record.others["prompt_lookup"].tokens == record.plain.tokens
+    assert list(record.baselines) == ["plain", "generate", "prompt_lookup"]
+    assert record.asked == "1+1?"

@@ -14,12 +14,12 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import (
     Calibration,
     TreeChoice,
-    _typical_prompt,
     calibrate,
     count_paths,
     fit_tree,
     most_frequent,
     step_latency,
+    typical_prompt,
 )
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.ranks import Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
@@ -162,7 +162,7 @@ def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
 def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:
     backbone = random_backbone("llama")
     long, short = list(range(2, 60)) * 2, [3, 4, 5]
-    assert _typical_prompt(backbone, [long, short]) == short
-    assert len(_typical_prompt(backbone, [long])) == backbone.max_context - 48
+    assert typical_prompt(backbone, [long, short]) == short
+    assert len(typical_prompt(backbone, [long])) == backbone.max_context - 48
     with pytest.raises(MedusaError, match="no room"):
         step_latency(backbone, _noisy(backbone), [Tree.empty()], long)

@@ -1,0 +1,170 @@
+"""Finished evaluations side by side: one table, one page. Reads report.json files; knows no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from medusa_train.config.paths import resolve_path
+from medusa_train.errors import CheckpointError
+from medusa_train.evaluation.page.compare_page import compare_page
+
+#: What has to be the same for two speeds to be comparable, and how it is called.
+CONDITIONS = {
+    "bench": "bench",
+    "questions": "number of questions",
+    "max_new_tokens": "max_new_tokens",
+    "dtype": "dtype",
+    "device": "device",
+    "threads": "number of threads",
+}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation: how it is called here, and the content of its report.json."""
+
+    name: str
+    report: Mapping[str, Any]
+
+
+def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
+    """Read the reports of runs, of directories that hold a report.json, or of such files.
+
+    Of a run the report on `bench` is taken, or where that is None the newest.
+
+    Raises:
+        CheckpointError: fewer than two, or one of them has no such report.
+    """
+    if len(names) < 2:
+        raise CheckpointError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
+    found = [_find(name, bench) for name in names]
+    reports = [_read(path) for path in found]
+    benches = {report["meta"]["bench"] for report in reports}
+    titles = []
+    for name, report in zip(names, reports, strict=True):
+        title = name.rstrip("/")
+        titles.append(title if len(benches) == 1 else f"{title} ({report['meta']['bench']})")
+    return [Evaluated(title, report) for title, report in zip(titles, reports, strict=True)]
+
+
+def _find(name: str, bench: str | None) -> Path:
+    path = resolve_path(name)
+    if path is None:
+        raise CheckpointError(f"{name}: no such run or report")
+    if path.is_file():
+        return path
+    if (path / "report.json").is_file():
+        return path / "report.json"
+    found = sorted(path.glob("eval/*/report.json"), key=lambda file: file.stat().st_mtime)
+    if bench is not None:
+        found = [file for file in found if file.parent.name == bench]
+    if not found:
+        which = "" if bench is None else f" on bench {bench}"
+        raise CheckpointError(f"{name}: holds no evaluation{which} yet; run medusa-eval --model {name} first")
+    return found[-1]
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        report["meta"]["bench"], report["overall"]["answers"], report["categories"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path}: not a report of medusa-eval") from None
+    return report
+
+
+def differences(evaluated: Sequence[Evaluated]) -> list[str]:
+    """One line for each condition in which the evaluations differ: their speeds are not comparable as they stand."""
+    lines = []
+    for key, what in CONDITIONS.items():
+        values = [str(one.report["meta"].get(key)) for one in evaluated]
+        if len(set(values)) > 1:
+            lines.append(f"not the same {what}: {', '.join(values)}")
+    return lines
+
+
+def rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row of figures for each evaluation."""
+    titles = ["run", "heads", "nodes", "tokens per step", "overhead", "speedup", "over generate", "tokens /s"]
+    titles += ["equal fp32", "loops", "grade"]
+    return titles, [_row(one) for one in evaluated]
+
+
+def _row(one: Evaluated) -> list[str]:
+    meta, overall = one.report["meta"], one.report["overall"]
+    found = overall.get("intervals", {})
+
+    def cell(key: str, digits: int = 2, suffix: str = "") -> str:
+        value = overall.get(key)
+        if value is None:
+            return "-"
+        low_high = found.get(key)
+        between = f" ({low_high[0]:.{digits}f}-{low_high[1]:.{digits}f})" if low_high else ""
+        return f"{value:.{digits}f}{suffix}{between}"
+
+    equal = overall.get("equal_answers")
+    ties = f"+{overall['tie_answers']}" if overall.get("tie_answers") else ""
+    judge = one.report.get("judge") or {}
+    return [
+        one.name,
+        str(meta.get("heads") or "-"),
+        str(meta["tree_nodes"]) if meta.get("tree_nodes") is not None else "-",
+        cell("acceleration_rate"),
+        cell("overhead"),
+        cell("speedup", suffix="x"),
+        cell("speedup_over_generate", suffix="x"),
+        cell("tokens_per_s", 0),
+        "-" if equal is None else f"{equal}{ties}/{overall['answers']}",
+        f"{overall['looping_answers']}/{overall['answers']}",
+        "not judged" if judge.get("score") is None else f"{judge['score']:.2f}",
+    ]
+
+
+def category_rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row of speedups for each category that any of the evaluations has."""
+    categories: dict[str, None] = {}
+    for one in evaluated:
+        categories.update(dict.fromkeys(one.report["categories"]))
+    lines = []
+    for category in categories:
+        line = [category]
+        for one in evaluated:
+            speedup = one.report["categories"].get(category, {}).get("speedup")
+            line.append("-" if speedup is None else f"{speedup:.2f}x")
+        lines.append(line)
+    return ["speedup", *(one.name for one in evaluated)], lines
+
+
+def show(evaluated: Sequence[Evaluated]) -> Group:
+    """Both tables for the terminal, and what makes them hard to compare."""
+    parts: list[Table | Text] = []
+    for titles, lines in (rows(evaluated), category_rows(evaluated)):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for index, title in enumerate(titles):
+            table.add_column(title, justify="left" if index == 0 else "right")
+        for line in lines:
+            table.add_row(*line)
+        parts.append(table)
+    parts += [Text(line, style="yellow") for line in differences(evaluated)]
+    return Group(*parts)
+
+
+def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
+    """Write compare.html and compare.json into `directory` (made if absent); returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    page, data = directory / "compare.html", directory / "compare.json"
+    reports = {one.name: one.report for one in evaluated}
+    page.write_text(
+        compare_page(reports, rows(evaluated), category_rows(evaluated), differences(evaluated)), encoding="utf-8"
+    )
+    data.write_text(json.dumps(reports, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [page, data]

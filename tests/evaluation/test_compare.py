@@ -1,0 +1,102 @@
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from medusa_train.errors import CheckpointError
+from medusa_train.evaluation.compare import category_rows, differences, load_reports, rows, show, write
+from medusa_train.evaluation.report import Report, write_report
+from tests.evaluation.page.test_page import TREE, Balance, record
+from tests.evaluation.test_report import meta
+
+
+def write_run(run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("math", "code"), **changes: Any) -> Path:
+    records = [record(number, category) for number, category in enumerate(categories, start=1)]
+    report = Report.from_records(records, meta(bench=bench, **changes), TREE)
+    write_report(report, records, [], run / "eval" / bench)
+    return run
+
+
+def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", categories=("math", "law"), heads=3)
+    evaluated = load_reports([str(a), str(b)], None)
+    titles, lines = rows(evaluated)
+    assert [line[0] for line in lines] == [str(a), str(b)]
+    assert [line[titles.index("heads")] for line in lines] == ["5", "3"]
+    assert all("x (" in line[titles.index("speedup")] for line in lines)
+    assert lines[0][titles.index("grade")] == "not judged"
+    titles, lines = category_rows(evaluated)
+    assert [line[0] for line in lines] == ["math", "code", "law"]
+    assert lines[1][2] == "-"
+    assert lines[2][1] == "-"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(show(evaluated))
+    assert "not the same" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
+    evaluated = load_reports([str(a), str(b)], None)
+    assert differences(evaluated) == ["not the same max_new_tokens: 16, 64", "not the same dtype: bfloat16, float32"]
+
+
+def test_the_newest_report_is_taken_or_that_of_the_bench(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    write_run(tmp_path / "a", "mtbench")
+    os.utime(run / "eval" / "tiny" / "report.json", (1, 1))
+    other = write_run(tmp_path / "b")
+    newest = load_reports([str(run), str(other)], None)
+    assert [one.report["meta"]["bench"] for one in newest] == ["mtbench", "tiny"]
+    assert newest[0].name.endswith("a (mtbench)")
+    named = load_reports([str(run), str(other / "eval" / "tiny")], "tiny")
+    assert [one.report["meta"]["bench"] for one in named] == ["tiny", "tiny"]
+
+
+def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
+    evaluated = load_reports([str(write_run(tmp_path / "a")), str(write_run(tmp_path / "<b>"))], None)
+    page, data = write(evaluated, tmp_path / "out")
+    html = page.read_text(encoding="utf-8")
+    balance = Balance()
+    balance.feed(html)
+    assert balance.open == []
+    assert balance.seen.count("svg") == 3
+    assert "<b>/" not in html
+    assert set(json.loads(data.read_text(encoding="utf-8"))) == {one.name for one in evaluated}
+
+
+def test_a_report_of_an_older_version_has_fewer_figures(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    path = run / "eval" / "tiny" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    for figures in (report["overall"], *report["categories"].values()):
+        for key in ("intervals", "ctar", "head_accuracy", "baselines"):
+            del figures[key]
+    path.write_text(json.dumps(report), encoding="utf-8")
+    evaluated = load_reports([str(run), str(write_run(tmp_path / "b"))], None)
+    assert "(" not in rows(evaluated)[1][0][5]
+    write(evaluated, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a"], "two runs or more"),
+        (["a", "absent"], "absent: no such run"),
+        (["a", "empty"], "holds no evaluation on bench tiny yet"),
+        (["a", "broken"], "not a report"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], message: str
+) -> None:
+    write_run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "report.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load_reports(names, "tiny")

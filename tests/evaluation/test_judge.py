@@ -1,0 +1,184 @@
+"""Grading against a server of our own on the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train.chat_server import ChatServer
+from medusa_train.errors import ConfigError
+from medusa_train.evaluation.judge import NO_SCORE, PROMPT_NAME, Judge, grade, grade_in
+from medusa_train.evaluation.questions import Question
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+from tests.evaluation.test_evaluate import run as evaluate
+
+Reply = tuple[int, Any, dict[str, str]]
+
+
+class Server:
+    """Answers requests as `reply` says; keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.reply: Callable[[dict[str, Any], int], Reply] = lambda body, number: says("Fine. [[7]]")
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.asked.append(body)
+                server.headers.append(dict(self.headers))
+                status, content, headers = server.reply(body, len(server.asked))
+                self.send_response(status if self.path == "/v1/chat/completions" else 404)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def says(text: object) -> Reply:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    made = Server()
+    yield made
+    made.stop()
+
+
+def judge(server: Server) -> Judge:
+    return Judge(ChatServer(server.url, timeout=5.0, patience=0.5), "judge-1")
+
+
+QUESTIONS = [
+    Question(81, "writing", ("Write a poem.", "Now shorter."), ""),
+    Question(111, "math", ("2 + 2?",), "", ("It is 4.",)),
+]
+
+
+def records(text: str = "Roses.") -> list[TurnRecord]:
+    answer = TimedAnswer((1,), 1.0)
+    return [
+        TurnRecord(81, "writing", 1, (1,), answer, answer, answer, text),
+        TurnRecord(81, "writing", 2, (1,), answer, answer, answer, "Rose."),
+        TurnRecord(111, "math", 1, (1,), answer, answer, answer, "4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Good. [[8]]", 8.0),
+        ("[[3]] at first, but then [[6.5]]", 6.5),
+        ("Rating: [[9/10]]", 9.0),
+        ("It deserves 8.", NO_SCORE),
+        ("[[0]] or [[11]]", NO_SCORE),
+        ("", NO_SCORE),
+    ],
+)
+def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) -> None:
+    assert grade_in(reply) == score
+
+
+def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_path: Path) -> None:
+    grades = {"Rose.": "[[4]]", "4": "Right. [[10]]"}
+    server.reply = lambda body, number: says(grades.get(body["messages"][1]["content"].split("\n")[-1], "[[7]]"))
+    path = tmp_path / "model_judgment" / "judge-1_single.jsonl"
+    found = grade(records(), QUESTIONS, "mine", judge(server), path)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    keys = {"question_id", "model", "judge", "user_prompt", "judgment", "score", "turn", "tstamp"}
+    assert all(set(line) == keys for line in lines)
+    assert {(line["question_id"], line["turn"]): line["score"] for line in lines} == {
+        (81, 1): 7.0,
+        (81, 2): 4.0,
+        (111, 1): 10.0,
+    }
+    assert lines[0]["judge"] == ["judge-1", PROMPT_NAME]
+    summary = found.summary()
+    assert summary["score"] == 7.0
+    assert summary["turns"] == {"1": 8.5, "2": 4.0}
+    assert summary["categories"] == {"writing": 5.5, "math": 10.0}
+    assert (summary["graded"], summary["failed"], summary["without_grade"]) == (3, 0, 0)
+
+
+def test_the_judge_sees_earlier_turns_and_reference_answers(server: Server, tmp_path: Path) -> None:
+    grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
+    first, second, third = (body["messages"][1]["content"] for body in server.asked)
+    assert "Now shorter." not in first
+    assert second.index("Write a poem.") < second.index("Roses.") < second.index("Now shorter.") < second.index("Rose.")
+    assert "It is 4." in third
+    assert "reference answer" in server.asked[2]["messages"][0]["content"]
+    assert "reference answer" not in server.asked[0]["messages"][0]["content"]
+    assert {body["temperature"] for body in server.asked} == {0}
+
+
+def test_what_was_judged_is_not_asked_again_unless_the_answer_changed(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    grade(records(), QUESTIONS, "mine", judge(server), path)
+    path.write_text(path.read_text(encoding="utf-8") + '{"torn', encoding="utf-8")
+    assert len(grade(records(), QUESTIONS, "mine", judge(server), path).lines) == 3
+    assert len(server.asked) == 3
+    grade(records("Violets."), QUESTIONS, "mine", judge(server), path)
+    assert len(server.asked) == 5  # the first answer changed, and it is part of the second turn's conversation
+
+
+def test_a_server_in_trouble_is_asked_again(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda body, number: (503, {}, {}) if number == 1 else says("[[5]]")
+    assert judge(server).ask([{"role": "user", "content": "?"}]) == "[[5]]"
+    assert len(server.asked) == 2
+
+
+def test_a_reply_without_text_has_no_grade(server: Server) -> None:
+    server.reply = lambda body, number: says(None)
+    assert judge(server).ask([{"role": "user", "content": "?"}]) == ""
+
+
+def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda body, number: (400, {"error": "no"}, {}) if "2 + 2" in str(body) else says("[[6]]")
+    path = tmp_path / "j.jsonl"
+    found = grade(records(), QUESTIONS, "mine", judge(server), path)
+    assert found.summary()["failed"] == 1
+    assert "400" in found.summary()["reason"]
+    server.reply = lambda body, number: (401, {"error": "who are you?"}, {})
+    other = tmp_path / "other.jsonl"
+    assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1).summary()["failed"] == 3
+    assert len(server.asked) <= 3 + 2  # one refusal of everything is enough
+    server.reply = lambda body, number: says("no grade at all")
+    summary = grade(records(), QUESTIONS, "mine", judge(server), path).summary()
+    assert (summary["graded"], summary["without_grade"], summary["failed"]) == (2, 1, 0)
+
+
+def test_an_evaluation_is_graded_where_a_judge_is_named(
+    server: Server, run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False}
+    report, shown = evaluate(
+        bench_file, run_dir, tmp_path, judge_base_url=server.url, judge_model="small/judge", **keys
+    )
+    assert report["judge"]["score"] == 7.0  # type: ignore[index]
+    assert report["judge"]["graded"] == 4  # type: ignore[index]
+    assert "Quality: 7.00 of 10 by small/judge (4 answers)." in shown
+    assert len((tmp_path / "model_judgment" / "small_judge_single.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(ConfigError, match="belong together"):
+        evaluate(bench_file, run_dir, tmp_path, judge_model="alone", **keys)
