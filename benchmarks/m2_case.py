@@ -24,7 +24,7 @@ from medusa_train.trees.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data" / "tiny"))
 
-from corpus import Problem, clean_answer, is_held_out
+from corpus import Problem, clean_answer, is_held_out  # type: ignore[import-not-found]
 
 Counts = dict[str, list[int]]  # by question: tokens that steps brought, steps
 FIGURES = (

@@ -207,7 +207,7 @@ def plot(path: Path, results: Sequence[Result], compared: Mapping[str, RateCompa
         axes.set_ylim(len(results) - 0.5, -0.5)
     rates.set_xlabel("tokens per step")
     rates.axvline(1.0, color="grey", linewidth=0.8)
-    rates.legend()
+    rates.legend(loc="lower right")
     ratios.set_xlabel("ratio to Medusa-1 at equal tokens, 95 % interval")
     ratios.axvline(1.0, color="grey", linewidth=0.8)
     figure.savefig(path, dpi=120)

@@ -168,6 +168,7 @@ def evaluate(case: Case, out: Path, dtype: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure what is not yet done, and write the report after every case."""
     asked = parse_arguments(arguments)
+    quiet_libraries()  # works only before they are imported
     results: list[dict[str, Any]] = []
     dtype = asked.dtype
     for case in cases(asked):
@@ -178,7 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for stage in case.stages:
                 train(stage, asked.out)
             evaluate(case, asked.out, dtype)
-            quiet_libraries()
             from m2_case import measure  # torch comes with it
 
             result = {"settings": settings, "name": case.name, "title": case.title, "against": case.against}
