@@ -117,12 +117,13 @@ def test_bars_are_kept_or_missed() -> None:
 
 
 def test_memory_over_the_number_of_heads_is_a_bar() -> None:
+    """A head's logits take 262 MB at this shape."""
     found = [
-        Measured(Case("loss", "ours", heads=heads), Result(True, [1.0], peak=peak))
-        for heads, peak in ((1, 100), (3, 105), (5, 200))
+        Measured(Case("loss", "ours", heads=heads), Result(True, [1.0], peak=peak * 1_000_000))
+        for heads, peak in ((1, 200), (3, 220), (5, 400))
     ]
-    assert "**missed**: float32: memory over K = 1, 3, 5 differs by a factor of 2.00" in bars(found)
-    assert "kept: float32: memory over K" in bars(found[:2])
+    assert "**missed**: float32: memory flat in K: 50 MB for a further head, whose logits" in bars(found)
+    assert "- kept: float32: memory flat in K: 10 MB for a further head" in bars(found[:2])
 
 
 def test_the_report_shows_what_does_not_fit(tmp_path: Path) -> None:
