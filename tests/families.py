@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from medusa_train.models.backbone import Backbone
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -43,6 +43,44 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
+    "llama3": (
+        "LlamaConfig",
+        {
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "phi3": ("Phi3Config", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),
 }
 
@@ -56,7 +94,7 @@ class NoTokenizer:
 def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Backbone:
     """A random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
-    config = getattr(transformers, name)(**{**_SHAPE, **extra})
+    config = getattr(transformers, name)(**{**SHAPE, **extra})
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else "sdpa")

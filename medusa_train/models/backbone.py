@@ -20,6 +20,7 @@ from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_sw
 from medusa_train.models.features import Features
 from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
+from medusa_train.models.support import check_architecture, check_model
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 
@@ -31,7 +32,8 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         What `from_pretrained` takes, and the transformers config.
 
     Raises:
-        BackboneError: no such directory, or the hub has no such model or can't be reached.
+        BackboneError: no such directory, the hub has no such model or can't be reached, or it is of an architecture
+            that can't be used here.
     """
     local = resolve_path(name)
     where = str(local) if local is not None else name
@@ -52,6 +54,7 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             f"Download it where there is a network (`hf download {name} --local-dir models/{Path(name).name}`) "
             f"and set base_model: models/{Path(name).name}"
         ) from error
+    check_architecture(config, name)
     return where, config
 
 
@@ -95,7 +98,7 @@ class Backbone:
         self.attention: str = self.config._attn_implementation
         self.varlen = False
         model.eval().requires_grad_(False)
-        self._check_logits()
+        check_model(self)
 
     @property
     def head(self) -> Any:
@@ -261,18 +264,6 @@ class Backbone:
         if self.layer_types == {"sliding_attention"}:
             return windowed
         return {"full_attention": mask, "sliding_attention": windowed}
-
-    @torch.no_grad()
-    def _check_logits(self) -> None:
-        """Refuse an architecture whose logits are made in a way that the heads would not follow."""
-        probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        theirs = self.model(input_ids=probe, use_cache=False).logits.float()
-        ours = self.logits(self.run(probe).hidden).float()
-        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max().clamp(min=1.0))):
-            raise BackboneError(
-                f"{type(self.model).__name__} makes its logits in a way that is not known here "
-                "(neither lm_head alone, nor with soft-capping or scaling); heads for it would be wrong"
-            )
 
 
 def context_length(config: Any) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 from medusa_train.errors import BackboneError
 
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+#: Kinds of attention that a tree's mask can be laid over.
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def rope_switch(config: Any) -> int | None:
@@ -40,7 +41,7 @@ def layer_types(config: Any) -> set[str]:
     if not kinds:
         windowed = getattr(config, "sliding_window", None) and hasattr(type(config)(), "sliding_window")
         kinds = {"sliding_attention" if windowed else "full_attention"}
-    if unknown := kinds - _KNOWN_LAYER_TYPES:
+    if unknown := kinds - KNOWN_LAYER_TYPES:
         raise BackboneError(f"{config.model_type}: layers of type {sorted(unknown)} can't be verified by a tree")
     return kinds
 

@@ -33,7 +33,7 @@ lora_target_modules:
 lora_target_linear:
 lora_fan_in_fan_out:
 lora_modules_to_save:
-sequence_len: 128
+sequence_len: 256
 sample_packing: true
 pad_to_sequence_len: true
 wandb_project:

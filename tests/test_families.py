@@ -1,0 +1,138 @@
+"""Each family, small and random, through train -> export -> import -> decode, as a user would go."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from medusa_train.checkpoint.layouts import read_heads
+from medusa_train.checkpoint.subject import load_subject, locate
+from medusa_train.config.schema import TrainConfig
+from medusa_train.export.write import export_run
+from medusa_train.inference.generate import Decoder
+from medusa_train.losses.linear_ce import linear_cross_entropy
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.training.run import train
+from medusa_train.trees.tree import Tree
+from tests.families import FAMILIES, SHAPE, random_backbone
+from tests.training.conftest import build_tokenizer, sentence
+
+#: The ten supported families; Llama in its second and its third form.
+TEN = ["llama", "llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite"]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    draw = random.Random(1)
+    lines = [
+        json.dumps({"conversations": [{"from": who, "value": sentence(draw)} for who in ("human", "gpt")]})
+        for _ in range(12)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_backbone(family: str, tokenizer: transformers.PreTrainedTokenizerFast, where: Path) -> Path:
+    """A random model of the family, with weights large enough that its text varies, as a directory."""
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, name)(**{**SHAPE, **extra, "vocab_size": len(tokenizer), "bos_token_id": 0})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.35)
+    model.save_pretrained(where)
+    tokenizer.save_pretrained(where)
+    return where
+
+
+@pytest.mark.parametrize("family", TEN)
+def test_train_export_import_decode(
+    family: str, tokenizer: transformers.PreTrainedTokenizerFast, chats: Path, tmp_path: Path
+) -> None:
+    backbone_dir = write_backbone(family, tokenizer, tmp_path / "backbone")
+    run = tmp_path / "run"
+    cfg = TrainConfig(
+        base_model=str(backbone_dir),
+        datasets=[{"path": str(chats)}],
+        output_dir=str(run),
+        medusa_num_heads=3,
+        micro_batch_size=4,
+        max_steps=2,
+        learning_rate=1e-3,
+        val_set_size=0.2,
+        bf16=False,
+        calibration_tokens=0,
+    ).resolved()
+    console = Console(file=io.StringIO())
+    assert train(cfg, console, console) == 0
+    losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(loss == loss for loss in losses)  # no NaN
+
+    exported = export_run(locate(str(run), None, None), "vllm").target
+    ours, again = read_heads(run / "heads"), read_heads(exported)
+    assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
+
+    subject = load_subject(locate(str(exported), None, None), "float64")
+    assert subject.draft is not None
+    assert subject.draft.softcap == subject.backbone.softcap
+    assert subject.draft.scale == subject.backbone.scale
+    prompt = [0, 2, 40, 50, 60, 70, 80, 90]
+    stock = AutoModelForCausalLM.from_pretrained(
+        backbone_dir, dtype=torch.float64, attn_implementation=subject.backbone.attention
+    )
+    plain = stock.generate(
+        torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
+    )[0, len(prompt) :].tolist()
+    assert len(set(plain)) > 4  # the text varies, so that the comparison can fail
+    for tree in (Tree.cartesian([3, 2, 2]), Tree.empty()):
+        assert Decoder(subject.backbone, subject.draft, tree).generate(prompt, TOKENS, []).tokens == plain
+
+
+@pytest.mark.parametrize("family", [*TEN, "llama-bias-tied"])
+def test_an_untrained_head_is_the_backbone_in_logits_and_in_loss(family: str) -> None:
+    """To the bit in float32; soft caps, scales and biases reach heads and losses alike."""
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    tokens = torch.arange(2, 20)[None]
+    targets = torch.arange(21, 39) % backbone.vocab_size
+    with torch.no_grad():
+        hidden = backbone.run(tokens).hidden
+        assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
+        stock = backbone.model(tokens, use_cache=False).logits[0]
+        assert torch.allclose(draft.head_logits(hidden, 1)[0], stock, atol=1e-5)
+        ours = linear_cross_entropy(hidden[0], draft.unembed(1), targets).loss_sum
+    assert float(ours) == pytest.approx(float(cross_entropy(stock.float(), targets, reduction="sum")), rel=1e-5)
+
+
+def test_what_is_special_about_families_is_there_to_be_honoured() -> None:
+    """Or the tests above would pass without soft caps, scales, windows, tied matrices and odd head sizes."""
+    made = {family: random_backbone(family, dtype=torch.float32) for family in TEN}
+    assert made["gemma2"].softcap == 30.0
+    assert made["granite"].scale == 1 / 8
+    assert made["granite"].config.embedding_multiplier == 12.0
+    assert {"sliding_attention", "full_attention"} == made["gemma3"].layer_types
+    assert made["mistral-window"].window == 7
+    assert made["qwen3"].config.head_dim * made["qwen3"].config.num_attention_heads != made["qwen3"].hidden_size
+    models = {name: backbone.model for name, backbone in made.items()}
+    tied = {name: m.get_output_embeddings().weight is m.get_input_embeddings().weight for name, m in models.items()}
+    assert {tied["gemma3"], tied["granite"], tied["llama3"]} == {True}
+    assert {tied["llama"], tied["phi3"]} == {False}
+    assert 0 in made["smollm3"].config.no_rope_layers
