@@ -33,11 +33,13 @@ def build_engine(
     DeepSpeed trains wherever there are several processes, and alone where the key `deepspeed` asks for it. Under
     ZeRO-3 the weights are split from here on, and can be read as `Engine` says only.
     """
-    config = read_deepspeed(cfg)
+    given = read_deepspeed(cfg)
+    config = DEFAULT if given is None else given
+    many = world.size > 1 or given is not None
     device, trained = student.precision.device, list(student.parameters.values())
     name = cfg.optimizer
-    stage = stage_of(config or DEFAULT)
-    if name in EIGHT_BIT and stage > 0 and (config or world.size > 1):
+    stage = stage_of(config)
+    if name in EIGHT_BIT and many and stage > 0:
         console.print(f"optimizer: {name}'s blocks don't fit ZeRO's parts of matrices, taking adamw_torch, split")
         name = "adamw_torch"
     groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
@@ -46,14 +48,14 @@ def build_engine(
         console.print(notice)
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps)
     loss_scale = LossScale() if student.precision.dtype == torch.float16 else None
-    if config is None and world.size == 1:
+    if not many:
         return LocalEngine([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
     from medusa_train.training.deepspeed_engine import DeepSpeedEngine
 
     if world.size == 1:
         join(Place(0, 1, 0, "127.0.0.1", _free_port()))
-    reason = "" if config else ", for the key deepspeed is not set"
+    reason = ", for the key deepspeed is not set" if given is None else ""
     console.print(f"processes: {world.size}, by DeepSpeed's ZeRO stage {stage}{reason}")
     backbone = student.backbone
     return DeepSpeedEngine(
@@ -62,7 +64,7 @@ def build_engine(
         [*draft.parameters(), *backbone.head.parameters()],
         optimizer,
         scheduler,
-        complete(config or DEFAULT, cfg, world.size, backbone.hidden_size),
+        complete(config, cfg, world.size, backbone.hidden_size),
         world,
         loss_scale,
     )
