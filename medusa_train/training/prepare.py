@@ -33,7 +33,7 @@ from medusa_train.training.lr import count_warmup_steps, warmup_warning
 from medusa_train.training.plan import Plan, count_steps, interval
 from medusa_train.training.precision import choose_precision
 from medusa_train.training.resume import find_checkpoint
-from medusa_train.training.run_dir import prepare_output_dir, write_config
+from medusa_train.training.run_dir import prepare_output_dir, write_config, writing
 from medusa_train.training.snapshot import random_states, restore_place, restore_weights
 from medusa_train.training.state import TrainState
 from medusa_train.training.student import Student, check_start, make_student, start_heads
@@ -163,7 +163,8 @@ def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) 
     if world.first:
         write_config(with_template(cfg, student.backbone.tokenizer), out)
         dashboards = _dashboards(cfg, out, state.step, console)
-        tracker = open_tracker(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
+        with writing(out):
+            tracker = open_tracker(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
     trainer = Trainer(
         student=student,
         draft=draft,
