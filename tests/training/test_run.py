@@ -13,7 +13,7 @@ from medusa_train.checkpoint.layouts import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import CheckpointError, ConfigError, DataError
+from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.training import run as whole
@@ -285,12 +285,24 @@ def test_other_heads_cannot_go_on(make_config, console):
         train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
 
 
-def test_what_this_version_cannot_do_is_listed_before_data_are_read(make_config, console, tmp_path):
-    cfg = make_config(deepspeed="z.json", fp16=True, datasets=[{"path": str(tmp_path / "absent.jsonl")}])
+def test_a_deepspeed_configuration_that_contradicts_the_keys_is_refused_before_data_are_read(make_config, console):
+    deepspeed = {"gradient_clipping": 3.0, "fp16": {"enabled": True}}
     with pytest.raises(ConfigError) as caught:
-        train(cfg, console)
-    assert "deepspeed" in str(caught.value)
-    assert "fp16" in str(caught.value)
+        train(make_config(deepspeed=deepspeed, datasets=[{"path": "absent.jsonl"}]), console)
+    assert len(caught.value.problems) == 2
+
+
+def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(make_config, console, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MedusaError, match=r"C\+\+ compiler"):
+        train(make_config(deepspeed={}, datasets=[{"path": "absent.jsonl"}]), console)
+
+
+def test_fp16_on_a_cpu_is_float32_and_says_so(make_config, console, tmp_path):
+    assert train(make_config(fp16=True, max_steps=1), console) == 0
+    assert "fp16: not on a cpu, computing in float32" in console.file.getvalue()
+    tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
 def test_bf16_trains_and_saves_heads_in_bf16(make_config, console, tmp_path):
