@@ -27,7 +27,8 @@ from medusa_train.evaluation.joint import joint_quality, trained_backbone
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.evaluation.report import Report, model_id, terminal_table, write_report
+from medusa_train.evaluation.report import Report, model_id, terminal_table
+from medusa_train.evaluation.report_files import write_report
 from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.evaluation.turn_log import TurnLog
 

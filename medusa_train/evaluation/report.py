@@ -1,12 +1,7 @@
-"""Shows and writes an evaluation: terminal table, report.json, report.md, report.html, answers.jsonl.
-
-Knows no model and no clock.
-"""
+"""A finished evaluation: its figures, its table, and what it comes to in words. Writes nothing; knows no model."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.evaluation.acceptance import node_acceptance
-from medusa_train.evaluation.fastchat import model_answers
-from medusa_train.evaluation.metrics import Figures, by_category, is_looping, summarize
-from medusa_train.evaluation.page.page import html_page
-from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+from medusa_train.evaluation.metrics import Figures, by_category, summarize
+from medusa_train.evaluation.records import TurnRecord
 from medusa_train.trees.tree import Tree
 
 
@@ -139,7 +132,7 @@ def terminal_table(report: Report) -> Group:
         table.add_row(*row)
     table.add_section()
     table.add_row(*rows[-1], style="bold")
-    return Group(Text(_title(report), style="bold"), table, Text(_summary(report)))
+    return Group(Text(title_of(report), style="bold"), table, Text(summary_of(report)))
 
 
 def model_id(meta: dict[str, Any]) -> str:
@@ -147,12 +140,14 @@ def model_id(meta: dict[str, Any]) -> str:
     return Path(meta["model"] or meta["base_model"]).name
 
 
-def _title(report: Report) -> str:
+def title_of(report: Report) -> str:
+    """Bench, model and dtype."""
     meta = report.meta
     return f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
 
 
-def _summary(report: Report) -> str:
+def summary_of(report: Report) -> str:
+    """What it comes to, a sentence a line."""
     overall, meta = report.overall, report.meta
     counted = f"{overall['answers']} answers, {overall['looping_answers']} of them loop."
     if not report.has_tree:
@@ -200,92 +195,3 @@ def _quality(report: Report) -> str:
 def _between(figures: Figures, key: str) -> str:
     found = figures["intervals"].get(key)
     return "" if found is None else f" ({found[0]:.2f}-{found[1]:.2f})"
-
-
-def markdown(report: Report) -> str:
-    """The content of report.md."""
-    titles, rows = rows_of(report, terminal=False)
-    table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
-    table += ["| " + " | ".join(row) + " |" for row in rows[:-1]]
-    table.append("| " + " | ".join(f"**{cell}**" for cell in rows[-1]) + " |")
-    facts = [f"- {key.replace('_', ' ')}: {_fact(value)}" for key, value in report.meta.items()]
-    blocks = [[f"# {_title(report)}"], [_summary(report)], table, _definitions(report), ["## Run"], facts]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def _fact(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {item}" for key, item in value.items()) or "-"
-    return "-" if value is None else str(value)
-
-
-def _definitions(report: Report) -> list[str]:
-    lines = ["- **plain**: our decoding loop with the empty tree. **generate**: greedy `generate` of transformers."]
-    if report.has_tree:
-        lines += [
-            "- **tokens per step** (acceleration rate): over decoding steps; the first token comes from the prefill.",
-            "- **overhead**: latency of a step with the tree over that of a plain step, prefill excluded.",
-            "- **speedup**: total tokens per second with the tree over plain, prefill included. Intervals in brackets "
-            "are 95 % bootstrap intervals over questions.",
-            "- **equal fp32, bf16**: answers equal to the plain ones token for token, in float32 and in bfloat16; "
-            "+n counts ties, which first differ where the two best logits lie within 1e-4.",
-        ]
-    lines.append("- **loops**: answers that hold an 8-token sequence three times or more; loops flatter a speedup.")
-    return lines
-
-
-def _answer_line(record: TurnRecord) -> dict[str, Any]:
-    timed = record.answer
-    return {
-        "question_id": record.question_id,
-        "category": record.category,
-        "turn": record.turn,
-        "asked": record.asked,
-        "text": record.text,
-        "pieces": list(record.pieces),
-        "prompt_tokens": len(record.prompt_ids),
-        "tokens": len(timed.tokens),
-        "steps": timed.steps,
-        "accepted": list(timed.accepted),
-        "loops": is_looping(timed.tokens),
-        "seconds": {
-            "tree": None if record.tree is None else record.tree.seconds,
-            **{name: answer.seconds for name, answer in record.baselines.items()},
-        },
-        "exact": {dtype: verdict.value for dtype, verdict in record.exact.items()},
-    }
-
-
-def write_report(
-    report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
-) -> list[Path]:
-    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl.
-
-    `directory` is made if absent. Returns the files' paths.
-    """
-    answers = [_answer_line(record) for record in records]
-    answers += [
-        {"question_id": turn.question_id, "turn": turn.turn, "prompt_tokens": turn.prompt_tokens, "skipped": True}
-        for turn in skipped
-    ]
-    contents = {
-        "report.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n",
-        "report.md": markdown(report),
-        "report.html": html_page(report.as_json(), answers, rows_of(report, terminal=False)),
-        "answers.jsonl": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
-    }
-    name = model_id(report.meta)
-    contents[f"model_answer/{name}.jsonl"] = "".join(
-        json.dumps(line, ensure_ascii=False) + "\n" for line in model_answers(records, name)
-    )
-    (directory / "model_answer").mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        _replace(directory / name, content)
-    return [directory / name for name in contents]
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a file so that an interruption leaves the old one or the new one, never half of one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)

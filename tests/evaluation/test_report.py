@@ -5,8 +5,11 @@ from typing import Any
 
 from rich.console import Console
 
+from medusa_train.evaluation.markdown import markdown
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord, Verdict
-from medusa_train.evaluation.report import Report, markdown, terminal_table, write_report
+from medusa_train.evaluation.report import Report, terminal_table
+from medusa_train.evaluation.report_files import write_report
+from medusa_train.inference.ranks import Trace
 
 KEYS = {
     "acceleration_rate",
@@ -99,6 +102,17 @@ def test_a_second_report_replaces_the_first_and_leaves_nothing_else(tmp_path: Pa
         "report.md",
     ]
     assert json.loads((tmp_path / "report.json").read_text())["meta"]["bench"] == "second"
+
+
+def test_markdown_holds_the_figures_that_have_no_column() -> None:
+    made = records()
+    made[0].trace = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
+    text = markdown(Report.from_records(made, meta()))
+    assert "- plain: 4 tokens/s, speedup 1.50x, 2/2 answers equal to plain ones" in text
+    assert "CTAR(w), steps that accepted at least w draft tokens: 1: 50.0%, 2: 50.0%, 3: 50.0%" in text
+    assert "head 1: 60.0% / 80.0%, head 2: 75.0% / 100.0%" in text
+    assert "tokens per step of the chain of first guesses: 1.25" in text
+    assert "milliseconds until the first token: 1000.0" in text
 
 
 def test_quality_is_said_plainly() -> None:
