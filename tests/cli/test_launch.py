@@ -1,0 +1,124 @@
+"""`medusa-train` in several processes: the launcher's command line, and real runs through it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from medusa_train.cli.launch import launcher_command
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.errors import ConfigError
+from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler")
+
+
+def test_the_command_goes_on_in_every_process():
+    command = launcher_command(["a.yaml", "seed=1"], 4, None)
+    assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert "--num_gpus=4" in command
+    assert command[-4:] == ["--module", "medusa_train.cli.train", "a.yaml", "seed=1"]
+    assert launcher_command([], 2, None) != launcher_command([], 2, None)  # each run has a port of its own
+
+
+def test_a_hostfile_names_the_machines(tmp_path):
+    hosts = tmp_path / "hosts"
+    with pytest.raises(ConfigError, match="no such file"):
+        launcher_command([], None, hosts)
+    hosts.write_text("one slots=8\ntwo slots=8\n")
+    command = launcher_command([], None, hosts)
+    assert f"--hostfile={hosts}" in command
+    assert not any(part.startswith("--num_gpus") for part in command)
+
+
+def test_no_processes_are_refused():
+    with pytest.raises(ConfigError, match="at least one"):
+        launcher_command([], 0, None)
+
+
+@pytest.fixture
+def config_file(backbone_dir, chats, tmp_path):  # noqa: F811
+    keys = {
+        "base_model": str(backbone_dir),
+        "datasets": [{"path": str(chats), "type": "sharegpt"}],
+        "output_dir": str(tmp_path / "run"),
+        "recipe": "medusa1",
+        "medusa_num_heads": 2,
+        "micro_batch_size": 4,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "bf16": False,
+        "calibration_tokens": 40,
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return path
+
+
+def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "medusa_train.cli.train", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=PROJECT_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    places = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")]
+    first = start(config_file, **places[0])
+    second = start(config_file, f"datasets.0.path={tmp_path / 'absent.jsonl'}", **places[1])
+    (said, _), (other, _) = ((p.communicate(timeout=300)[1], p.returncode) for p in (first, second))
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "error: process 1 of 2:" in other
+    assert "absent.jsonl" in other
+    assert "Traceback" not in said + other
+    assert "error" not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_two_processes_by_one_command(config_file, tmp_path):
+    run = start(config_file, "--num-gpus", 2, "--output-dir", tmp_path / "other")
+    out, said = run.communicate(timeout=500)
+    assert run.returncode == 0, said
+    assert said.count("2 Medusa heads x 1 layer on") == 1
+    assert said.count("step 3 |") == 1
+    assert out.count("head accuracy") == 1
+    assert len([r for r in metrics(tmp_path / "other") if r["kind"] == "train"]) == 3
+    assert (tmp_path / "other" / "heads" / "medusa_lm_head.safetensors").exists()
+    assert (tmp_path / "other" / "tree.json").exists()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
+    run = start(config_file, "--num-gpus", 2, "max_steps=100000", "num_epochs=1", "save_steps=100000")
+    record = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(3000):
+        if record.exists() and record.read_text().count('"train"') > 2:
+            break
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=300)
+    assert run.returncode == 143, said
+    assert "saved. To go on:" in said
+    assert "--num-gpus 2" in said
+    (saved,) = Path(tmp_path / "run" / "checkpoints").glob("step-*")
+    assert (saved / "manifest.json").exists()

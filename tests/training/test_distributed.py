@@ -1,0 +1,294 @@
+"""One process, two processes and twice the accumulation steps are the same training; real processes over gloo.
+
+Tolerances. Both sides compute in float32 and differ only in the order in which gradients, losses and squares are added
+up, which moves a sum by a few units of 2^-24 (6e-8) of its largest term. Under SGD that is what arrives in the weights
+(about 1 or less): 5e-7, where 6e-8 was seen. AdamW divides by the root of the second moment, so where a gradient is
+almost zero its rounding counts as much as other gradients do: 5e-5 of weights that move by 0.04 (4e-6 was seen), and
+1e-7 on average. It hides a wrong factor on the gradients, which SGD shows. Figures are means of thousands of such
+terms: 2e-5 of their size. In bfloat16 ZeRO-3's own linear layer rounds once more, before the bias (2^-9, 2e-3): there
+only sameness of that order is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.training.distributed import ALONE
+from tests.training.conftest import metrics
+from tests.training.worker import SMALL, equal, whole_run
+
+pytestmark = [
+    pytest.mark.xdist_group("distributed"),  # in one worker, or each would start processes of its own
+    pytest.mark.timeout(1800),  # under a minute on two idle cores, but all cases count as the first test's
+    pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="DeepSpeed runs on Linux"),
+]
+
+LORA = {
+    "recipe": "medusa2",
+    "adapter": "lora",
+    "lora_target_linear": True,
+    "lora_r": 4,
+    "lora_dropout": 0.0,
+    "medusa_self_distillation": True,
+}
+RECIPES = {
+    "m1": {"recipe": "medusa1"},
+    "shared": {"recipe": "medusa1", "medusa_share_lm_head": True},
+    "lora": LORA,
+    "bf16": {**LORA, "bf16": True},
+    "nf4": {**LORA, "adapter": "qlora", "load_in_4bit": True},
+    "free": {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1},
+}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+RECOMPUTED = {"more": {"gradient_checkpointing": True}}
+SCALED = {"loss_scale": 65536.0}
+
+#: name of a case -> (recipe, optimizer, DeepSpeed's zero_optimization, what else these processes do otherwise)
+EQUAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "m1-sgd-zero0": ("m1", "sgd", {"stage": 0}, {}),
+    "m1-sgd-zero1": ("m1", "sgd", {"stage": 1}, {}),
+    "m1-sgd-zero2": ("m1", "sgd", {"stage": 2}, {}),
+    "m1-sgd-zero3": ("m1", "sgd", {"stage": 3}, {}),
+    "m1-sgd-zero0-scaled": ("m1", "sgd", {"stage": 0}, SCALED),
+    "m1-sgd-zero2-scaled": ("m1", "sgd", {"stage": 2}, SCALED),
+    "m1-sgd-zero3-scaled": ("m1", "sgd", {"stage": 3}, SCALED),
+    "m1-adamw-zero2-offload": ("m1", "adamw", {"stage": 2, **OFFLOADED}, {}),
+    "m1-adamw-zero3-offload": ("m1", "adamw", {"stage": 3, **OFFLOADED, "offload_param": {"device": "cpu"}}, {}),
+    "shared-sgd-zero3": ("shared", "sgd", {"stage": 3}, {}),
+    "lora-sgd-zero2": ("lora", "sgd", {"stage": 2}, {}),
+    "lora-sgd-zero3": ("lora", "sgd", {"stage": 3}, RECOMPUTED),
+    "lora-adamw-zero1": ("lora", "adamw", {"stage": 1}, {}),
+    "lora-adamw-zero3": ("lora", "adamw", {"stage": 3}, {}),
+    "bf16-sgd-zero3": ("bf16", "sgd", {"stage": 3}, {}),
+    "nf4-sgd-zero2": ("nf4", "sgd", {"stage": 2}, {}),
+    "free-sgd-zero3": ("free", "sgd", {"stage": 3}, {}),
+}
+ZERO3 = {"zero_optimization": {**SMALL, "stage": 3}}
+ENGINES = {"zero1": None, "zero3": ZERO3}
+
+
+def start(plan: Path, processes: int = 2) -> list[subprocess.Popen[bytes]]:
+    """Start the workers on `plan`, each with a log of its own beside it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # fmt: skip
+        with (plan.parent / f"log-{rank}").open("wb") as log:
+            command = [sys.executable, "-m", "tests.training.worker", str(plan)]
+            started.append(subprocess.Popen(command, cwd=PROJECT_ROOT, env=environ, stdout=log, stderr=log))
+    return started
+
+
+def logs(directory: Path) -> str:
+    return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("log-*")))
+
+
+@pytest.fixture(scope="module")
+def keys(backbone_dir, chats):
+    """Keys of every case, for two processes; one takes twice the accumulation steps."""
+    return {
+        "base_model": str(backbone_dir),
+        "datasets": [{"path": str(chats), "type": "sharegpt"}],
+        "medusa_num_heads": 3,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "val_set_size": 0.2,
+        "bf16": False,
+        "calibration_tokens": 0,
+        "max_grad_norm": 0.5,  # less than the gradients' norm, so that every step is clipped
+    }
+
+
+@pytest.fixture(scope="module")
+def run_keys(keys):
+    """Keys of whole runs: dropout on, four steps, evaluated and saved in between."""
+    return {
+        **keys,
+        **LORA,
+        "lora_dropout": 0.2,
+        "max_steps": 4,
+        "eval_steps": 2,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "warmup_steps": 1,
+        "medusa_lr_multiplier": 1.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def two(keys, run_keys, tmp_path_factory):
+    """Run all cases in one pair of processes: the directory with what they found."""
+    out = tmp_path_factory.mktemp("two")
+    cases: list[dict[str, Any]] = []
+    for name, (recipe, optimizer, zero, other) in EQUAL.items():
+        own = {**keys, **RECIPES[recipe], **other.get("more", {})}
+        cases.append({"do": "equal", "name": name, "keys": own, "optimizer": optimizer, "zero": zero, **other})
+    for engine, deepspeed in ENGINES.items():
+        whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{engine}-whole" / "run")}
+        parts = {**whole, "output_dir": str(out / f"{engine}-parts" / "run")}
+        cases += [
+            {"do": "whole_run", "name": f"{engine}-whole", "keys": whole},
+            {"do": "whole_run", "name": f"{engine}-parts", "keys": parts, "stop": 2},
+            {"do": "whole_run", "name": f"{engine}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
+        ]
+        spoilt = {**whole, "output_dir": str(out / f"{engine}-spoilt" / "run"), "max_nonfinite_steps": 1}
+        cases.append({"do": "whole_run", "name": f"{engine}-spoilt", "keys": spoilt, "spoil": 2})
+    first = {**run_keys, "lora_dropout": 0.0, "deepspeed": ZERO3, "output_dir": str(out / "first" / "run")}
+    alone = {**run_keys, "lora_dropout": 0.0, "gradient_accumulation_steps": 4}
+    begun = {**alone, "output_dir": str(out / "second" / "run")}
+    whole_run({"keys": begun, "stop": 2}, out / "second")
+    second = {**begun, "gradient_accumulation_steps": 2, "resume_from_checkpoint": "latest", "deepspeed": ZERO3}
+    cases += [
+        {"do": "whole_run", "name": "second-rest", "keys": second},
+        {"do": "whole_run", "name": "first", "keys": first, "stop": 2},
+    ]
+    early = {**run_keys, "deepspeed": ZERO3, "output_dir": str(out / "early" / "run"), "learning_rate": 0.5,
+             "eval_steps": 1, "early_stopping_patience": 1, "max_steps": 9}  # fmt: skip
+    cases.append({"do": "whole_run", "name": "early", "keys": early})
+    plain = {"keys": {**keys, **RECIPES["m1"]}, "optimizer": "sgd", "zero": {"stage": 1}}
+    cases.append({"do": "equal", "name": "overscaled", **plain, "loss_scale": 2.0**66})
+    cases.append({"do": "dies", "name": "dies", **plain})
+    (out / "plan.json").write_text(json.dumps(cases))
+    processes = start(out / "plan.json")
+    try:
+        codes = [process.wait(timeout=1500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    (out / "codes").write_text(json.dumps(codes))
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(keys, tmp_path_factory):
+    """What one process finds for a recipe and an optimizer, with twice the accumulation steps; each only once."""
+    out = tmp_path_factory.mktemp("one")
+
+    def run(recipe: str, optimizer: str) -> Path:
+        where = out / f"{recipe}-{optimizer}"
+        if not where.exists():
+            twice = {**keys, **RECIPES[recipe], "gradient_accumulation_steps": 4}
+            equal({"keys": twice, "optimizer": optimizer}, where, ALONE)
+        return where
+
+    return run
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_two_processes_are_one(two, one, case):
+    assert (two / case / "done").exists(), logs(two)
+    recipe, optimizer, _, _ = EQUAL[case]
+    reference = one(recipe, optimizer)
+    ours, theirs = (json.loads((path / "figures.json").read_text()) for path in (two / case, reference))
+    assert [record[:2] for record in ours] == [record[:2] for record in theirs]
+    relative, absolute = (2e-3, 2e-4) if recipe == "bf16" else (2e-5, 1e-6)
+    for (_, _, mine), (_, _, wanted) in zip(ours, theirs, strict=True):
+        assert set(mine) == set(wanted)
+        for name, value in wanted.items():
+            assert mine[name] == pytest.approx(value, rel=relative, abs=absolute), name
+    ours, theirs = (load_file(path / "weights.safetensors") for path in (two / case, reference))
+    assert set(ours) == set(theirs)
+    largest, mean = {"sgd": (5e-7, 5e-8), "adamw": (5e-5, 1e-7)}[optimizer]
+    if recipe == "bf16":
+        largest, mean = 5e-4, 1e-4
+    for name, weight in theirs.items():
+        apart = (ours[name] - weight).abs()
+        assert float(apart.max()) < largest, name
+        assert float(apart.mean()) < mean, name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, engine):
+    """The signal reached rank 1 alone; both stopped after the same step, and both were saved."""
+    assert (two / f"{engine}-rest" / "done").exists(), logs(two)
+    assert [(two / f"{engine}-parts" / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
+    whole, parts = (
+        [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(path / "run")]
+        for path in (two / f"{engine}-whole", two / f"{engine}-parts")
+    )
+    assert [record["step"] for record in whole if record["kind"] == "train"] == [1, 2, 3, 4]
+    assert parts == whole
+    for name in ("heads/medusa_lm_head.safetensors", "adapter/adapter_model.safetensors"):
+        ours, theirs = (load_file(two / f"{engine}-{part}" / "run" / name) for part in ("parts", "whole"))
+        assert all((ours[key] == theirs[key]).all() for key in theirs), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both(two, engine):
+    run = two / f"{engine}-spoilt"
+    assert (run / "done").exists(), logs(two)
+    records = metrics(run / "run")
+    assert [r["step"] for r in records if r["kind"] == "skipped"] == [2]
+    before, after = metrics(two / f"{engine}-whole" / "run")[0], [r for r in records if r["kind"] == "train"]
+    assert [record["step"] for record in after] == [1, 3, 4]
+    assert after[0]["loss"] == before["loss"]
+    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in after)
+
+
+def test_stopped_early_under_zero3_the_best_heads_are_published(two):
+    run = two / "early" / "run"
+    assert (two / "early" / "done").exists(), logs(two)
+    best = min((r["objective"], r["step"]) for r in metrics(run) if r["kind"] == "eval")[1]
+    store = CheckpointStore(run)
+    assert best < store.steps()[-1] < 9
+    masters = store.load(store.at(best))["draft"]
+    published = load_file(run / "heads" / "medusa_lm_head.safetensors")
+    assert all((published[f"{i}.1.weight"] == masters[f"lm_heads.{i}.weight"]).all() for i in range(3))
+
+
+def test_a_step_that_was_scaled_too_far_is_counted_and_left_out(two):
+    """2^66 times a norm of 1.4 has a square beyond float32; the scale halves until it fits."""
+    assert (two / "overscaled" / "done").exists(), logs(two)
+    steps = [figures for kind, _, figures in json.loads((two / "overscaled" / "figures.json").read_text())
+             if kind == "train"]  # fmt: skip
+    skipped = [figures.get("overscaled_steps", 0) for figures in steps]
+    assert skipped[0] == 1
+    assert skipped[-1] == 0
+    assert [figures["grad_norm"] > 0 for figures in steps] == [not count for count in skipped]
+
+
+def test_only_the_first_process_writes_and_prints(two):
+    run = two / "zero1-whole"
+    assert "ZeRO stage 1, for the key deepspeed is not set" in (run / "console-0").read_text()
+    assert (run / "console-1").read_text() == ""
+    assert len([record for record in metrics(run / "run") if record["kind"] == "train"]) == 4
+
+
+def test_a_run_goes_on_with_another_number_of_processes(two, run_keys, tmp_path):
+    """Two processes and ZeRO-3, then one alone; and one alone, then two with ZeRO-3: both are the run of one."""
+    assert CheckpointStore(two / "first" / "run").steps() == [2], logs(two)
+    shutil.copytree(two / "first" / "run", tmp_path / "rest" / "run")
+    alone = {**run_keys, "lora_dropout": 0.0, "gradient_accumulation_steps": 4}
+    for name, more in {"rest": {"resume_from_checkpoint": "latest"}, "whole": {}}.items():
+        whole_run({"keys": {**alone, **more, "output_dir": str(tmp_path / name / "run")}}, tmp_path / name)
+    runs = [tmp_path / "whole", tmp_path / "rest", two / "second"]
+    whole, *others = ([r for r in metrics(run / "run") if r["kind"] == "train"] for run in runs)
+    for records in others:
+        assert [record["step"] for record in records] == [1, 2, 3, 4]
+        assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in whole], rel=1e-4)
+    assert "2 processes began this run, 1 go on" in (tmp_path / "rest" / "console-0").read_text()
+
+
+def test_when_one_process_dies_the_other_ends(two):
+    """Rank 1 raised in the middle of a step: rank 0 does not wait for it."""
+    assert not (two / "dies" / "done").exists()
+    assert all(code != 0 for code in json.loads((two / "codes").read_text()))
+    assert "StopIteration" in (two / "log-1").read_text()

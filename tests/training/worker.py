@@ -1,0 +1,201 @@
+"""One process of a test with several: `python -m tests.training.worker PLAN.json`, started with RANK and the rest.
+
+The plan names cases that run one after the other, for starting processes costs more than training in them. What rank 0
+finds is written beside the plan, for the test to compare with what one process finds with the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.dataset import BatchLoader
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.tracking import Tracker
+from medusa_train.training.deepspeed_config import complete
+from medusa_train.training.distributed import ALONE, World, join
+from medusa_train.training.engine import Engine, LocalEngine
+from medusa_train.training.interrupt import StopRequest
+from medusa_train.training.loss_scale import LossScale
+from medusa_train.training.lr import build_scheduler
+from medusa_train.training.optim import parameter_groups
+from medusa_train.training.plan import Plan
+from medusa_train.training.precision import choose_precision
+from medusa_train.training.prepare import held_out_batches, load_data
+from medusa_train.training.ranks import announced
+from medusa_train.training.run import train
+from medusa_train.training.state import TrainState
+from medusa_train.training.student import make_student
+from medusa_train.training.trainer import Trainer
+
+STEPS = 4
+#: Parts of a few numbers each and nothing kept whole, so that tiny models are split as large ones are.
+SMALL = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+
+
+class Kept:
+    """A sink that remembers the figures that must not depend on the number of processes."""
+
+    def __init__(self) -> None:
+        self.records: list[list[Any]] = []
+
+    def log(self, record: Any) -> None:
+        names = (
+            "loss",
+            "grad_norm",
+            "objective",
+            "head_top1",
+            "tokens",
+            "targets",
+            "lm_loss",
+            "lm_kl",
+            "overscaled_steps",
+        )
+        self.records.append([record["kind"], record["step"], {n: record[n] for n in names if n in record}])
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> Trainer:
+    """A trainer with the optimizer that the case names; where it has a ZeRO stage, DeepSpeed's."""
+    cfg = TrainConfig(**case["keys"]).resolved()
+    quiet = Console(quiet=True)
+    data = load_data(cfg, quiet, world)
+    torch.manual_seed(7)
+    precision = choose_precision(cfg.bf16, world.device)
+    backbone = Backbone.load(cfg.base_model, dtype=precision.dtype, quantization="nf4" if cfg.load_in_4bit else None)
+    draft = MedusaDraft.from_backbone(
+        backbone, cfg.medusa_num_heads, 1, share_lm_head=cfg.medusa_share_lm_head, dtype=torch.float32
+    )
+    for parameter in draft.parameters():  # or the heads would all be one
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    student = make_student(cfg, backbone, precision)
+    groups = parameter_groups(draft.parameters(), 0.1, student.parameters.values(), 0.05, 0.0)
+    if case["optimizer"] == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=0.9)
+    else:
+        for group in groups:
+            group["lr"] *= 0.1
+        optimizer = torch.optim.AdamW(groups)
+    scheduler = build_scheduler("linear", optimizer, 0, STEPS)
+    trained = [*draft.parameters(), *student.parameters.values()]
+    engine: Engine = LocalEngine(trained, optimizer, scheduler, cfg.max_grad_norm)
+    if world.size > 1:
+        engine = _deepspeed(case, cfg, draft, student, optimizer, scheduler, world)
+    lm: Literal["kl", "ce"] | None = "kl" if student.adapter else "ce" if student.joint else None
+    return Trainer(
+        student=student,
+        draft=draft,
+        objective=Objective(draft, 0.8, lm=lm, heads_coefficient=0.5),
+        engine=engine,
+        loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
+        held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
+        accumulation=cfg.gradient_accumulation_steps,
+        precision=student.precision,
+        plan=Plan(STEPS, 2.0, eval_every=2),
+        store=CheckpointStore(out),
+        tracker=Tracker([sink]),
+        patience=None,
+        state=TrainState(),
+        world=world,
+    )
+
+
+def equal(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
+    """Train a few steps; write the figures, and the weights in the order of their names."""
+    sink = Kept()
+    trainer = make_trainer(case, out / "run", world, sink)
+    trainer.run(StopRequest(lambda line: None))
+    with trainer.engine.whole():
+        weights: dict[str, Tensor] = {f"draft.{k}": v.detach().clone() for k, v in trainer.draft.state_dict().items()}
+        weights |= {f"student.{k}": v.detach().clone() for k, v in trainer.student.state_dict().items()}
+    trainer.engine.release()
+    if world.first:
+        out.mkdir(parents=True, exist_ok=True)
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, out / "weights.safetensors")
+        (out / "figures.json").write_text(json.dumps(sink.records))
+
+
+def whole_run(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
+    """`train` with the case's keys; rank 0's console and every rank's exit code are written.
+
+    The last rank alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
+    """
+    cfg = TrainConfig(**case["keys"]).resolved()
+    out.mkdir(parents=True, exist_ok=True)
+    step, compare = Trainer._train_step, Trainer._compare
+
+    def stopped(trainer: Trainer, batches: Any) -> Any:
+        last = step(trainer, batches)
+        if trainer.state.step == case.get("stop"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return last
+
+    def spoilt(trainer: Trainer, batch: Any, counts: Any) -> Any:
+        output = compare(trainer, batch, counts)
+        return replace(output, loss=output.loss + inf) if trainer.state.step + 1 == case.get("spoil") else output
+
+    if world.rank == world.size - 1:
+        Trainer._train_step, Trainer._compare = stopped, spoilt  # type: ignore[method-assign]
+    console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.first)
+    try:
+        code = train(cfg, console, console, world)
+    finally:
+        Trainer._train_step, Trainer._compare = step, compare  # type: ignore[method-assign]
+    (out / f"code-{world.rank}").write_text(str(code))
+
+
+def dies(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
+    """The last rank ends without a word in the middle of a step."""
+    trainer = make_trainer(case, out / "run", world, Kept())
+    if world.rank == world.size - 1:
+        trainer.loader = iter(())  # type: ignore[assignment]
+    trainer.run(StopRequest(lambda line: None))
+
+
+CASES = {"equal": equal, "whole_run": whole_run, "dies": dies}
+
+
+def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, student: Any, optimizer: Any, scheduler: Any,
+               world: World) -> Engine:  # fmt: skip
+    from medusa_train.training.deepspeed_engine import DeepSpeedEngine
+
+    backbone = student.backbone
+    direct = [*draft.parameters(), *backbone.head.parameters()]
+    config = complete({"zero_optimization": {**SMALL, **case["zero"]}}, cfg, world.size, backbone.hidden_size)
+    scale = LossScale(case["loss_scale"]) if "loss_scale" in case else None
+    return DeepSpeedEngine(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)
+
+
+def main() -> None:
+    plan = Path(sys.argv[1])
+    place = announced()
+    assert place is not None
+    world = join(place)
+    for case in json.loads(plan.read_text()):
+        CASES[case["do"]](case, plan.parent / case["name"], world)
+        world.lead((plan.parent / case["name"] / "done").touch)
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()
