@@ -1,4 +1,4 @@
-"""`medusa-train --num-gpus N`: the same command in several processes, by DeepSpeed's own launcher. Knows no torch."""
+"""`medusa-train --num-gpus N`: the same command in several processes, by DeepSpeed's own launcher. Knows no training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("several processes need DeepSpeed, which is not installed: pip install deepspeed")
     command = launcher_command(arguments, num_gpus, hostfile)
-    process = subprocess.Popen(command, start_new_session=True)
+    import torch
+
+    environment = {"DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu", **os.environ}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     with _handing_on(process, remote=hostfile is not None):
         code = process.wait()
     return code if code in _CODES else 1

@@ -51,10 +51,11 @@ def train_with_others(place: Place, cfg: TrainConfig, console: Console, results:
     One process's failure ends all: it says what was wrong; the others end because they can't go on without it.
     """
     from medusa_train.training.distributed import PeerError, join, lost_peer
-    from medusa_train.training.run import train
 
     try:
         world = join(place)
+        from medusa_train.training.run import train
+
         code = train(cfg, console, results, world)
         world.leave()
         return code

@@ -280,7 +280,6 @@ def _counter(value: Any, like: Tensor | None) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep DeepSpeed's own reports away; warnings and errors stay, on stderr."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ["PATH"] = search_path()
     if os.environ.get("MEDUSA_DEBUG", "") not in ("", "0"):
         yield

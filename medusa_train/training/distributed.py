@@ -153,6 +153,7 @@ def join(place: Place) -> World:
         MASTER_PORT=str(place.port),
     )
     cuda = torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")  # or DeepSpeed warns that it had to guess
     if cuda:
         if place.local_rank >= torch.cuda.device_count():
             raise MedusaError(
