@@ -1,4 +1,4 @@
-"""`medusa-train --num-gpus N`: the same command in several processes, by DeepSpeed's own launcher. Knows no training."""
+"""`medusa-train --num-gpus N`: the command in several processes, by DeepSpeed's own launcher. Knows no training."""
 
 from __future__ import annotations
 
