@@ -57,7 +57,7 @@ class Sampling:
 def uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1), float64 [B, count]: each row from its own generator, whoever else is in the batch."""
     rows = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in generators]
-    return torch.stack([row.to(device) for row in rows])
+    return torch.stack(rows).to(device)
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
