@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -65,17 +65,18 @@ def launcher_command(arguments: Sequence[str], num_gpus: int | None, hostfile: P
     return [sys.executable, "-m", "deepspeed.launcher.runner", *where, *quiet, "--module", _MODULE, *arguments]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _handing_on(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[None]:
     """Within: signals go to the training processes, not to the launchers, which would kill them."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        targets = [] if remote else _training_processes(process.pid)
-        for target in targets or [process.pid]:
-            try:
-                os.kill(target, number)
-            except ProcessLookupError:
-                continue
+        training = [] if remote else _training_processes(process.pid)
+        for pid in training:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not training:  # elsewhere, or only being started: the launcher ends them
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -90,13 +91,12 @@ def _training_processes(launcher: int) -> list[int]:
     import psutil  # comes with DeepSpeed
 
     found = []
-    for child in psutil.Process(launcher).children(recursive=True):
-        try:
-            line = child.cmdline()
-        except psutil.Error:
-            continue
-        if _MODULE in line and "deepspeed.launcher.launch" not in line:
-            found.append(child.pid)
+    with contextlib.suppress(psutil.Error):  # it has ended
+        for child in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # this one has
+                line = child.cmdline()
+                if _MODULE in line and "deepspeed.launcher.launch" not in line:
+                    found.append(child.pid)
     return found
 
 
