@@ -113,9 +113,10 @@ def train(
     from medusa_train.training.inputs import check_inputs
     from medusa_train.training.run_dir import check_output_dir
 
-    if not inspect:
-        check_output_dir(cfg)  # before the seconds that importing torch takes
-    check_inputs(cfg)
+    if place is None or inspect:  # several processes find it out together, or the others would wait for this one
+        if not inspect:
+            check_output_dir(cfg)  # before the seconds that importing torch takes
+        check_inputs(cfg)
     if inspect:
         from medusa_train.training.inspect import inspect_run
 
