@@ -21,7 +21,7 @@ from medusa_train.data.targets import IGNORE
 from medusa_train.losses.matrix import Matrix, UnembeddingLike, product_dtype
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-_MIN_ROWS = 1024
+_MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
@@ -106,7 +106,7 @@ def linear_loss(
 def chunk_rows(vocab: int, device: str, itemsize: int = 4) -> int:
     """Rows of one product: its logits, of `itemsize` bytes, are small beside the matrices and their gradients.
 
-    Never fewer than 1024: each chunk reads the whole weight and, when that is trained, its whole gradient.
+    Never fewer than 512: each chunk reads the whole weight and, when that is trained, its whole gradient.
     """
     return max(_MIN_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (itemsize * vocab))
 
@@ -295,5 +295,8 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
     """`total += grad^T states`, in place: [V, d], [C, V], [C, d]."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), states)
-    else:
-        total += grad.t() @ states
+        return
+    # a narrower product is made before it is added: a few rows of it at a time, which stay in the caches
+    rows = block_rows(states.shape[1], states.device.type)
+    for part, columns in zip(total.split(rows), grad.split(rows, dim=1), strict=True):
+        part += columns.t() @ states
