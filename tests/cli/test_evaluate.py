@@ -90,7 +90,7 @@ def test_runs_are_put_side_by_side(workplace: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--compare", "--calibrate"], 2, "two commands"),
+        (["--compare", "--calibrate"], 2, "give one of them"),
         (["--compare", "only-one"], 1, "two runs or more"),
         (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
         (["--bench", "no-such-bench"], 1, "no bench of that name"),
@@ -102,7 +102,6 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("medusa_train.checkpoint.subject.PROJECT_ROOT", tmp_path)
     monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
     write_bench(tmp_path / "small.jsonl")
     result = runner.invoke(app, arguments)
