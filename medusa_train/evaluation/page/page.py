@@ -106,8 +106,10 @@ def _tiles(report: Json) -> str:
         before = f"perplexity after joint training ({joint['perplexity_before']:.2f} before)"
         shown.append((f"{joint['perplexity_after']:.2f}", before))
     judged = report.get("judge")
-    grade = None if judged is None else judged["score"]
-    shown.append(("not judged", "quality") if grade is None else (f"{grade:.2f} / 10", f"graded by {judged['model']}"))
+    if judged is None or judged["score"] is None:
+        shown.append(("not judged", "quality"))
+    else:
+        shown.append((f"{judged['score']:.2f} / 10", f"graded by {judged['model']}"))
     if report["meta"]["model"] is None:
         shown.append((f"{overall['baseline_tokens_per_s']:.0f}", "tokens per second, plain decoding"))
     return (
