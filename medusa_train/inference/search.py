@@ -49,7 +49,9 @@ def _by_product(top: Sequence[Sequence[float]]) -> Iterator[Ranks]:
     A path's product is at most its parent's, so parents come first.
     """
     shares = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in top]
-    waiting = [(-share, (rank,)) for rank, share in enumerate(shares[0])] if shares else []
+    waiting: list[tuple[float, Ranks]] = []
+    if shares:
+        waiting = [(-share, (rank,)) for rank, share in enumerate(shares[0])]
     heapq.heapify(waiting)
     while waiting:
         product, path = heapq.heappop(waiting)
