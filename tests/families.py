@@ -22,6 +22,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 
+# Untied where embeddings are scaled up: of a random model's logits the largest would be the last token's, for ever.
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-bias-tied": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -68,7 +69,6 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "logits_scaling": 8.0,
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.25,
-            "tie_word_embeddings": True,
         },
     ),
     "gemma3": (
@@ -78,7 +78,6 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "sliding_window": 6,
             "query_pre_attn_scalar": 16,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "tie_word_embeddings": True,
         },
     ),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),

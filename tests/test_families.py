@@ -119,7 +119,7 @@ def test_an_untrained_head_is_the_backbone_in_logits_and_in_loss(family: str) ->
         stock = backbone.model(tokens, use_cache=False).logits[0]
         assert torch.allclose(draft.head_logits(hidden, 1)[0], stock, atol=1e-5)
         ours = linear_cross_entropy(hidden[0], draft.unembed(1), targets).loss_sum
-    assert float(ours) == pytest.approx(float(cross_entropy(stock.float(), targets, reduction="sum")), rel=1e-5)
+    assert float(ours) == pytest.approx(float(cross_entropy(stock.float(), targets, reduction="sum")), rel=1e-4)
 
 
 def test_what_is_special_about_families_is_there_to_be_honoured() -> None:
@@ -133,6 +133,6 @@ def test_what_is_special_about_families_is_there_to_be_honoured() -> None:
     assert made["qwen3"].config.head_dim * made["qwen3"].config.num_attention_heads != made["qwen3"].hidden_size
     models = {name: backbone.model for name, backbone in made.items()}
     tied = {name: m.get_output_embeddings().weight is m.get_input_embeddings().weight for name, m in models.items()}
-    assert {tied["gemma3"], tied["granite"], tied["llama3"]} == {True}
-    assert {tied["llama"], tied["phi3"]} == {False}
+    assert {tied["llama3"], tied["smollm3"]} == {True}
+    assert {tied["llama"], tied["granite"]} == {False}
     assert 0 in made["smollm3"].config.no_rope_layers
