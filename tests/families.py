@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": (
         "GraniteConfig",
         {
-            "embedding_multiplier": 12.0,
+            "embedding_multiplier": 4.0,
             "logits_scaling": 8.0,
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.25,

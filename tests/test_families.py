@@ -127,7 +127,7 @@ def test_what_is_special_about_families_is_there_to_be_honoured() -> None:
     made = {family: random_backbone(family, dtype=torch.float32) for family in TEN}
     assert made["gemma2"].softcap == 30.0
     assert made["granite"].scale == 1 / 8
-    assert made["granite"].config.embedding_multiplier == 12.0
+    assert made["granite"].config.embedding_multiplier == 4.0
     assert {"sliding_attention", "full_attention"} == made["gemma3"].layer_types
     assert made["mistral-window"].window == 7
     assert made["qwen3"].config.head_dim * made["qwen3"].config.num_attention_heads != made["qwen3"].hidden_size
