@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
+from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill.engines import Request
 from medusa_train.selfdistill.job import mode_of, model_name, paths_of
@@ -30,7 +31,9 @@ def preview(cfg: SelfDistillConfig, seeds: Sequence[Seed]) -> Iterator[tuple[str
 
     paths = paths_of(cfg)
     where, _ = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=paths.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_out_of_reach()
+    )
     speakers = Speakers(tokenizer, paths.chat_template)
     for seed, request in requests:
         yield f"{_title(seed)}, {len(speakers.prompt(request))} tokens", speakers.text(request)
