@@ -92,7 +92,8 @@ def _tiles(report: Json) -> str:
             shown.append((f"{value * scale:.{digits}f}{suffix}", what + between))
 
     tile("speedup", "over the same loop without a tree", "x")
-    tile("speedup_without_loops", "the same without answers that repeat themselves", "x")
+    if overall["looping_answers"]:
+        tile("speedup_without_loops", "the same without answers that repeat themselves", "x")
     tile("acceleration_rate", "tokens per step")
     tile("overhead", "overhead of a step")
     tile("tokens_per_s", "tokens per second", digits=0)
