@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_train.errors import MedusaError
+from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.generate import Decoder
+from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -191,6 +194,35 @@ def test_the_empty_tree_computes_no_heads() -> None:
 
     draft = Untouchable(backbone.hidden_size, backbone.vocab_size)
     assert Decoder(backbone, draft, Tree.empty()).generate([4, 5], 8).tokens == _plain(backbone, [4, 5], 8)
+
+
+class _Scalars(TorchDispatchMode):
+    """Counts how often a number is asked of the device: `item`, `int`, `bool`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "rule", [None, Sampling(0.8, top_k=9, top_p=0.9), Typical()], ids=["greedy", "sampling", "typical"]
+)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
+def test_a_step_waits_for_the_device_once(family: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone(family)
+    lists: list[Tensor] = []
+    to_list = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
+    decoder = Decoder(backbone, _trained_like(backbone), TREES["sparse"])
+    steps = decoder.stream([3, 14, 15], 20, (), rule, torch.Generator().manual_seed(0))
+    next(steps)
+    for _ in range(3):
+        lists.clear()
+        with _Scalars() as scalars:
+            next(steps)
+        assert (len(lists), scalars.count) == (1, 0)
 
 
 def test_usage_errors_are_for_people() -> None:

@@ -1,0 +1,215 @@
+"""Decoding of several sequences at once, each as if it were alone. Knows no text, no training, no report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.inference.accept import Accepted, Rule, accept
+from medusa_train.inference.generate import (
+    Decoder,
+    Generation,
+    finish_of,
+    room_for,
+    until_stop,
+    usable_tree,
+)
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft, Proposal, last_states
+from medusa_train.models.features import Features
+from medusa_train.trees.batch_cache import BatchCache
+from medusa_train.trees.tree import Tree
+
+
+@dataclass
+class _Row:
+    """One sequence under way."""
+
+    out: Generation
+    room: int
+    generator: torch.Generator | None
+
+
+class BatchDecoder:
+    """The rounds of `Decoder` for many rows in one pass: they accept unlike lengths and end at different times.
+
+    A row that is done leaves the batch, and those that remain go on in a smaller one. What a row says does not depend
+    on the others, up to the rounding of products of another shape.
+
+    Args:
+        backbone: who decides. draft: who guesses. tree: which guesses are verified; the empty tree by default.
+    """
+
+    def __init__(self, backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None) -> None:
+        self.backbone = backbone
+        self.draft = draft
+        self.tree = usable_tree(backbone, draft, tree)
+        self._one = Decoder(backbone, draft, tree)
+        block = torch.zeros(self.tree.ancestors.shape, dtype=backbone.dtype, device=backbone.device)
+        self._block = block.masked_fill_(~self.tree.ancestors, float("-inf"))
+
+    @torch.inference_mode()
+    def generate_batch(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        eos_ids: Collection[int] | None = None,
+        rule: Rule = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> list[Generation]:
+        """Continue every prompt; each answer ends as `Decoder.stream` says, at its own time.
+
+        All prompts are held at once: keys and values for the longest prompt and answer times their number.
+
+        Args:
+            prompts: token ids, of any lengths. max_new_tokens: of each answer.
+            eos_ids: tokens that end an answer; the backbone's own by default, empty for none.
+            rule: greedy by default; see `accept`.
+            generators: one per prompt, for `Sampling`; what a row draws comes from its own alone.
+
+        Returns:
+            In the order of `prompts`. `seconds` of each is the time until it was done, beside the others.
+
+        Raises:
+            MedusaError: a prompt is empty or longer than the model's context.
+        """
+        if generators is not None and len(generators) != len(prompts):
+            raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts")
+        stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
+        each: list[torch.Generator | None] = [*generators] if generators is not None else [None] * len(prompts)
+        rooms = [room_for(self.backbone, prompt, max_new_tokens) for prompt in prompts]
+        if len(prompts) < 2 or self.backbone.rope_switch is not None:
+            # the longest row of a pass would set the angles of all
+            return [
+                self._one.generate(prompt, max_new_tokens, stops, rule, generator)
+                for prompt, generator in zip(prompts, each, strict=True)
+            ]
+        rows = [_Row(Generation([]), room, generator) for room, generator in zip(rooms, each, strict=True)]
+        run = _Run(self, rows, prompts, stops, rule)
+        while run.active:
+            run.step()
+        for row in rows:
+            row.out.finish = finish_of(row.out.tokens, stops, max_new_tokens)
+        return [row.out for row in rows]
+
+    def mask(self, cache: BatchCache) -> Tensor:
+        """What each node sees: its own row's committed positions, its ancestors and itself, [B, 1, n + 1, S]."""
+        device = self.backbone.device
+        prefix = torch.zeros(len(cache.lengths), cache.length, dtype=self.backbone.dtype, device=device)
+        prefix.masked_fill_(cache.gaps(device), float("-inf"))
+        nodes = len(self._block)
+        return torch.cat(
+            [
+                prefix[:, None, None].expand(-1, -1, nodes, -1),
+                self._block.expand(len(cache.lengths), 1, -1, -1),
+            ],
+            dim=-1,
+        )
+
+
+class _Run:
+    """One batch under way: `active` are the rows that are not done, in the order of the cache's."""
+
+    def __init__(
+        self,
+        decoder: BatchDecoder,
+        rows: list[_Row],
+        prompts: Sequence[list[int]],
+        stops: Collection[int],
+        rule: Rule,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._decoder = decoder
+        self._backbone = decoder.backbone
+        self._stops = stops
+        self._rule = rule
+        self.active = list(rows)
+        lengths = [len(prompt) for prompt in prompts]
+        ends = (length + row.room for length, row in zip(lengths, rows, strict=True))
+        self._cache = BatchCache(self._backbone.num_layers, max(ends) + decoder.tree.size + 1)
+        self._state: Any = None
+        self._prefill(prompts, lengths)
+
+    def _prefill(self, prompts: Sequence[list[int]], lengths: list[int]) -> None:
+        """One causal pass over all prompts, padded behind, where no token of a prompt looks."""
+        padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+        feats = self._backbone.run(torch.tensor(padded, device=self._backbone.device), cache=self._cache)
+        self._cache.commit_rows(lengths)
+        # each prompt's last token is a root with nothing below it
+        last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
+        logits = self._backbone.logits(last_states(feats, [length - 1 for length in lengths]))
+        accepted = accept(self._rule, last, logits[:, None], Tree.empty(), self._generators())
+        if self._drafts:
+            assert self._decoder.draft is not None
+            self._state = self._decoder.draft.start(feats, lengths)
+        now = time.perf_counter() - self._started
+        for row, (_, tokens) in zip(self.active, accepted, strict=True):
+            row.out.tokens = tokens[-1:]
+            row.out.prefill_seconds = now
+        self._leave()
+
+    def step(self) -> None:
+        """Propose, verify and accept for every active row."""
+        proposal = self._propose()
+        feats, accepted = self._verify(proposal)
+        paths = [path for path, _ in accepted]
+        self._cache.keep_rows(paths)
+        if self._drafts:
+            assert self._decoder.draft is not None
+            self._state = self._decoder.draft.advance(self._state, feats, paths)
+        for row, (path, tokens) in zip(self.active, accepted, strict=True):
+            kept = until_stop(tokens[1:], self._stops, row.room - len(row.out.tokens))
+            row.out.tokens += kept
+            row.out.steps += 1
+            row.out.accepted.append(min(len(path) - 1, len(kept)))
+        self._leave()
+
+    @property
+    def _drafts(self) -> bool:
+        return self._decoder.draft is not None and self._decoder.tree.size > 0
+
+    def _generators(self) -> list[torch.Generator] | None:
+        found = [row.generator for row in self.active if row.generator is not None]
+        return found or None
+
+    def _propose(self) -> Proposal:
+        roots = torch.tensor([row.out.tokens[-1] for row in self.active], device=self._backbone.device)
+        if not self._drafts:
+            return Proposal(roots[:, None], self._decoder.tree)
+        assert self._decoder.draft is not None
+        return self._decoder.draft.propose(self._state, roots, self._decoder.tree)
+
+    def _verify(self, proposal: Proposal) -> tuple[Features, list[Accepted]]:
+        """One pass over all nodes of all rows; a node's position id is its own row's length + depth."""
+        lengths = torch.tensor(self._cache.lengths, device=self._backbone.device)
+        positions = self._decoder.tree.depths + lengths[:, None]
+        # nodes past the context are never kept; no position table must be asked for them either
+        positions = positions.clamp(max=self._backbone.max_context - 1)
+        mask = self._decoder.mask(self._cache)
+        feats = self._backbone.run(proposal.tokens, positions=positions, mask=mask, cache=self._cache)
+        logits = self._backbone.logits(feats.hidden)
+        return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, self._generators())
+
+    def _leave(self) -> None:
+        """Let the rows that are done go; the last of the others take their places."""
+        done = [row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.room for row in self.active]
+        if not any(done):
+            return
+        for row, over in zip(self.active, done, strict=True):
+            if over:
+                row.out.seconds = time.perf_counter() - self._started
+        staying = [i for i, over in enumerate(done) if not over]
+        size = len(staying)
+        movers = [i for i in staying if i >= size]
+        places = [i if not done[i] else movers.pop() for i in range(size)]
+        self.active = [self.active[i] for i in places]
+        if self.active:
+            self._cache.take(places)
+            if self._drafts:
+                assert self._decoder.draft is not None
+                self._state = self._decoder.draft.take(self._state, places)

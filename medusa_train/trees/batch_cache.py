@@ -1,0 +1,87 @@
+"""The cache of several rows that grow at different speeds; knows no model, no tree and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_train.errors import MedusaError
+from medusa_train.trees.kv_cache import TreeCache
+
+
+class BatchCache(TreeCache):
+    """A `TreeCache` whose row b holds `lengths[b]` committed positions, at columns 0 .. lengths[b] - 1.
+
+        row 0  a a a a a a a a P P P       a committed, P pending, - neither: nobody may attend to these columns
+        row 1  b b b b b - - - P P P       (`gaps`)
+                               ^ length
+
+    Pending positions stand behind the longest row, at the same columns in all, so that a pass writes them in one piece.
+    What is kept of them moves to the end of its own row.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(num_layers, capacity)
+        self.lengths: list[int] = []
+
+    def commit_rows(self, lengths: Sequence[int]) -> None:
+        """Take the first `lengths[b]` pending positions of each row over as they lie: prompts, padded behind.
+
+        Raises:
+            MedusaError: a prompt is longer than what was written.
+        """
+        if max(lengths) > self._pending:
+            raise MedusaError(f"{max(lengths)} positions to commit, only {self._pending} are pending")
+        self.lengths = list(lengths)
+        self.length = max(lengths)
+        self._pending = 0
+
+    def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
+        """Take over the pending positions `paths[b]` (increasing) of each row, and drop the others.
+
+        Raises:
+            MedusaError: a node is not pending.
+        """
+        last = max(path[-1] for path in paths)
+        if last >= self._pending:
+            raise MedusaError(f"node {last} to keep, only {self._pending} are pending")
+        # Rows that keep less copy their last node again and again: it lands behind their end, where nobody reads.
+        count = max(len(path) for path in paths)
+        source = [[self.length + path[min(i, len(path) - 1)] for i in range(count)] for path in paths]
+        target = [[own + i for i in range(count)] for own in self.lengths]
+        if source != target:
+            self._move(source, target)
+        self.lengths = [own + len(path) for own, path in zip(self.lengths, paths, strict=True)]
+        self.length = max(self.lengths)
+        self._pending = 0
+
+    def _move(self, source: list[list[int]], target: list[list[int]]) -> None:
+        assert self._storage is not None
+        device = self._storage.device
+        here, there = torch.tensor([source, target], device=device)  # [B, count] each
+        rows = torch.arange(len(source), device=device)[:, None]
+        # indexing copies first, so source and target may overlap
+        self._storage[:, :, rows, :, there] = self._storage[:, :, rows, :, here]
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Go on with `rows` alone; row i becomes what was row rows[i].
+
+        In place: a row may only move to the place of one that is given up or has moved before (rows[i] >= i).
+        """
+        assert self._storage is not None
+        for row, was in enumerate(rows):
+            if was < row:
+                raise ValueError(f"row {was} can't move up to {row}")
+            if was != row:
+                used = self.lengths[was]
+                self._storage[:, :, row, :, :used] = self._storage[:, :, was, :, :used]
+        self._storage = self._storage[:, :, : len(rows)]
+        self.lengths = [self.lengths[was] for was in rows]
+        self.length = max(self.lengths, default=0)
+
+    def gaps(self, device: torch.device) -> Tensor:
+        """Where nobody may look: bool [B, length], true behind each row's own end."""
+        ends = torch.tensor(self.lengths, device=device)
+        return torch.arange(self.length, device=device) >= ends[:, None]
