@@ -1,3 +1,19 @@
-"""Train, evaluate and ship Medusa heads. This module knows only the version."""
+"""Train, evaluate and ship Medusa heads. This module knows the version, and loads nothing until it is asked to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medusa_train.api import load as load
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":
+        from medusa_train.api import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,6 +35,7 @@ def evaluate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Put runs side by side: medusa-eval --compare RUN_A RUN_B ...")
     ] = False,
+    interactive: Annotated[bool, typer.Option("--interactive", help="Chat with the model in the terminal.")] = False,
     bench: Annotated[
         str | None, typer.Option(help="tiny, mtbench, specbench, humaneval, gsm8k, or a question file.")
     ] = None,
@@ -63,17 +64,16 @@ def evaluate(
         "judge_model": judge_model,
         "output_dir": output_dir,
     }
-    if calibrate and compare:
-        raise ConfigError("--calibrate and --compare are two commands; give one of them")
+    if calibrate + compare + interactive > 1:
+        raise ConfigError("--calibrate, --compare and --interactive are commands of their own; give one of them")
     if compare:
         _compare(arguments or [], bench, output_dir)
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
 
     from medusa_train.checkpoint.subject import locate
-    from medusa_train.evaluation.benches import load_bench
 
-    questions = load_bench(cfg.bench, error_console().print).limited(cfg.limit)
+    questions = None if interactive else _questions(cfg)
     paths = locate(
         cfg.model,
         cfg.base_model,
@@ -83,6 +83,9 @@ def evaluate(
     )
     console = _console()
     console.print(_first_line(cfg, questions, paths), highlight=False, soft_wrap=True)
+    if questions is None:
+        _chat(cfg, paths, console)
+        return
     if calibrate:
         from medusa_train.evaluation.calibrate import calibrate as search
 
@@ -92,6 +95,19 @@ def evaluate(
     from medusa_train.evaluation.evaluate import evaluate as measure
 
     _say_written(console, measure(cfg, questions, paths, shlex.join(["medusa-eval", *sys.argv[1:]]), console)[1])
+
+
+def _questions(cfg: EvalConfig) -> Bench:
+    from medusa_train.evaluation.benches import load_bench
+
+    return load_bench(cfg.bench, error_console().print).limited(cfg.limit)
+
+
+def _chat(cfg: EvalConfig, paths: SubjectPaths, console: Console) -> None:
+    from medusa_train.api import open_model
+    from medusa_train.cli.interactive import Chat
+
+    Chat(open_model(paths, cfg.dtype), console, cfg.max_new_tokens).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
@@ -113,13 +129,13 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def _first_line(cfg: EvalConfig, bench: Bench, paths: SubjectPaths) -> str:
+def _first_line(cfg: EvalConfig, bench: Bench | None, paths: SubjectPaths) -> str:
     """What was taken, defaults included."""
-    asked = f"{bench.name}: {len(bench.questions)} questions of {bench.path}"
+    asked = "" if bench is None else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
     if paths.name is None:
-        return f"medusa-eval: backbone {paths.base_model} alone, no heads; bench {asked}"
+        return f"medusa-eval: backbone {paths.base_model} alone, no heads{asked}"
     newest = " (the newest run)" if cfg.model is None else ""
-    return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}; bench {asked}"
+    return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}{asked}"
 
 
 def main() -> None:

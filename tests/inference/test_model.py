@@ -1,0 +1,79 @@
+"""A model asked in text: the loop's own answer, whole or in pieces, stop strings, sampling, limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa_train.api import load
+from medusa_train.data.conversation import Message
+from medusa_train.errors import MedusaError
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.model import Model
+from tests.evaluation.tiny_model import CONTEXT, write_backbone, write_run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    home = tmp_path_factory.mktemp("model")
+    return load(write_run(home / "run", write_backbone(home / "backbone")), dtype="float32")
+
+
+def test_the_answer_is_the_loops_own(model: Model) -> None:
+    tokenizer = model.backbone.tokenizer
+    prompt = tokenizer("<bos><user>Hi?<assistant>")["input_ids"]
+    tokens = Decoder(model.backbone).generate(prompt, 40).tokens
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert model.generate("Hi?", 40) == text
+    assert model.generate([{"role": "user", "content": "Hi?"}], 40) == text
+    assert model.generate([Message("user", "Hi?")], 40) == text
+    assert model.generate("<bos><user>Hi?<assistant>", 40, raw=True) == text
+    reply = model.reply("Hi?", 40)
+    pieces = list(reply)
+    assert "".join(piece.text for piece in pieces) == reply.text == text
+    assert reply.tokens == tokens
+    assert reply.finish in ("eos", "length")
+    assert reply.tokens_per_step == (len(tokens) - 1) / reply.steps
+    if reply.tokens_per_step > 1:
+        assert any(piece.drafted for piece in pieces)
+
+
+def test_a_stop_string_ends_the_answer(model: Model) -> None:
+    text = model.generate("Hi?", 40)
+    stop = text[9:12]
+    reply = model.reply("Hi?", 40, stop=stop)
+    assert reply.read() == text[: text.index(stop)]
+    assert reply.finish == "stop"
+    assert len(reply.tokens) < 40
+    other = model.reply("Hi?", 40, eos_ids=[reply.tokens[5], reply.tokens[3]])
+    other.read()
+    assert (other.finish, other.tokens) == ("eos", reply.tokens[:4])
+
+
+def test_sampling_is_seeded(model: Model) -> None:
+    first = model.generate("Hi?", 30, temperature=1.0, seed=1)
+    assert model.generate("Hi?", 30, temperature=1.0, seed=1) == first
+    assert model.generate("Hi?", 30, temperature=1.0, seed=2) != first
+    assert model.generate("Hi?", 30, temperature=1.0, top_k=1, seed=3) == model.generate("Hi?", 30)
+    typical = model.reply("Hi?", 30, temperature=0.7, typical=True)
+    assert typical.read() == model.generate("Hi?", 30, temperature=0.7, typical=True)
+
+
+def test_limits_are_for_people(model: Model) -> None:
+    with pytest.raises(MedusaError, match=f"the model reads {CONTEXT} at most"):
+        model.generate("x" * CONTEXT)
+    with pytest.raises(MedusaError, match="top_p is 2"):
+        model.generate("Hi?", temperature=1.0, top_p=2)
+    begun = iter(model.reply("Hi?", 30, raw=True))
+    next(begun)
+    model.generate("Hi?", 5)
+    with pytest.raises(MedusaError, match="begun another answer"):
+        list(begun)
+
+
+def test_a_backbone_alone_answers_plainly(tmp_path: Path, model: Model) -> None:
+    plain = load(base_model=write_backbone(tmp_path / "backbone"), dtype="float32")
+    reply = plain.reply("Hi?", 20)
+    assert reply.read() == model.generate("Hi?", 20)
+    assert reply.tokens_per_step == 1.0
