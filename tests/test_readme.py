@@ -13,6 +13,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.reference import replace_reference
 from medusa_train.config.schema import TrainConfig
+from tests.evaluation.tiny_model import write_backbone, write_run
 
 README = (PROJECT_ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -71,3 +72,15 @@ def test_the_demo_s_table_is_there() -> None:
     table = README.split("<!-- demo:start -->")[1].split("<!-- demo:end -->")[0]
     assert "| **overall** |" in table
     assert table.count("\n| ") == 10  # title, eight categories, overall
+
+
+def test_the_python_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs" / "demo", write_backbone(tmp_path / "backbone"))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert any("model.generate" in block for block in blocks)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
