@@ -1,6 +1,6 @@
 """Write data/seeds/tiny.jsonl: seed conversations (user turns only) for the embedded tiny backbone.
 
-    python data/seeds/make_tiny.py [--count 1500] [--seed 0] [--output data/seeds/tiny.jsonl]
+    python data/seeds/make_tiny.py [--count 3000] [--seed 0] [--output data/seeds/tiny.jsonl]
 
 Word problems (55 %) and requests for Python functions (45 %), composed from our own scenarios, function ideas and
 wordings; every third conversation has two or three turns. The same seed gives the same file on every Python.
@@ -69,7 +69,7 @@ def make_seeds(count: int, seed: int) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1500, help="conversations (default 1500)")
+    parser.add_argument("--count", type=int, default=3000, help="conversations (default 3000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another set (default 0)")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("tiny.jsonl"))
     args = parser.parse_args()

@@ -62,9 +62,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--work", type=Path, default=Path("runs/tiny-build"), help="checkpoint, log and preview of a run"
     )
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of about 7,500 tokens")
+    parser.add_argument("--steps", type=int, default=2720, help="optimizer steps of about 7,500 tokens")
     parser.add_argument(
-        "--polish", type=int, default=230, help="rounds after them in which its own greedy answers unlearn loops"
+        "--polish", type=int, default=40, help="rounds after them in which its own greedy answers unlearn loops"
     )
     parser.add_argument("--every", type=int, default=120, help="steps between evaluations and checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the wording and the order")
@@ -104,7 +104,7 @@ def go_on_or_refuse(work: Path, recipe: dict[str, object]) -> None:
 def train(options: argparse.Namespace, recipe: Recipe, library: Library) -> None:
     """Train, or go on training; the state after every evaluation stands in `--work`, loadable as `preview/`."""
     import torch
-    from polish import polish
+    from polish import polish, settle
     from training import Run, save_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,17 +129,25 @@ def train(options: argparse.Namespace, recipe: Recipe, library: Library) -> None
         save_model(model, options.work / "preview")
 
     seed = options.seed
-    run.train(lambda number: library.epoch(seed, number), held_out, log, options.every, show)
+    run.train(
+        lambda number: library.epoch(seed, number),
+        lambda number: library.brief_epoch(seed, number),
+        held_out,
+        log,
+        options.every,
+        show,
+    )
     polish(
         run,
         library.tokenizer,
         lambda number: library.requests(recipe.polish_requests, Random(f"requests {seed} {number}")),
-        lambda number: library.epoch(seed, 10_000 + number),
+        lambda number: library.brief_epoch(seed, 10_000 + number),
         held_out,
         log,
         max(1, options.every // 6),  # a round takes as long as several steps
         show,
     )
+    settle(run)
     save_model(run.model, options.out)
 
 

@@ -27,6 +27,7 @@ from make_tiny import code_turns, problem_turns
 SHORT_ANSWER = (40, 250)  # tokens: what a function of an ordinary chat has; shorter ones are trivial
 LONG_ANSWER = 900  # tokens: the longest that a long chat may hold
 LONG_SHARE = 0.08  # of an epoch's tokens, in chats of 2,000 tokens or more
+BRIEF_ANSWER = (22, 90)  # tokens: what a function of the last steps and of the polishing has
 FUNCTION_COPIES = 2  # plain functions come twice an epoch, in two wordings; methods and problems once
 
 
@@ -39,6 +40,7 @@ class Library:
         questions = [len(ids) for ids in encode_texts(tokenizer, asked)]
         self.tokenizer = tokenizer
         self.short: list[Item] = []
+        self.brief: list[Item] = []
         self.long: list[Item] = []
         self.long_lengths: list[int] = []
         self.held_out: dict[str, list[Item]] = {"problems": [], "functions": []}
@@ -53,6 +55,8 @@ class Library:
             if fits:
                 copies = FUNCTION_COPIES if is_function and not item.is_method else 1
                 self.short += [item] * copies
+            if BRIEF_ANSWER[0] <= answer <= BRIEF_ANSWER[1] if is_function else fits:
+                self.brief.append(item)
             if low <= answer <= LONG_ANSWER:
                 self.long.append(item)
                 self.long_lengths.append(answer + question + 10)
@@ -64,6 +68,10 @@ class Library:
         tokens = sum(len(chat.ids) for chat in chats)
         long = corpus.long_chats(self.long, self.long_lengths, int(tokens * LONG_SHARE), rng)
         return chats + encode_chats(self.tokenizer, long)
+
+    def brief_epoch(self, seed: int, number: int) -> list[Encoded]:
+        """The chats of an epoch of problems and brief functions: the last text sets the length of greedy answers."""
+        return encode_chats(self.tokenizer, corpus.short_chats(self.brief, Random(f"brief {seed} {number}")))
 
     def requests(self, count: int, rng: Random) -> list[Request]:
         """Requests to practise on, half of them for code.

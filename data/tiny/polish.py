@@ -1,36 +1,38 @@
 """The last rounds of training: the model answers, and is taught not to repeat itself and to keep what went well.
 
 A small model that only ever saw other people's text loops when it decodes greedily. Each round it answers some
-requests greedily; tokens that go on a loop are made less likely (sequence-level unlikelihood, Welleck et al. 2020,
-"Neural Text Generation with Unlikelihood Training", section 5.2), and so are a little the ends of answers that are much
-shorter than people's, and what does not parse; good answers are learned from like any text, and a batch of the
-ordinary text keeps the rest in place.
+requests greedily; in worked problems, tokens that go on a loop are made less likely (sequence-level unlikelihood,
+Welleck et al. 2020, "Neural Text Generation with Unlikelihood Training", section 5.2); good answers are learned from
+like any text, and ordinary text keeps the rest in place.
 Knows nothing of where requests come from.
 """
 
 from __future__ import annotations
 
-import ast
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
+from check import parses
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from training import Epoch, Run, held_out_losses, next_token_logits, stream, to_tensors
+from training import Epoch, Run, held_out_losses, hidden_states, stream, to_tensors
 from transformers import LlamaForCausalLM
 from vocabulary import EOS, PAD, SPECIAL, Encoded, encode_chats
 
-LIMIT = 160  # tokens of an answer here; loops show by then
-SHORT = 52  # tokens: shorter answers are no models, and their end is made less likely
-LOOP_WEIGHT, SHORT_WEIGHT, SYNTAX_WEIGHT, GOOD_WEIGHT = 1.0, 1.0, 8.0, 0.5
-UNLIKELIHOOD = 0.5  # of a step's loss on text, however few tokens are to be made less likely
+LIMIT = 144  # tokens of an answer here; loops show by then
+SHORT, SHORT_CODE = 64, 36  # tokens: shorter answers are no models
+LOOP_WEIGHT, CODE_WEIGHT, SHORT_WEIGHT, GOOD_WEIGHT = 3.0, 0.15, 0.1, 0.5
+REACH = 1.3  # of the weights' mean over the second half of the rounds, from where they were before the first
+UNLIKELIHOOD = 0.5  # of the mean over all answers, against the mean loss on text
 EOS_ID = SPECIAL.index(EOS)
-SPANS = ((18, 1), (7, 2), (4, 4))  # (n, m): a sequence of n tokens that occurred m times before is a loop ...
-INSIDE = 6  # ... and in an answer with a loop every token goes on it that ends a sequence of 6 seen before
+SPANS = ((8, 1), (4, 3))  # (n, m): a sequence of n tokens that occurred m times before is a loop ...
+CODE_SPANS = ((8, 2), (4, 4))  # ... in code, which repeats itself by nature, these ...
+INSIDE = 6  # ... and in an answer with a loop every token goes on it that is in a sequence of 6 seen before
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,12 @@ class Request:
     then: str | None = None  # asked next, once the model has answered
 
 
-def repeated(tokens: Sequence[int]) -> list[bool]:
+def repeated(tokens: Sequence[int], spans: Sequence[tuple[int, int]] = SPANS) -> list[bool]:
     """For each token whether it goes on a loop: see `SPANS` and `INSIDE`."""
-    marks = [any(places) for places in zip(*(_seen(tokens, *span) for span in SPANS), strict=True)]
+    marks = [any(places) for places in zip(*(_seen(tokens, *span) for span in spans), strict=True)]
     if any(marks):
-        marks = [a or b for a, b in zip(marks, _seen(tokens, INSIDE, 1), strict=True)]
+        again = _seen(tokens, INSIDE, 1)
+        marks = [mark or any(again[place : place + INSIDE]) for place, mark in enumerate(marks)]
     return marks
 
 
@@ -88,17 +91,22 @@ def polish(
 ) -> None:
     """Do the rounds that are left; every `every` rounds evaluate, save, call `on_checkpoint`.
 
-    `requests(n)` are those of round n; `epoch` gives the ordinary text, one micro-batch a round.
+    `requests(n)` are those of round n; `epoch` gives the ordinary text, as much a round as in a step before.
     """
     recipe = run.recipe
     speaker = LlamaForCausalLM(recipe.config()).to(run.device, torch.bfloat16).eval()
     batches = stream(epoch, recipe)
-    for _ in range(run.step - recipe.steps):
+    for _ in range((run.step - recipe.steps) * recipe.accumulation):
         next(batches)
+    if run.step == recipe.steps:
+        run.keep("unpolished")
     while (number := run.step - recipe.steps) < recipe.polish_rounds:
         speaker.load_state_dict(run.model.state_dict())
-        _, text = next(batches)
+        text = [next(batches)[1] for _ in range(recipe.accumulation)]
         shares = polish_round(run, speaker, tokenizer, requests(number), text)
+        late = number + 1 - recipe.polish_rounds // 2  # how many rounds of the second half are done
+        if late > 0:
+            run.keep("mean", 1 / late)
         entry: dict[str, object] = {"step": run.step, **{k: round(v, 3) for k, v in shares.items()}}
         if (number + 1) % every == 0 or number + 1 == recipe.polish_rounds:
             entry["held_out"] = {
@@ -109,12 +117,25 @@ def polish(
         log(entry)
 
 
+def settle(run: Run) -> None:
+    """Give the model the mean of the second half's weights, moved `REACH` times as far from the unpolished ones.
+
+    Single states differ from round to round by chance; what they have in common is what was learned, and the mean of
+    it falls short of it (as moving along the difference of two models' weights does in Ilharco et al. 2023, "Editing
+    Models with Task Arithmetic").
+    """
+    if "mean" not in run.kept:
+        return
+    before, mean = run.kept["unpolished"], run.kept["mean"]
+    run.model.load_state_dict({name: torch.lerp(before[name], mean[name], REACH) for name in mean})
+
+
 def polish_round(
     run: Run,
     speaker: LlamaForCausalLM,
     tokenizer: Tokenizer,
     requests: Sequence[Request],
-    text: Sequence[Encoded],
+    text: Sequence[Sequence[Encoded]],
 ) -> dict[str, float]:
     """One round: `speaker` (a bf16 copy of the model) answers, one optimizer step; the shares seen."""
     prompts, answers = _ask(speaker, tokenizer, requests)
@@ -149,22 +170,25 @@ def _ask(
 
 
 def judge_answer(tokenizer: Tokenizer, answer: Sequence[int], is_code: bool) -> tuple[list[float], set[str]]:
-    """(a weight per token, above zero = likelier, below = less likely; what was found about the answer)."""
-    marks = repeated(answer)
-    weights = [-LOOP_WEIGHT if mark else 0.0 for mark in marks]
-    kinds: set[str] = set()
-    if any(marks):
-        kinds.add("looping")
-    if answer[-1] != EOS_ID:
-        return weights, kinds | {"cut"}
-    if is_code and (wrong := first_wrong_token(tokenizer, answer[:-1])) is not None:
-        kinds.add("broken_code")
-        weights[wrong] = -SYNTAX_WEIGHT
-    if len(answer) < SHORT:
-        kinds.add("short")
-        weights[len(answer) - 1 if is_code else last_line(tokenizer, answer)] -= SHORT_WEIGHT
+    """(a weight per token, above zero = likelier, below = less likely; what was found about the answer).
+
+    Nothing in code is made less likely: its brackets, line ends and indentation are in its loops too, and ten rounds
+    that unlearned them took the share that parses from four fifths to a quarter.
+    """
+    marks = repeated(answer, CODE_SPANS if is_code else SPANS)
+    text = tokenizer.decode(list(answer), skip_special_tokens=True)
+    found = {
+        "looping": any(marks),
+        "cut": answer[-1] != EOS_ID,
+        "broken_code": is_code and not parses(text),
+        "short": len(answer) < (SHORT_CODE if is_code else SHORT),
+    }
+    kinds = {kind for kind, is_so in found.items() if is_so}
     if not kinds:
         return [GOOD_WEIGHT] * len(answer), {"good"}
+    weights = [-(CODE_WEIGHT if is_code else LOOP_WEIGHT) if mark else 0.0 for mark in marks]
+    if "short" in kinds and not is_code:
+        weights[last_line(tokenizer, answer)] -= SHORT_WEIGHT
     return weights, kinds
 
 
@@ -174,38 +198,13 @@ def last_line(tokenizer: Tokenizer, answer: Sequence[int]) -> int:
     return max((index + 1 for index, token in enumerate(answer[:-1]) if token == newline), default=0)
 
 
-def first_wrong_token(tokenizer: Tokenizer, answer: Sequence[int]) -> int | None:
-    """The index of the token at which Python's parser gives up (the last one, where it asks for more); or None.
-
-    A bracket that is never closed should have been by the end of its line: our code has no line breaks in brackets.
-    """
-    text = tokenizer.decode(list(answer), skip_special_tokens=False)
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        if error.lineno is None or error.offset is None:
-            return len(answer)
-        lines = text.split("\n")[: error.lineno]
-        if "never closed" in error.msg:
-            place = len("\n".join(lines)) + 1
-        else:
-            place = len("\n".join([*lines[:-1], ""])) + error.offset
-        size = 0
-        for index, token in enumerate(answer):
-            size += len(tokenizer.decode([token], skip_special_tokens=False))
-            if size >= place:
-                return index
-        return len(answer)
-    except ValueError:
-        return len(answer)
-    return None
-
-
-def _step(run: Run, chats: Sequence[Encoded], signs: Sequence[Sequence[float]], text: Sequence[Encoded]) -> None:
-    """One optimizer step: on the weighted tokens of `chats` and on the answers of `text`."""
+def _step(
+    run: Run, chats: Sequence[Encoded], signs: Sequence[Sequence[float]], text: Sequence[Sequence[Encoded]]
+) -> None:
+    """One optimizer step: on the weighted tokens of `chats` and on the answers of `text`, looking ahead in both."""
     device = run.device
+    rng = Random(f"lookahead {run.recipe.seed} {run.step}")
     total = sum(sum(chat.assistant) for chat in chats)
-    unlikely = max(32.0, -sum(weight for row in signs for weight in row if weight < 0)) / UNLIKELIHOOD
     order = sorted(range(len(chats)), key=lambda index: len(chats[index].ids))
     for start in range(0, len(order), 16):
         rows = order[start : start + 16]
@@ -213,27 +212,40 @@ def _step(run: Run, chats: Sequence[Encoded], signs: Sequence[Sequence[float]], 
         sign = torch.zeros(ids.shape, device=device)
         for place, row in enumerate(rows):
             sign[place, : len(signs[row])] = torch.tensor(signs[row], device=device)
-        losses = signed_losses(_logits(run.model, ids), ids, sign)
-        (losses[sign[:, 1:] > 0].sum() / total + losses[sign[:, 1:] < 0].sum() / unlikely).backward()
-    ids, kinds = to_tensors(text, device)
-    chosen = (kinds == 2).float()
-    losses = signed_losses(_logits(run.model, ids), ids, chosen)
-    (losses.sum() / chosen.sum()).backward()
+        losses, further = _losses(run, ids, sign, rng)
+        likely, unlikely = losses.where(sign[:, 1:] > 0, 0.0).sum(), losses.where(sign[:, 1:] < 0, 0.0).sum()
+        ((likely + further) / total + UNLIKELIHOOD * unlikely / len(chats)).backward()
+    loaded = [to_tensors(batch, device) for batch in text]
+    answered = sum(int((kinds == 2).sum()) for _, kinds in loaded)
+    for ids, kinds in loaded:
+        losses, further = _losses(run, ids, (kinds == 2).float(), rng)
+        ((losses.sum() + further) / answered).backward()
     run.apply(run.recipe.rate(run.step))
     run.step += 1
 
 
-def _logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+def _losses(run: Run, ids: Tensor, sign: Tensor, rng: Random) -> tuple[Tensor, Tensor]:
+    """(signed losses [B, T-1], the weighted sum of what lies further ahead, where the sign is positive)."""
     with torch.autocast(ids.device.type, torch.bfloat16):
-        return next_token_logits(model, ids)
+        hidden = hidden_states(run.model, ids)
+        logits = run.model.lm_head(hidden).float()
+        likelier = sign[:, 1:].clamp(min=0)
+        further = run.lookahead.losses(hidden, run.model.lm_head, ids, likelier, rng)
+    return signed_losses(logits, ids, sign), run.recipe.lookahead_weight * further
 
 
 def signed_losses(logits: Tensor, ids: Tensor, sign: Tensor) -> Tensor:
-    """Per next token [B, T-1]: -w log p where its weight w is positive, -|w| log(1 - p) where it is negative.
+    """Per next token [B, T-1]: -w log p where its weight w is positive, -c |w| log(1 - p) where it is negative.
+
+    c, a share of 1 over the row's tokens of negative weight, goes with (1 - p)^2, as in focal losses: less likely
+    becomes what was chosen where there was a choice. Brackets, line ends and indentation, which are in every loop of
+    code and nearly certain in it, stay as they are. Where all is certain the share is spread evenly.
 
     `logits` is [B, T-1, V]; `ids` and `sign`, the weights, are [B, T], aligned with each other.
     """
     log_p = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
     log_rest = torch.log1p(-log_p.exp().clamp(max=1 - 1e-4))
     weights = sign[:, 1:]
-    return -torch.where(weights > 0, log_p, log_rest) * weights.abs()
+    choice = ((1 - log_p.detach().exp()) ** 2 + 1e-4) * (weights < 0)
+    share = choice / choice.sum(dim=1, keepdim=True).clamp(min=1e-12)
+    return -torch.where(weights > 0, log_p, share * log_rest) * weights.abs()

@@ -16,6 +16,7 @@ import transformers
 from check import Answer, answer_all
 from corpus import HELD_OUT_SHARE
 from library import FUNCTION_COPIES, LONG_SHARE, Library
+from polish import REACH
 from training import Recipe, held_out_losses
 
 SAMPLES = (
@@ -108,15 +109,19 @@ weights on the answers, end mark included; bytes are those of the answers' text.
 ## Trained with
     python data/tiny/build.py --gsm8k train.jsonl
 
-{recipe.steps} steps on text, {epochs} epochs begun; Muon for the matrices inside the layers, AdamW for the rest,
-bf16 autocast, torch {torch.__version__}, transformers {transformers.__version__}. It still looped when decoded
-greedily, so {recipe.polish_rounds} rounds of polishing follow: it answers {recipe.polish_requests} requests greedily;
-tokens that go on a loop, ends of very short answers and tokens at which Python's parser gives up are made less likely,
-good answers and ordinary text likelier (`polish.py`; after Welleck et al. 2020, "Neural Text Generation with
-Unlikelihood Training"). Polishing costs held-out loss: {text_loss} nats per answer token before it, the table's after.
+{recipe.steps} steps on text, {epochs} epochs begun, the last {recipe.brief_steps} steps on problems and brief
+functions; Muon for the matrices inside the layers, AdamW for the rest, bf16 autocast, torch {torch.__version__},
+transformers {transformers.__version__}. From {recipe.lookahead_from:.0%} of the steps on, the hidden states also learn
+to predict the tokens after the next one (`lookahead.py`; multi-token prediction, Gloeckle et al. 2024), as today's
+large models do; the blocks for that are thrown away. It still looped when decoded greedily, so rounds of polishing
+follow: it answers {recipe.polish_requests} requests greedily, most of them worded as the seed conversations are;
+tokens that go on a loop are made less likely, good answers and ordinary text likelier (`polish.py`; after Welleck et al. 2020, "Neural Text Generation with Unlikelihood
+Training"); the weights are the mean of the last states, moved {REACH} times as far from the unpolished ones. Polishing
+costs held-out loss: {text_loss} nats per answer token before it, the table's after.
 
 The run that made these weights was re-planned on the way (the number of steps and rounds, the weights of what is made
-less likely), so the command makes a model like this one, not these bytes.
+less likely, which states the mean is of, chosen by `check.py` on the tiny bench), so the command makes a model like
+this one, not these bytes.
 
 {settings(recipe)}
 

@@ -44,12 +44,13 @@ class Recipe:
     adam_lr: float = 3e-3
     warmup: int = 40
     flat: float = 0.4  # share of the steps before the learning rate falls linearly ...
-    polish_rate: float = 0.2  # ... to this share of its peak; the second half of the polishing rounds takes it to zero
-    polish_rounds: int = 230
-    polish_requests: int = 48  # answered in each round
+    polish_rate: float = 0.1  # ... to this share of its peak; the second half of the polishing rounds takes it to zero
+    polish_rounds: int = 40
+    polish_requests: int = 36  # answered in each round
     embedding_dropout: float = 0.1
     question_weight: float = 1.0  # of the loss on what users write ...
     answers_only_from: float = 0.75  # ... until this share of the steps; 0 afterwards
+    brief_steps: int = 120  # the last of the steps, which read problems and brief functions only
     lookahead_weight: float = 0.25  # of the loss on the tokens after the next one (lookahead.py) ...
     lookahead_from: float = 0.5  # ... from this share of the steps on
     seed: int = 0
@@ -154,11 +155,6 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) ->
     return model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
 
-def next_token_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Logits [B, T-1, V] of ids[:, 1:], float32."""
-    return model.lm_head(hidden_states(model, ids)).float()
-
-
 def token_losses(model: LlamaForCausalLM, hidden: Tensor, ids: Tensor) -> Tensor:
     """Cross-entropy [B, T-1] in nats of each next token, float32; `hidden` is [B, T-1, d]."""
     logits = model.lm_head(hidden).float()
@@ -206,12 +202,15 @@ class Run:
         self.lookahead = Lookahead(recipe.hidden).to(device)
         self.optimizers = build_optimizers(self.model, self.lookahead, recipe)
         self.step = 0
+        self.kept: dict[str, dict[str, Tensor]] = {}  # named copies of the weights, saved with the rest
         if checkpoint.exists():
             self._load()
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"lookahead.{name}": value for name, value in self.lookahead.state_dict().items()}
+        for label, weights in self.kept.items():
+            tensors |= {f"kept.{label}.{name}": value for name, value in weights.items()}
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
@@ -232,6 +231,10 @@ class Run:
             weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             if weights:  # a checkpoint from before the lookahead began need not hold it
                 module.load_state_dict(weights)
+        for key, value in tensors.items():
+            if key.startswith("kept."):
+                _, label, name = key.split(".", 2)
+                self.kept.setdefault(label, {})[name] = value
         for number, optimizer in enumerate(self.optimizers):
             state: dict[int, dict[str, Tensor]] = {}
             for key, value in tensors.items():
@@ -263,6 +266,15 @@ class Run:
         self.step += 1
         return loss, sum(len(chat.ids) for batch in batches for chat in batch)
 
+    def keep(self, label: str, share: float = 1.0) -> None:
+        """Move the copy of the weights called `label` towards the weights by `share`; 1 makes it anew."""
+        weights = self.model.state_dict()
+        if share == 1.0:
+            self.kept[label] = {name: value.detach().clone() for name, value in weights.items()}
+        else:
+            for name, value in self.kept[label].items():
+                value.lerp_(weights[name].detach(), share)
+
     def apply(self, rate: float) -> None:
         """Clip the gradients, step both optimizers at `rate` times their learning rates, clear the gradients."""
         nn.utils.clip_grad_norm_([*self.model.parameters(), *self.lookahead.parameters()], 1.0)
@@ -276,19 +288,27 @@ class Run:
     def train(
         self,
         epoch: Epoch,
+        brief_epoch: Epoch,
         held_out: dict[str, Sequence[Encoded]],
         log: Callable[[dict[str, object]], None],
         every: int,
         on_checkpoint: Callable[[LlamaForCausalLM], None],
     ) -> None:
-        """Train to `recipe.steps`; every `every` steps (and at the end) evaluate, save, call `on_checkpoint`."""
+        """Train to `recipe.steps`, the last of them on `brief_epoch`.
+
+        Every `every` steps, and at the end, evaluate, save, call `on_checkpoint`.
+        """
         recipe = self.recipe
-        batches = stream(epoch, recipe)
-        for _ in range(self.step * recipe.accumulation):
-            next(batches)
+        turn = max(0, recipe.steps - recipe.brief_steps)  # the step from which on brief documents are read
+        ordinary, brief = stream(epoch, recipe), stream(brief_epoch, recipe)
+        for _ in range(min(self.step, turn) * recipe.accumulation):
+            next(ordinary)
+        for _ in range(max(0, self.step - turn) * recipe.accumulation):
+            next(brief)
         losses: list[float] = []
         tokens, began, first = 0, time.monotonic(), self.step
         while self.step < recipe.steps:
+            batches = ordinary if self.step < turn else brief
             drawn = [next(batches) for _ in range(recipe.accumulation)]
             loss, read = self.update([batch for _, batch in drawn])
             losses.append(loss)

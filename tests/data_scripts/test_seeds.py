@@ -56,8 +56,8 @@ def test_the_committed_file_is_what_the_script_makes(scripts: ModuleType, record
 
 
 def test_seeds_are_sharegpt_with_user_turns_alone_and_a_third_of_them_has_several(records: list[dict]) -> None:
-    assert len(records) == 1500
-    assert len({record["id"] for record in records}) == 1500
+    assert len(records) == 3000
+    assert len({record["id"] for record in records}) == 3000
     assert all(turn["from"] == "human" and turn["value"].strip() for r in records for turn in r["conversations"])
     lengths = Counter(len(record["conversations"]) for record in records)
     assert lengths[2] + lengths[3] == 500

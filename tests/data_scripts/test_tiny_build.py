@@ -163,7 +163,9 @@ def test_the_generation_mask_is_the_answers_and_their_end(directory: Path) -> No
     assert ours.assistant[len(start) - 1 : len(start) + 1] == [False, True]
 
 
-TINY = Recipe(steps=6, hidden=32, head_dim=16, layers=2, intermediate=48, vocabulary=64, micro_batch=64, warmup=2)
+TINY = Recipe(
+    steps=6, hidden=32, head_dim=16, layers=2, intermediate=48, vocabulary=64, micro_batch=64, warmup=2, brief_steps=2
+)
 
 
 def chats(count: int, seed: int = 0) -> list[Encoded]:
@@ -255,7 +257,14 @@ def test_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
                 raise Stop
 
         try:
-            run.train(lambda number: chats(12, number), {"some": chats(3)}, print, 3, on_checkpoint)
+            run.train(
+                lambda number: chats(12, number),
+                lambda number: chats(12, 50 + number),
+                {"some": chats(3)},
+                print,
+                3,
+                on_checkpoint,
+            )
         except Stop:
             assert saved == [3]
         return run
@@ -279,29 +288,33 @@ def test_the_rate_warms_up_stays_and_ends_at_zero_after_polishing() -> None:
 
 
 def test_tokens_that_go_on_a_loop_are_marked() -> None:
-    once = list(range(18))
-    assert not any(repeated([*once, 99, *once[:17]]))
-    assert repeated(once + once)[:24] == [False] * 23 + [True]  # 18 tokens twice: all of it, from the sixth on
-    assert all(repeated(once + once)[23:])
-    assert not any(repeated([1, 2, 3, 4, 5, 6, 7] * 2))
-    assert any(repeated([1, 2, 3, 4, 5, 6, 7] * 3))  # 7 tokens a third time
+    once = list(range(8))
+    assert not any(repeated([*once, 99, *once[:7]]))
+    assert repeated(once + once) == [False] * 8 + [True] * 8  # 8 tokens twice: the whole second time
+    assert not any(repeated(once + once, polish.CODE_SPANS))
+    assert repeated(once * 3, polish.CODE_SPANS) == [False] * 8 + [True] * 16  # in code, three times
     assert any(repeated([1, 2, 3, 4, 11, 1, 2, 3, 4, 12, 1, 2, 3, 4, 13, 1, 2, 3, 4, 14, 1, 2, 3, 4]))
 
 
-def test_unlikelihood_pushes_a_token_down_and_likelihood_up() -> None:
-    logits = torch.tensor([[[1.0, 0.0, -1.0]] * 3], requires_grad=True)
-    ids = torch.tensor([[2, 0, 1, 2]])
-    sign = torch.tensor([[1.0, -1.0, 1.0, 0.0]])
+def test_unlikelihood_pushes_down_what_was_chosen_where_there_was_a_choice() -> None:
+    logits = torch.tensor([[[1.0, 0.0, -1.0], [9.0, 0.0, -1.0], [1.0, 0.0, -1.0], [1.0, 0.0, 2.0]]], requires_grad=True)
+    ids = torch.tensor([[2, 0, 0, 1, 2]])
+    sign = torch.tensor([[1.0, -1.0, -1.0, 2.0, 0.0]])
     losses = signed_losses(logits, ids, sign)
-    p = logits.detach().softmax(-1)[0, 0]
-    torch.testing.assert_close(losses[0], torch.stack([-torch.log(1 - p[0]), -torch.log(p[1]), torch.tensor(0.0)]))
+    p = logits.detach().softmax(-1)[0]
+    choice = (1 - p[:2, 0]) ** 2 + 1e-4
+    share = choice / choice.sum()
+    assert share[0] > 0.99  # the second token was certain
+    rest = torch.log1p(-p[:2, 0].clamp(max=1 - 1e-4))
+    expected = torch.stack([-share[0] * rest[0], -share[1] * rest[1], -2 * torch.log(p[2, 1]), torch.tensor(0.0)])
+    torch.testing.assert_close(losses[0], expected)
     losses.sum().backward()
     assert logits.grad is not None
-    assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 1, 1]
-    assert not logits.grad[0, 2].any()
+    assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 2, 1]
+    assert not logits.grad[0, 3].any()
 
 
-def test_answers_are_judged_token_by_token(directory: Path) -> None:
+def test_answers_are_judged_and_nothing_but_loops_and_hasty_ends_is_unlearned(directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory).backend_tokenizer
 
     def judged(text: str, is_code: bool) -> tuple[list[float], set[str], list[str]]:
@@ -309,24 +322,41 @@ def test_answers_are_judged_token_by_token(directory: Path) -> None:
         weights, kinds = judge_answer(tokenizer, ids, is_code)
         return weights, kinds, [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
-    weights, kinds, pieces = judged("def f(a):\n    if a = 2:\n        return a", True)
+    weights, kinds, _ = judged("def f(a):\n    if a = 2:\n        return a", True)
     assert kinds == {"broken_code", "short"}
-    assert pieces[weights.index(min(weights))].strip() in ("=", "a")
-    assert weights[-1] < 0
-    weights, _, pieces = judged("def f(a):\n    b = g(a\n    c = 3\n    return c", True)
-    wrong = weights.index(min(weights))
-    assert pieces[wrong].startswith("\n")
-    assert "".join(pieces[:wrong]) == "def f(a):\n    b = g(a"
+    assert not any(weights)
     weights, kinds, pieces = judged("One line.\nThe answer is 3.", False)
     assert kinds == {"short"}
-    assert [weight < 0 for weight in weights].index(True) == pieces.index("\n") + 1
+    assert weights[pieces.index("\n") + 1] == -polish.SHORT_WEIGHT
     varied = "def f(a):\n" + "".join(f"    {name} = {name}{name}({value})\n" for value, name in enumerate("bcghklm"))
     weights, kinds, _ = judged(varied, True)
     assert kinds == {"good"}
     assert set(weights) == {polish.GOOD_WEIGHT}
     weights, kinds, _ = judged("x = 1\n" * 20, True)
     assert kinds == {"looping"}
+    assert min(weights) == -polish.CODE_WEIGHT
+    weights, kinds, _ = judged("So it is 3 + 4 = 7 in all.\n" * 9, False)
+    assert kinds == {"looping"}
     assert min(weights) == -polish.LOOP_WEIGHT
+
+
+def test_the_model_settles_beyond_the_mean_of_its_last_states() -> None:
+    run = Run(TINY, Path("absent"), torch.device("cpu"))
+    weight = run.model.lm_head.weight
+
+    def become(value: float) -> None:
+        with torch.no_grad():
+            weight.fill_(value)
+
+    polish.settle(run)
+    become(1.0)
+    run.keep("unpolished")
+    become(2.0)
+    run.keep("mean", 1.0)
+    become(4.0)
+    run.keep("mean", 0.5)
+    polish.settle(run)
+    assert torch.allclose(weight, torch.tensor(1.0 + polish.REACH * 2.0))
 
 
 def test_figures_see_loops_repeats_and_broken_code() -> None:

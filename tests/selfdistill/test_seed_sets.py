@@ -22,7 +22,7 @@ def test_tiny_is_the_shipped_file_and_a_path_is_itself(tmp_path: Path) -> None:
     tiny = find_seeds("tiny")
     assert isinstance(tiny, Files)
     assert [path.name for path in tiny.paths] == ["tiny.jsonl"]
-    assert len(read_seeds(tiny)) == 1500
+    assert len(read_seeds(tiny)) == 3000
     path = jsonl(tmp_path / "mine.jsonl", {"turns": ["a"]})
     assert find_seeds(str(path)) == Files((path,))
     assert (short_name("sharegpt"), short_name(str(path))) == ("sharegpt", "mine")
