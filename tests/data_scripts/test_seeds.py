@@ -60,7 +60,7 @@ def test_seeds_are_sharegpt_with_user_turns_alone_and_a_third_of_them_has_severa
     assert len({record["id"] for record in records}) == 3000
     assert all(turn["from"] == "human" and turn["value"].strip() for r in records for turn in r["conversations"])
     lengths = Counter(len(record["conversations"]) for record in records)
-    assert lengths[2] + lengths[3] == 500
+    assert lengths[2] + lengths[3] == 1000
     assert set(lengths) == {1, 2, 3}
 
 
