@@ -19,6 +19,7 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError
 from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
 
+pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler")
 
 
@@ -83,7 +84,7 @@ def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     places = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")]
     first = start(config_file, **places[0])
     second = start(config_file, f"datasets.0.path={tmp_path / 'absent.jsonl'}", **places[1])
-    (said, _), (other, _) = ((p.communicate(timeout=300)[1], p.returncode) for p in (first, second))
+    (said, _), (other, _) = ((p.communicate(timeout=900)[1], p.returncode) for p in (first, second))
     assert (first.returncode, second.returncode) == (1, 1)
     assert "error: process 1 of 2:" in other
     assert "absent.jsonl" in other
@@ -96,7 +97,7 @@ def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
 @needs_compiler
 def test_two_processes_by_one_command(config_file, tmp_path):
     run = start(config_file, "--num-gpus", 2, "--output-dir", tmp_path / "other")
-    out, said = run.communicate(timeout=500)
+    out, said = run.communicate(timeout=900)
     assert run.returncode == 0, said
     assert said.count("2 Medusa heads x 1 layer on") == 1
     assert said.count("step 3 |") == 1
@@ -116,7 +117,7 @@ def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
             break
         time.sleep(0.1)
     run.send_signal(signal.SIGTERM)
-    _, said = run.communicate(timeout=300)
+    _, said = run.communicate(timeout=900)
     assert run.returncode == 143, said
     assert "saved. To go on:" in said
     assert "--num-gpus 2" in said
