@@ -9,6 +9,13 @@ import numpy as np
 import torch
 
 
+def seed_all(seed: int) -> None:
+    """Seed every generator whose state is kept, so that two runs of one configuration are the same."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no more bits
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict[str, Any]:
     """All generators' states, as tensors, tuples and numbers that `pack` can save."""
     name, keys, *rest = np.random.get_state(legacy=True)

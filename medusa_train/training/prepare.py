@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from medusa_train.checkpoint.layouts import load_heads
+from medusa_train.checkpoint.rng import seed_all
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.schema import TrainConfig
@@ -216,8 +216,7 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
 
 def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[MedusaDraft, Student]:
     """Load the backbone and make of it what the recipe trains; the same in every process."""
-    random.seed(cfg.seed)
-    torch.manual_seed(cfg.seed)
+    seed_all(cfg.seed)
     if cfg.tf32:
         torch.set_float32_matmul_precision("high")
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)

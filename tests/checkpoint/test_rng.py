@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from medusa_train.checkpoint.rng import rng_state, set_rng_state
+from medusa_train.checkpoint.rng import rng_state, seed_all, set_rng_state
 from medusa_train.checkpoint.store import CheckpointStore
 
 
@@ -34,3 +34,13 @@ def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() != wanted
     set_rng_state(store.load(path)["rng"])
     assert draw() == wanted
+
+
+def test_one_seed_decides_all_of_them() -> None:
+    seed_all(2**32 + 5)
+    first = draw()
+    draw()
+    seed_all(2**32 + 5)
+    assert draw() == first
+    seed_all(6)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
