@@ -83,10 +83,15 @@ def selfdistill(
 
 def _first_line(cfg: SelfDistillConfig, out: Path) -> str:
     """What was taken, defaults included."""
+    from medusa_train.selfdistill.job import model_name
+
+    who = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
-        who = f"{cfg.base_model} at {cfg.server_url}"
-    else:
-        who = f"{cfg.base_model}{' (the embedded tiny backbone)' if cfg.base_model == EMBEDDED else ''}"
+        who += f" at {cfg.server_url}"
+    elif who == EMBEDDED:
+        who += " (the embedded tiny backbone)"
+    if cfg.heads is not None:
+        who += f" with the heads of {cfg.heads}"
     return f"medusa-selfdistill: model {who}, seeds {cfg.seed_dataset}; output {out}"
 
 

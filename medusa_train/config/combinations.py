@@ -214,6 +214,16 @@ SELFDISTILL_IMPOSSIBLE: tuple[Impossible, ...] = (
         "a chat server writes the assistant's turns only; selftalk needs engine: local",
     ),
     Impossible(
+        ("heads", "engine", "server_url"),
+        lambda cfg: _asks_server(cfg) and cfg.heads is not None,
+        "a server speculates with its own heads; leave heads out, or use engine: local",
+    ),
+    Impossible(
+        ("batch_size", "engine", "server_url"),
+        lambda cfg: _asks_server(cfg) and cfg.batch_size is not None,
+        "a server forms its own batches; set concurrency",
+    ),
+    Impossible(
         ("chat_template", "engine", "server_url"),
         lambda cfg: _asks_server(cfg) and cfg.chat_template is not None,
         "the server renders chats by its own template; leave chat_template out",

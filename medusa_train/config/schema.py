@@ -287,6 +287,7 @@ class SelfDistillConfig(Config):
     rounds: Int = key(5, "answers in a conversation of selftalk at most", ge=1)
     temperature: Float = key(0.3, "of sampling; 0: greedy", ge=0)
     top_p: Float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
+    top_k: Int | None = key(None, "sample from so many of the most probable tokens; default: from all", ge=1)
     max_new_tokens: Int = key(2048, "longest answer in tokens", ge=1)
     drop_truncated: Bool = key(True, "drop an answer that hit max_new_tokens, and the turns after it")
     drop_looping: Bool = key(False, "drop an answer that says eight words three times, and the turns after it")
@@ -302,6 +303,10 @@ class SelfDistillConfig(Config):
     trust_remote_code: Bool = key(False, "run Python code that the model's repository ships")
     chat_template: Text | None = key(None, "chat template by name; default: the tokenizer's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest on this device")
+    batch_size: Int | None = key(
+        None, "conversations that this process answers at a time; default: 16, in float32 and with heads 1", ge=1
+    )
+    heads: Text | None = key(None, "run or directory of heads that speculate; base_model defaults to theirs")
     server_url: Text | None = key(None, "the server's address, http://HOST:PORT/v1")
     concurrency: Int = key(16, "requests that the server works on at a time", ge=1, le=1024)
     request_timeout: Float = key(600.0, "seconds that the server may take for an answer", gt=0)
@@ -312,9 +317,10 @@ class SelfDistillConfig(Config):
     impossible: ClassVar[tuple[Impossible, ...]] = SELFDISTILL_IMPOSSIBLE
 
     def resolved(self) -> SelfDistillConfig:
-        """Fill in `engine` (openai where `server_url` is set) and the embedded backbone as `base_model`."""
+        """Fill in `engine` (openai where `server_url` is set) and `base_model` (data/tiny; none with `heads`)."""
         engine = self.engine or ("openai" if self.server_url else "local")
-        return self.model_copy(update={"engine": engine, "base_model": self.base_model or "data/tiny"})
+        base = self.base_model or ("data/tiny" if self.heads is None else None)
+        return self.model_copy(update={"engine": engine, "base_model": base})
 
 
 class ExportConfig(Config):

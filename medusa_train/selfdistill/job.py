@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from medusa_train.selfdistill.talks import Rules, Steps
 
 if TYPE_CHECKING:
     from medusa_train.checkpoint.subject import SubjectPaths
+
+BATCH = 16
 
 
 def output_of(cfg: SelfDistillConfig) -> Path:
@@ -96,7 +99,7 @@ def settings_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
         "chat_template": cfg.chat_template,
         **_sampling(cfg, dtype),
         "drop_truncated": cfg.drop_truncated,
-        **_said(split=cfg.split, max_turns=cfg.max_turns),
+        **_said(split=cfg.split, max_turns=cfg.max_turns, heads=None if cfg.heads is None else public_name(cfg.heads)),
         **_said(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
         **_said(mode=cfg.mode if selftalk else None, rounds=cfg.rounds if selftalk else None),
     }
@@ -108,7 +111,7 @@ def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
         "top_p": cfg.top_p,
         "max_new_tokens": cfg.max_new_tokens,
         "seed": cfg.seed,
-        **_said(dtype=dtype),
+        **_said(dtype=dtype, top_k=cfg.top_k),
     }
 
 
@@ -118,9 +121,12 @@ def _said(**settings: Any) -> dict[str, Any]:
 
 
 def model_name(cfg: SelfDistillConfig) -> str:
-    """How the lines name the model."""
-    assert cfg.base_model is not None  # a resolved configuration has one
-    return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+    """How the lines name the model; a run's trained backbone goes by the run."""
+    if cfg.base_model is not None:
+        return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+    paths = paths_of(cfg)
+    trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if trained else paths.base_model)
 
 
 def public_name(name: str) -> str:
@@ -150,27 +156,38 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     assert dtype is not None  # only a server's is unknown
     _take_own_device()
     paths = paths_of(cfg)
+    subject = load_subject(paths, dtype)
     return LocalEngine(
-        load_subject(paths, dtype).backbone,
+        subject.backbone,
         temperature=cfg.temperature,
         top_p=cfg.top_p,
+        top_k=cfg.top_k or 0,
         max_new_tokens=cfg.max_new_tokens,
         chat_template=paths.chat_template,
+        batch_size=cfg.batch_size or (1 if dtype == "float32" or subject.draft is not None else BATCH),
+        draft=subject.draft,
+        tree=subject.tree,
     )
 
 
 def paths_of(cfg: SelfDistillConfig) -> SubjectPaths:
-    """Where the model of this process lies; a run's backbone is loaded as it was trained, adapter folded in."""
-    from dataclasses import replace
+    """Where the model of this process lies; a run's backbone is loaded as it was trained, adapter folded in.
 
+    Raises:
+        CheckpointError: the heads or the run that are named are not there.
+    """
     from medusa_train.checkpoint.subject import locate
 
-    assert cfg.base_model is not None  # a resolved configuration has one
-    found = resolve_path(cfg.base_model)
-    is_run = found is not None and (found / "heads").is_dir() and (found / "config.yaml").is_file()
-    model, base = (cfg.base_model, None) if is_run else (None, cfg.base_model)
+    model, base = cfg.heads, cfg.base_model
+    if model is None and base is not None and _is_run(base):
+        model, base = base, None
     paths = locate(model, base, None, chat_template=cfg.chat_template, trust_remote_code=cfg.trust_remote_code)
-    return replace(paths, heads=None, tree=None)
+    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
+
+
+def _is_run(name: str) -> bool:
+    found = resolve_path(name)
+    return found is not None and (found / "heads").is_dir() and (found / "config.yaml").is_file()
 
 
 def _server(cfg: SelfDistillConfig) -> Engine:
@@ -181,7 +198,7 @@ def _server(cfg: SelfDistillConfig) -> Engine:
     server = ChatServer(
         cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, patience=cfg.retry_seconds
     )
-    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p)
+    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
     return ServerEngine(server, model_name(cfg), sampling, cfg.concurrency)
 
 

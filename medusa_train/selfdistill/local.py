@@ -1,19 +1,27 @@
-"""The engine that runs the backbone in this process. Knows no seeds and no files."""
+"""The engine that runs the backbone in this process, one conversation or many at a time. Knows no seeds, no files."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from medusa_train.errors import DataError
-from medusa_train.inference.generate import Decoder
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Generation
+from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import has_fast_bf16
 from medusa_train.selfdistill.engines import Answer, Request
-from medusa_train.selfdistill.sampling import Finish, Sampler
+from medusa_train.selfdistill.exactness import ROUNDING, is_certain
 from medusa_train.selfdistill.speakers import Speakers
+from medusa_train.trees.tree import Tree
+
+POOL = 4  # batches of requests at hand, so that one of like lengths can be picked
 
 
 def fastest_dtype(device: torch.device | None = None) -> str:
@@ -24,13 +32,44 @@ def fastest_dtype(device: torch.device | None = None) -> str:
     return "float16" if device.type == "cuda" else "float32"
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    ticket: int
+    request: Request
+    prompt: list[int]
+
+
+@dataclass
+class _Speed:
+    """Tokens and seconds of the same answers, with heads and without."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the heads make it."""
+        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+
 class LocalEngine:
-    """The backbone itself, one chat at a time.
+    """The backbone itself.
+
+    In float32 and float64 an answer does not depend on the batch that it is made in: one that hangs on rounding (see
+    `exactness`) is made again alone. Sampled answers come from a generator of their own, by the request's seed.
 
     Args:
         backbone: who answers. max_new_tokens: longest answer.
-        temperature: 0 for greedy decoding. top_p: nucleus of sampling (Holtzman et al. 2020), 1 for all tokens.
+        temperature: 0 for greedy decoding. top_p, top_k: of sampling; 1 and 0 for all tokens.
         chat_template: name of the template that chats are written in; None for the tokenizer's own.
+        batch_size: conversations in one pass; with 1 answers come in the order of the requests.
+        draft, tree: heads that speculate, if any. Their greedy answers are the backbone's own up to rounding; sampled
+            ones follow its distribution, but are other draws than without heads.
+        exact: make answers again that hang on rounding, where answers are made in batches without a draft.
+        compare: so many of the first answers are made without heads too, to tell how much faster these are.
 
     Raises:
         ConfigError: no template of that name.
@@ -42,53 +81,121 @@ class LocalEngine:
         backbone: Backbone,
         *,
         temperature: float,
-        top_p: float,
         max_new_tokens: int,
+        top_p: float = 1.0,
+        top_k: int = 0,
         chat_template: str | None = None,
+        batch_size: int = 1,
+        draft: Draft | None = None,
+        tree: Tree | None = None,
+        exact: bool = True,
+        compare: int = 8,
     ) -> None:
         self.backbone = backbone
         self.max_new_tokens = max_new_tokens
+        self.batch_size = batch_size
+        self.sampling = Sampling(temperature, top_k, top_p) if temperature else None
         self._speakers = Speakers(backbone.tokenizer, chat_template)
-        self._greedy = Decoder(backbone) if temperature == 0 else None
-        self._sampler = Sampler(backbone, temperature, top_p) if temperature else None
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self._plain = BatchDecoder(backbone)
+        self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
+        self._exact = exact and batch_size > 1 and draft is None and backbone.dtype in ROUNDING
+        self._compare = compare if draft is not None else 0
+        self._speed = _Speed()
+        self._warm = False
+        self._steps = self._stepped = 0
+        self._again = 0
+        self._waiting: list[_Asked] = []
+        self._finished: deque[tuple[int, Answer]] = deque()
 
     @property
     def capacity(self) -> int:
-        """One: answers come in the order of the requests."""
-        return 1
+        """A few batches, from which one of like lengths is picked; a single one where there are no batches."""
+        return 1 if self.batch_size == 1 else POOL * self.batch_size
 
     def submit(self, ticket: int, request: Request) -> None:
         """Keep a request until `next` answers it."""
-        self._waiting.append((ticket, request))
+        try:
+            prompt = self._speakers.prompt(request)
+        except DataError:
+            # a chat that the template does not take must not end the run
+            self._finished.append((ticket, Answer("", "refused", 0, 0)))
+            return
+        if len(prompt) > self.backbone.max_context:
+            self._finished.append((ticket, Answer("", "context", len(prompt), 0)))
+        else:
+            self._waiting.append(_Asked(ticket, request, prompt))
 
     def next(self) -> tuple[int, Answer]:
-        """Answer the oldest request."""
-        ticket, request = self._waiting.popleft()
-        return ticket, self.answer(request)
+        """The next answer; makes those of a batch where none is ready."""
+        if not self._finished:
+            batch = self._pick()
+            for asked, made in zip(batch, self._make(batch), strict=True):
+                answer = self._speakers.answer(asked.request, len(asked.prompt), made.tokens, made.finish)
+                self._finished.append((asked.ticket, answer))
+        return self._finished.popleft()
 
     def figures(self) -> Mapping[str, str]:
-        """Nothing to tell."""
-        return {}
+        """What the heads were worth, and how many answers of a batch hung on rounding."""
+        figures = {}
+        if self._steps and self._decoder is not self._plain:
+            figures["tokens per step"] = f"{self._stepped / self._steps:.2f}"
+        if self._speed.answers:
+            figures["faster than without heads"] = f"{self._speed.ratio:.2f}x ({self._speed.answers} answers)"
+        if self._again:
+            figures["made again alone (rounding)"] = f"{self._again:,}"
+        return figures
 
     def close(self) -> None:
         """Nothing to close."""
 
-    def answer(self, request: Request) -> Answer:
-        """Continue the chat; greedy decoding does not look at the seed."""
-        try:
-            prompt = self._speakers.prompt(request)
-        except DataError:
-            return Answer("", "refused", 0, 0)  # a chat that the template does not take must not end the run
-        if len(prompt) > self.backbone.max_context:
-            return Answer("", "context", len(prompt), 0)
-        tokens, finish = self._generate(prompt, request.seed)
-        return self._speakers.answer(request, len(prompt), tokens, finish)
+    def _pick(self) -> list[_Asked]:
+        """The oldest request and those whose prompts are nearest to its in length, in the order of asking."""
+        oldest, *others = self._waiting
+        others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
+        picked = {asked.ticket for asked in (oldest, *others[: self.batch_size - 1])}
+        batch = [asked for asked in self._waiting if asked.ticket in picked]
+        self._waiting = [asked for asked in self._waiting if asked.ticket not in picked]
+        return batch
 
-    def _generate(self, prompt: list[int], seed: int) -> tuple[list[int], Finish]:
-        if self._sampler is not None:
-            generator = torch.Generator().manual_seed(seed)
-            return self._sampler.generate(prompt, self.max_new_tokens, generator)
-        assert self._greedy is not None  # one of the two is always there
-        out = self._greedy.generate(prompt, self.max_new_tokens)
-        return out.tokens, out.finish
+    def _make(self, batch: Sequence[_Asked]) -> list[Generation]:
+        started = time.perf_counter()
+        made = self._generate(self._decoder, batch)
+        seconds = time.perf_counter() - started
+        self._steps += sum(out.steps for out in made)
+        self._stepped += sum(len(out.tokens) - 1 for out in made)
+        if self._speed.answers < self._compare:
+            self._compare_with_plain(batch, made, seconds)
+        if not self._exact or len(batch) == 1:
+            return made
+        return [self._certain(asked, out) for asked, out in zip(batch, made, strict=True)]
+
+    def _generate(self, decoder: BatchDecoder, batch: Sequence[_Asked]) -> list[Generation]:
+        generators = [self._generator(asked) for asked in batch] if self.sampling else None
+        prompts = [asked.prompt for asked in batch]
+        return decoder.generate_batch(prompts, self.max_new_tokens, rule=self.sampling, generators=generators)
+
+    def _generator(self, asked: _Asked) -> torch.Generator:
+        """Of the CPU, so that the same numbers come on every device."""
+        return torch.Generator().manual_seed(asked.request.seed)
+
+    def _certain(self, asked: _Asked, made: Generation) -> Generation:
+        """The answer, or the one made alone where rounding may have decided a token of it."""
+        generator = self._generator(asked) if self.sampling else None
+        if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
+            return made
+        self._again += 1
+        return self._generate(self._plain, [asked])[0]
+
+    def _compare_with_plain(self, batch: Sequence[_Asked], made: Sequence[Generation], seconds: float) -> None:
+        """Make a batch without heads too; the first one warms up and is not counted."""
+        started = time.perf_counter()
+        plain = self._generate(self._plain, batch)
+        plain_seconds = time.perf_counter() - started
+        if not self._warm:
+            self._warm = True
+            return
+        self._speed.answers += len(batch)
+        self._speed.tokens += sum(len(out.tokens) for out in made)
+        self._speed.seconds += seconds
+        self._speed.plain_tokens += sum(len(out.tokens) for out in plain)
+        self._speed.plain_seconds += plain_seconds

@@ -47,5 +47,5 @@ def _title(seed: Seed) -> str:
 def _body(cfg: SelfDistillConfig, request: Request) -> str:
     from medusa_train.selfdistill.server import ServerSampling
 
-    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p)
+    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
     return json.dumps(sampling.body(model_name(cfg), request), indent=2, ensure_ascii=False)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
 from medusa_train.data.spans import SpanError
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.inference.generate import Finish
 from medusa_train.selfdistill.engines import Answer, Reason, Request
 
-Finish = Literal["eos", "length", "context"]
 _REASONS: dict[Finish, Reason] = {"eos": "stop", "length": "length", "context": "context"}
 _MARK = "\ue000words\ue001"  # characters for private use: no template holds them
 

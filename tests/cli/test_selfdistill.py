@@ -187,6 +187,31 @@ def test_a_run_s_backbone_answers_as_it_was_trained(at_work: Path) -> None:
     assert [record["messages"] for record in made] == [record["messages"] for record in plain]
 
 
+def test_heads_of_a_run_speculate_over_its_own_backbone(at_work: Path) -> None:
+    write_run(at_work / "fast", at_work / "backbone")
+    flags = ["--seed", "mine.jsonl", *SHORT]
+    result = runner.invoke(app, [*flags, "heads=fast", "--output", "fast.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert "model backbone with the heads of fast" in result.output.splitlines()[0]
+    assert "tokens per step" in result.output
+    assert runner.invoke(app, [*flags, "--model", "backbone", "--output", "slow.jsonl"]).exit_code == 0
+    assert (at_work / "fast.jsonl").read_bytes() == (at_work / "slow.jsonl").read_bytes()
+    assert json.loads((at_work / "fast.settings.json").read_text())["heads"] == "fast"
+    missing = runner.invoke(app, [*flags, "heads=nowhere"])
+    assert missing.exit_code == 1
+    assert "no such directory" in missing.output
+
+
+def test_batches_give_the_same_conversations(at_work: Path) -> None:
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "temperature=0.9", "top_k=40"]
+    for name, size in (("alone", 1), ("batched", 3)):
+        result = runner.invoke(app, [*flags, "--output", f"{name}.jsonl", f"batch_size={size}"])
+        assert result.exit_code == 0, result.output
+    alone, batched = (sorted((at_work / f"{name}.jsonl").read_text().splitlines()) for name in ("alone", "batched"))
+    assert alone == batched
+    assert json.loads(alone[0])["sampling"]["top_k"] == 40
+
+
 def test_help_and_config_errors_load_no_torch() -> None:
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom medusa_train.cli.selfdistill import app\n"

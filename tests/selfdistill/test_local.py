@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from medusa_train.inference.batch import BatchDecoder
 
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.inference.generate import Decoder
+from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.selfdistill import local
-from medusa_train.selfdistill.engines import Request
+from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.selfdistill.local import LocalEngine, fastest_dtype
-from medusa_train.selfdistill.sampling import Sampler
+from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
 
 PROMPT = (Message("user", "Say something."),)
@@ -23,17 +27,28 @@ def asks(text: str) -> Request:
 
 
 @pytest.fixture(scope="module")
-def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
-    directory: Path = write_backbone(tmp_path_factory.mktemp("backbone"))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(scope="module")
+def backbone(directory: Path) -> Backbone:
     return Backbone.load(str(directory), dtype=torch.float64)
 
 
-def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12) -> LocalEngine:
-    return LocalEngine(backbone, temperature=temperature, top_p=1.0, max_new_tokens=max_new_tokens)
+def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any) -> LocalEngine:
+    return LocalEngine(backbone, temperature=temperature, max_new_tokens=max_new_tokens, **settings)
+
+
+def ask(answering: LocalEngine, request: Request) -> Answer:
+    answering.submit(5, request)
+    ticket, made = answering.next()
+    assert ticket == 5
+    return made
 
 
 def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
-    answer = engine(backbone).answer(Request(PROMPT, 1))
+    answer = ask(engine(backbone), Request(PROMPT, 1))
     ids = backbone.tokenizer(
         backbone.tokenizer.apply_chat_template([PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True),
         add_special_tokens=False,
@@ -44,22 +59,19 @@ def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
             tokens.append(int(backbone.model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert answer.text == backbone.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
     assert (answer.reason, answer.prompt_tokens, answer.completion_tokens) == ("length", len(ids), 12)
-    assert engine(backbone).answer(Request(PROMPT, 2)) == answer
+    assert ask(engine(backbone), Request(PROMPT, 2)) == answer
 
 
 def test_sampling_is_decided_by_the_seed(backbone: Backbone) -> None:
     sampled = engine(backbone, temperature=1.5)
-    one = sampled.answer(Request(PROMPT, 1))
-    assert sampled.answer(Request(PROMPT, 2)).text != one.text
-    assert sampled.answer(Request(PROMPT, 1)) == one
+    one = ask(sampled, Request(PROMPT, 1))
+    assert ask(sampled, Request(PROMPT, 2)).text != one.text
+    assert ask(sampled, Request(PROMPT, 1)) == one
 
 
 def test_sampling_at_a_vanishing_temperature_is_greedy(backbone: Backbone) -> None:
-    prompt = [1, 9, 8, 7]
-    tokens, finish = Sampler(backbone, 1e-6, 1.0).generate(prompt, 20, torch.Generator().manual_seed(0))
-    plain = Decoder(backbone).generate(prompt, 20)
-    assert tokens == plain.tokens
-    assert finish == plain.finish
+    request = Request(PROMPT, 3)
+    assert ask(engine(backbone, 1e-6), request) == ask(engine(backbone), request)
 
 
 def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None:
@@ -69,7 +81,7 @@ def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None
     try:
         backbone.eos_ids = (third,)
         for temperature in (0.0, 1e-6):
-            answer = engine(backbone, temperature=temperature, max_new_tokens=8).answer(Request(PROMPT, 0))
+            answer = ask(engine(backbone, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0))
             assert (answer.reason, answer.completion_tokens) == ("stop", 3)
     finally:
         backbone.eos_ids = before
@@ -77,10 +89,10 @@ def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_models_context_ends_an_answer_too(backbone: Backbone, temperature: float) -> None:
-    answer = engine(backbone, temperature, max_new_tokens=100).answer(asks("x" * (CONTEXT - 20)))
+    answer = ask(engine(backbone, temperature, max_new_tokens=100), asks("x" * (CONTEXT - 20)))
     assert answer.reason == "context"
     assert answer.prompt_tokens + answer.completion_tokens == CONTEXT + 1
-    over = engine(backbone, temperature).answer(asks("x" * (CONTEXT + 1)))
+    over = ask(engine(backbone, temperature), asks("x" * (CONTEXT + 1)))
     assert (over.text, over.reason, over.completion_tokens) == ("", "context", 0)
 
 
@@ -94,7 +106,7 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
         ids = backbone.tokenizer("<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False)[
             "input_ids"
         ]
-        assert named.answer(Request(PROMPT, 0)).prompt_tokens == len(ids)
+        assert ask(named, Request(PROMPT, 0)).prompt_tokens == len(ids)
     finally:
         backbone.tokenizer.chat_template = template
 
@@ -108,3 +120,89 @@ def test_the_fastest_dtype_is_bfloat16_where_the_device_has_it(
 ) -> None:
     monkeypatch.setattr(local, "has_fast_bf16", lambda asked: fast)
     assert fastest_dtype(torch.device(device)) == expected
+
+
+QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
+
+
+def all_answers(answering: LocalEngine) -> list[Answer]:
+    """Answers to all questions, in their order, with as many at hand as the engine wants."""
+    found: dict[int, Answer] = {}
+    coming = list(enumerate(QUESTIONS))[::-1]
+    while len(found) < len(QUESTIONS):
+        while coming and len(QUESTIONS) - len(coming) - len(found) < answering.capacity:
+            number, text = coming.pop()
+            answering.submit(number, Request((Message("user", text),), seed=100 + number))
+        ticket, answer = answering.next()
+        found[ticket] = answer
+    return [found[number] for number in range(len(QUESTIONS))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_do_not_depend_on_the_batch(
+    directory: Path, dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = Backbone.load(str(directory), dtype=dtype)
+    sizes: list[int] = []
+    generate = BatchDecoder.generate_batch
+
+    def counted(self: BatchDecoder, prompts: list[list[int]], *args: object, **kwargs: object) -> list[Generation]:
+        sizes.append(len(prompts))
+        return generate(self, prompts, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BatchDecoder, "generate_batch", counted)
+    alone = all_answers(engine(backbone, temperature, 40))
+    assert sizes == [1] * len(QUESTIONS)
+    assert len({answer.text for answer in alone}) > 5
+    sizes.clear()
+    assert all_answers(engine(backbone, temperature, 40, batch_size=4)) == alone
+    assert max(sizes) == 4
+    assert sum(sizes) >= len(QUESTIONS)
+    if temperature:
+        limited = engine(backbone, temperature, 40, top_k=3, top_p=0.9)
+        assert all_answers(limited) != alone
+        assert all_answers(engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)) == all_answers(limited)
+
+
+def test_an_answer_that_hangs_on_rounding_is_made_again_alone(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubted: list[int] = []
+
+    def doubtful(backbone: Backbone, prompt: list[int], tokens: list[int], *rest: object) -> bool:
+        doubted.append(len(prompt))
+        return len(doubted) % 3 != 0
+
+    monkeypatch.setattr(local, "is_certain", doubtful)
+    batched = engine(backbone, max_new_tokens=10, batch_size=4)
+    assert all_answers(batched) == all_answers(engine(backbone, max_new_tokens=10))
+    assert batched.figures() == {"made again alone (rounding)": "3"}
+    unchecked = engine(backbone, max_new_tokens=10, batch_size=4, exact=False)
+    all_answers(unchecked)
+    assert unchecked.figures() == {}
+
+
+def test_batches_are_of_like_lengths_and_begin_with_the_oldest(backbone: Backbone) -> None:
+    batched = engine(backbone, max_new_tokens=1, batch_size=2)
+    for number, length in enumerate((3, 50, 4, 49)):
+        batched.submit(number, asks("x" * length))
+    assert [batched.next()[0] for _ in range(4)] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone, batch_size: int) -> None:
+    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
+    plain = all_answers(engine(backbone, max_new_tokens=20))
+    tree = Tree.cartesian([2, 2])
+    speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, compare=4, batch_size=batch_size)
+    assert all_answers(speculating) == plain
+    figures = speculating.figures()
+    assert float(figures["tokens per step"]) >= 1.0
+    assert re.fullmatch(r"\d+\.\d\dx \([4-6] answers\)", figures["faster than without heads"])
+
+
+def test_sampled_answers_with_heads_come_from_the_seed_alone(backbone: Backbone) -> None:
+    draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.chain(2)
+    one, two = (all_answers(engine(backbone, 0.8, 20, draft=draft, tree=tree, compare=compare)) for compare in (0, 3))
+    assert one == two

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import selfdistill
+
+from tests.evaluation.tiny_model import write_backbone, write_run
+
+
+def test_one_command_writes_the_table_and_the_figures(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    seeds = tmp_path / "seeds.jsonl"
+    seeds.write_text("".join(json.dumps({"turns": [f"question {n}", "more?"]}) + "\n" for n in range(6)))
+    flags = ["--seed-dataset", str(seeds), "--seeds", "4", "--batch", "2", "--dtypes", "float32", "--rounds", "1"]
+    assert selfdistill.main([str(run), *flags, "--max-new-tokens", "6", "--out", str(tmp_path / "out")]) == 0
+    record = json.loads((tmp_path / "out" / "selfdistill.json").read_text())
+    assert [way["name"] for way in record["ways"]] == [
+        "one at a time",
+        "batch of 2",
+        "one at a time, heads speculate",
+    ]
+    for way in record["ways"]:
+        assert (way["answers"], way["tokens"]) == (8, 48)
+        assert way["rate"] > 0
+    assert record["machine"]["torch"]
+    assert (tmp_path / "out" / "selfdistill.md").read_text().count("\n| ") == 4
