@@ -58,6 +58,7 @@ def config_file(backbone_dir, chats, tmp_path):  # noqa: F811
         "max_steps": 3,
         "logging_steps": 1,
         "bf16": False,
+        "val_set_size": 0.2,
         "calibration_tokens": 40,
     }
     path = tmp_path / "config.yaml"
