@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_train.inference.batch import BatchDecoder
 
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
+from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
