@@ -51,7 +51,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_backbone(family: str, tokenizer: transformers.PreTrainedTokenizerFast, where: Path) -> Path:
     """A random model of the family, with weights large enough that its text varies, as a directory."""
     name, extra = FAMILIES[family]
-    config = getattr(transformers, name)(**{**SHAPE, **extra, "vocab_size": len(tokenizer), "bos_token_id": 0})
+    room = 8  # for what a family's own tokenizer class adds
+    config = getattr(transformers, name)(**{**SHAPE, **extra, "vocab_size": len(tokenizer) + room, "bos_token_id": 0})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
