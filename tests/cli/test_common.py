@@ -12,7 +12,7 @@ import pytest
 from medusa_train.cli.common import quiet_libraries, read_arguments, run_command, split_arguments
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig, TrainConfig
-from medusa_train.errors import ConfigError, DataError
+from medusa_train.errors import ConfigError, DataError, Terminated
 
 # A command as the real ones are, with nothing behind it; it reports what was imported.
 PROGRAM = """
@@ -117,6 +117,14 @@ def test_an_interruption_exits_130(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert exit_code(command) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_sigterm_exits_143(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise Terminated
+
+    assert exit_code(command) == 143
+    assert capsys.readouterr().err == "error: terminated\n"
 
 
 def test_a_bug_keeps_its_trace() -> None:

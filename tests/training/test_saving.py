@@ -1,0 +1,63 @@
+"""When a run saves (what it keeps of it: test_run.py), and that dashboards can't stop it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from medusa_train.checkpoint.store import CheckpointStore
+from tests.training.conftest import metrics
+from tests.training.test_run import train
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({"save_steps": 4}, [4, 8, 10]),
+        ({"save_steps": 0.3}, [3, 6, 9, 10]),  # shares of ten steps
+        ({"saves_per_epoch": 2}, [3, 5, 8, 10]),  # of five steps each
+        ({}, [5, 10]),  # once an epoch
+        ({"save_steps": 0.3, "save_total_limit": 2}, [9, 10]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_checkpoints_come_when_they_are_asked_for(
+    make_config: Any, console: Any, tmp_path: Path, keys: dict[str, Any], steps: list[int]
+) -> None:
+    cfg = make_config(**{"save_total_limit": 9, **keys}, val_set_size=0, max_steps=None, num_epochs=2)
+    assert train(cfg, console) == 0
+    assert CheckpointStore(tmp_path / "run").steps() == steps
+
+
+@pytest.mark.parametrize("call", ["start", "log", "finish"])
+def test_failing_dashboards_change_nothing(
+    make_config: Any, console: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(name: str) -> None:
+        if name == call:
+            raise ConnectionError(f"{name} refused")
+
+    def start(*given: Any, **keys: Any) -> SimpleNamespace:
+        fail("start")
+        return SimpleNamespace(
+            log=lambda figures, step: fail("log"),
+            add_scalar=lambda name, value, step: fail("log"),
+            finish=lambda: fail("finish"),
+            close=lambda: fail("finish"),
+        )
+
+    wandb, tensorboard = ModuleType("wandb"), ModuleType("torch.utils.tensorboard")
+    wandb.Settings, wandb.init, tensorboard.SummaryWriter = SimpleNamespace, start, start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    assert train(make_config(wandb_project="p", use_tensorboard=True, max_steps=2), console) == 0
+    text = console.file.getvalue()
+    for name in ("wandb", "tensorboard"):
+        assert text.count(f"{name}: {call} refused; going on without it") == 1
+    assert (tmp_path / "run" / "heads").is_dir()
+    assert [r["step"] for r in metrics(tmp_path / "run") if r["kind"] == "train"] == [1, 2]
