@@ -1,0 +1,176 @@
+"""The real command, killed, terminated or out of disk at awkward moments: nothing is lost, and nothing changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.schema import TrainConfig
+from tests.training.conftest import metrics
+from tests.training.mishap import Mishap, command, fill_the_disk, medusa_train, terminate
+from tests.training.test_joint import LORA
+
+#: Dropout and the teacher on; log lines over several steps, evaluations between checkpoints.
+KEYS = {
+    **LORA,
+    "max_steps": 12,
+    "logging_steps": 2,
+    "eval_steps": 3,
+    "save_steps": 4,
+    "save_total_limit": 2,
+}
+TRAINER = "medusa_train.training.trainer:"
+GO_ON = "resume_from_checkpoint=auto"
+
+
+def lasting(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what time it was and how long it took."""
+    return [{k: v for k, v in r.items() if k not in ("time", "tokens_per_s")} for r in metrics(run)]
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """Every file of tensors that the run left behind: heads, adapter, and in the last checkpoint all the rest."""
+    last = CheckpointStore(run).latest()
+    assert last is not None
+    found = {path.name: path.read_bytes() for path in (*run.glob("[ha]*/*.safetensors"), *last.glob("*.safetensors"))}
+    assert {"medusa_lm_head.safetensors", "adapter_model.safetensors", "engine.safetensors"} <= set(found)
+    return found
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """To the bit, and no line twice."""
+    records = lasting(run)
+    places = [(record["kind"], record["step"]) for record in records]
+    assert len(places) == len(set(places))
+    assert records == lasting(whole)
+    assert weights(run) == weights(whole)
+    assert not [path for path in run.rglob("*") if path.name.startswith((".tmp", ".old"))]
+
+
+@pytest.fixture
+def whole(make_config: Any, tmp_path: Path) -> Path:
+    """The run that was never stopped."""
+    cfg = make_config(**KEYS, output_dir=str(tmp_path / "whole"))
+    code, text = medusa_train(command(cfg))
+    assert code == 0, text
+    return Path(cfg.output_dir)
+
+
+@pytest.fixture
+def cfg(make_config: Any) -> TrainConfig:
+    return make_config(**KEYS)
+
+
+def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
+    cfg: TrainConfig, whole: Path, tmp_path: Path
+) -> None:
+    """Counts begin anew with each process, which goes on from the last checkpoint."""
+    run = tmp_path / "run"
+    kills = [
+        # before the first checkpoint: in the second micro-batch of step 2
+        (Mishap("medusa_train.training.engine:LocalEngine.backward", 4), []),
+        # step 3 was the best evaluation and is saved; step 4 is done and logged, its checkpoint half written
+        (Mishap("medusa_train.checkpoint.store:write_tensors", 6), [3]),
+        # between the files of step 4 and their new name
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 1), [3]),
+        # in the middle of the evaluation of step 6, its training line is written
+        (Mishap("medusa_train.training.heldout:linear_kl", 1), [3, 4]),
+        # the evaluation of step 6 is logged, its checkpoint not begun
+        (Mishap("medusa_train.checkpoint.store:pack", 1), [3, 4]),
+        # checkpoint 8 has its name, those beyond the limit are still there
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore._retain", 2), [4, 6, 8]),
+        # all steps done, the adapter written, the heads not
+        (Mishap("medusa_train.training.run:publish_heads", 1), [9, 12]),
+    ]
+    for mishap, left in kills:
+        code, text = medusa_train(command(cfg, GO_ON), mishap)
+        assert code == -signal.SIGKILL, f"{mishap}: {text}"
+        assert CheckpointStore(run).steps() == left, mishap
+    code, text = medusa_train(command(cfg, GO_ON))
+    assert code == 0, text
+    assert_same(run, whole)
+
+
+def test_sigkill_from_outside(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
+    """The installed command, by the clock: wherever it may be when some lines are written."""
+    program = str(Path(sys.executable).with_name("medusa-train"))
+    path = tmp_path / "run" / "metrics.jsonl"
+    process = subprocess.Popen(
+        [program, *command(cfg)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "99"}
+    )
+    assert process.stderr is not None
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (path.exists() and len(path.read_bytes().splitlines()) >= 5):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.001)
+    process.kill()
+    process.stderr.close()
+    assert process.wait() == -signal.SIGKILL
+    code, text = medusa_train(command(cfg, GO_ON))
+    assert code == 0, text
+    assert "going on after step" in text
+    assert_same(tmp_path / "run", whole)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for mishap, step, kept, lost in (
+        (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 4, [3], f"written to {run / 'checkpoints'}: "),
+        (Mishap("medusa_train.training.run:publish_heads", 1, fill_the_disk), 12, [9, 12], f"to {run / 'heads'}: "),
+    ):
+        code, text = medusa_train(command(cfg, GO_ON), mishap)
+        assert code == 1, text
+        assert "Traceback" not in text
+        message = text[text.index("error: ") :]
+        assert f"step {step} could not be" in message or step == 12
+        assert lost in message
+        assert "KiB are needed" in message
+        assert "are free there" in message
+        assert message.endswith(f"To go on, once that is mended:\n  medusa-train {run / 'config.yaml'} {GO_ON}\n")
+        assert CheckpointStore(run).steps() == kept
+    code, text = medusa_train([str(run / "config.yaml"), GO_ON])
+    assert code == 0, text
+    assert_same(run, whole)
+
+
+def test_sigterm_in_every_phase_tells_how_to_go_on(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
+    """Before training it only ends, with 143 and no trace; later with everything saved."""
+    run = tmp_path / "run"
+    for place, saved, words in (
+        ("medusa_train.training.prepare:load_datasets", [], "error: terminated\n"),
+        ("medusa_train.training.heldout:linear_kl", [3], "stopped after step 3, saved"),
+        # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
+        ("medusa_train.checkpoint.store:write_tensors", [3, 4], "stopped after step 4, saved"),
+        (TRAINER + "MicroStep", [3, 4, 5], "stopped after step 5, saved"),
+        ("medusa_train.training.run:publish_heads", [9, 12], "stopped: the checkpoint is saved"),
+        ("medusa_train.training.run:heads_table", [9, 12], f"{run / 'heads'} is saved, tree.json is not"),
+    ):
+        code, text = medusa_train(command(cfg, GO_ON), Mishap(place, 1, terminate))
+        assert code == 128 + signal.SIGTERM, text
+        assert "Traceback" not in text
+        assert words in text, text
+        assert (f"medusa-train {run / 'config.yaml'} {GO_ON}" in text) == bool(saved)
+        assert CheckpointStore(run).steps() == saved, place
+    assert medusa_train(command(cfg, GO_ON))[0] == 0
+    assert_same(run, whole)
+
+
+def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(
+    cfg: TrainConfig, whole: Path, tmp_path: Path
+) -> None:
+    """Stopped in the evaluation of step 3, and killed after it was made up for and before that was saved."""
+    stopped, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.training.heldout:linear_kl", 1, terminate))
+    killed, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.checkpoint.store:pack"))
+    assert (stopped, killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
+    evaluated = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluated] == [3]
+    assert medusa_train(command(cfg, GO_ON))[0] == 0
+    assert_same(tmp_path / "run", whole)
