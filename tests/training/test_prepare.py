@@ -77,8 +77,9 @@ def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config,
 
 
 def test_a_tokenizer_without_a_template_will_do_where_the_data_name_theirs(make_config, console, bare, chats):
+    untold = {"path": str(chats), "type": "auto"}
     with pytest.raises(DataError, match="no chat template"):
-        load_data(make_config(base_model=bare), console)
+        load_data(make_config(base_model=bare, datasets=[untold]), console)
     one, other = ({"path": str(chats), "conversation": name} for name in ("vicuna_v1.1", "llama-2"))
     for datasets in ([one], [one, other]):
         cfg = make_config(base_model=bare, datasets=datasets)
@@ -87,7 +88,12 @@ def test_a_tokenizer_without_a_template_will_do_where_the_data_name_theirs(make_
         text = AutoTokenizer.from_pretrained(bare).decode(first.tokens)
         assert "ASSISTANT:" in text or "[/INST]" in text
     with pytest.raises(DataError, match="no chat template"):
-        load_data(make_config(base_model=bare, datasets=[one, {"path": str(chats)}]), console)
+        load_data(make_config(base_model=bare, datasets=[one, untold]), console)
+
+
+def test_sharegpt_without_any_template_is_read_as_axolotl_reads_it(make_config, console, bare):
+    data = load_data(make_config(base_model=bare), console)
+    assert "ASSISTANT:" in AutoTokenizer.from_pretrained(bare).decode(data.train[0].tokens)
 
 
 def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare):
