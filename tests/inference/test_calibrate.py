@@ -151,6 +151,14 @@ def test_speed_decides_not_acceptance() -> None:
     assert Calibration([quick, slow], [], 3, 100).best is quick
 
 
+def test_of_equally_fast_trees_the_smallest_is_taken() -> None:
+    small = TreeChoice(Tree.chain(2), 2.0, 4.0)
+    lucky = TreeChoice(Tree.cartesian([4, 4]), 4.04, 8.0)
+    better = TreeChoice(Tree.cartesian([4, 4]), 4.2, 8.0)
+    assert Calibration([small, lucky], [], 3, 100).best is small
+    assert Calibration([small, better], [], 3, 100).best is better
+
+
 def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
     logits = torch.tensor([[2.0, 5.0, 5.0, 5.0, 1.0] + [0.0] * 19 + [-1.0]])
     order = logits.topk(5).indices[0].tolist()
