@@ -48,11 +48,17 @@ class TreeCache(Cache):
     Args:
         num_layers: decoder layers of the backbone.
         capacity: positions to allocate: prompt + new tokens + tree.
+
+    Attributes:
+        length: committed positions.
+        ahead: pending positions that stay before those of the next pass; 0: a pass writes over what is pending. A tree
+            that grows level by level is written so.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.ahead = 0
         self._pending = 0
         self._storage: Tensor | None = None
         self._num_layers = num_layers
@@ -68,7 +74,10 @@ class TreeCache(Cache):
         self._storage = keys.new_empty(self._num_layers, 2, batch, heads, self.capacity, dim)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put q pending positions behind the committed ones; returns all keys and values so far, [.., length + q, ..].
+        """Put q pending positions behind the committed ones and `ahead` pending ones.
+
+        Returns:
+            All keys and values so far, [.., length + ahead + q, ..] each.
 
         Raises:
             MedusaError: they do not fit into the capacity.
@@ -76,13 +85,14 @@ class TreeCache(Cache):
         if self._storage is None:
             self.allocate(keys, values)
         assert self._storage is not None
-        end = self.length + keys.shape[2]
+        start = self.length + self.ahead
+        end = start + keys.shape[2]
         if end > self.capacity:
             raise MedusaError(f"the cache holds {self.capacity} positions, {end} are needed")
-        self._pending = keys.shape[2]
+        self._pending = end - self.length
         stored = self._storage[layer, :, :, :, :end]
-        stored[0, :, :, self.length :] = keys
-        stored[1, :, :, self.length :] = values
+        stored[0, :, :, start:] = keys
+        stored[1, :, :, start:] = values
         return stored[0], stored[1]
 
     def commit(self, count: int) -> None:

@@ -36,6 +36,27 @@ def test_keep_moves_accepted_nodes_together_in_every_layer(kept: list[int]) -> N
         assert values[0, 1, :, 3].tolist() == [-n - 100 * layer for n in expected]
 
 
+@pytest.mark.parametrize("kept", [[0], [0, 1, 2], [0, 2, 3], [0, 1, 4]])
+def test_a_tree_may_be_written_level_by_level(kept: list[int]) -> None:
+    """The first layer in three passes, the others in one: what is kept is the same in all."""
+    cache = TreeCache(LAYERS, 12)
+    _write(cache, [1, 2, 3])
+    cache.commit(3)
+    for ahead, level in ((0, [10]), (1, [11, 12]), (3, [13, 14])):
+        cache.ahead = ahead
+        keys, _ = cache.update(_states(level), -_states(level), 0)
+        assert keys[0, 0, :, 0].tolist() == [1, 2, 3, *range(10, level[-1] + 1)]
+    cache.ahead = 0
+    for layer in range(1, LAYERS):
+        states = _states([10, 11, 12, 13, 14])
+        cache.update(states + 100 * layer, -states - 100 * layer, layer)
+    cache.keep(kept)
+    expected = [1, 2, 3, *(10 + node for node in kept), 99]
+    for layer, (keys, values) in enumerate(_write(cache, [99])):
+        assert keys[0, 0, :, 0].tolist() == [n + 100 * layer for n in expected]
+        assert values[0, 1, :, 3].tolist() == [-n - 100 * layer for n in expected]
+
+
 def test_bounds_are_checked() -> None:
     cache = TreeCache(LAYERS, 4)
     _write(cache, [1, 2, 3])
