@@ -29,7 +29,7 @@ from corpus import Item  # noqa: E402
 
 if TYPE_CHECKING:
     from library import Library
-    from training import Recipe
+    from recipe import Recipe
     from transformers import LlamaForCausalLM
 
 
@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     items = read_documents(options)
 
     from library import Library
+    from recipe import Recipe
     from report import write_readme
-    from training import Recipe
     from vocabulary import save_tokenizer, train_tokenizer
 
     recipe = Recipe(steps=options.steps, polish_rounds=options.polish, seed=options.seed)

@@ -85,14 +85,14 @@ class Library:
         functions = [item for item in self.short if isinstance(item, Function)]
         made: list[Request] = []
         for number in range(count):
+            is_code = number % 2 == 1
             if number % 3:
-                is_code = len(made) % 2 == 1
                 turns = rng.choice((1, 2))
                 first, *more = (code_turns if is_code else problem_turns)(Draw(rng), turns)
                 made.append(Request((), first, is_code, more[0] if more else None))
                 continue
             history = (corpus.single_turn(rng.choice(self.short), rng),) if rng.random() < 1 / 3 else ()
-            if len(made) % 2:
+            if is_code:
                 function, other = rng.choice(functions), rng.choice(functions)
                 if rng.random() < 0.5 and function.is_method == other.is_method:
                     function = dataclasses.replace(function, description=other.description)

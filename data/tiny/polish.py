@@ -1,9 +1,10 @@
 """The last rounds of training: the model answers, and is taught not to repeat itself and to keep what went well.
 
 A small model that only ever saw other people's text loops when it decodes greedily. Each round it answers some
-requests greedily; in worked problems, tokens that go on a loop are made less likely (sequence-level unlikelihood,
-Welleck et al. 2020, "Neural Text Generation with Unlikelihood Training", section 5.2); good answers are learned from
-like any text, and ordinary text keeps the rest in place.
+requests greedily; tokens that go on a loop are made less likely, in code ever so gently (sequence-level unlikelihood,
+Welleck et al. 2020, "Neural Text Generation with Unlikelihood Training", section 5.2), and so is the start of the last
+line of a worked answer that ends early; good answers are learned from like any text, and ordinary text keeps the rest
+in place.
 Knows nothing of where requests come from.
 """
 
@@ -16,20 +17,21 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from batches import Epoch, stream, to_tensors
 from check import parses
+from losses import held_out_losses, hidden_states
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from training import Epoch, Run, held_out_losses, hidden_states, stream, to_tensors
+from training import Run
 from transformers import LlamaForCausalLM
-from vocabulary import EOS, PAD, SPECIAL, Encoded, encode_chats
+from vocabulary import EOS_ID, PAD_ID, Encoded, encode_chats
 
 LIMIT = 144  # tokens of an answer here; loops show by then
 SHORT, SHORT_CODE = 64, 36  # tokens: shorter answers are no models
 LOOP_WEIGHT, CODE_WEIGHT, SHORT_WEIGHT, GOOD_WEIGHT = 3.0, 0.15, 0.1, 0.5
 REACH = 1.3  # of the weights' mean over the second half of the rounds, from where they were before the first
 UNLIKELIHOOD = 0.5  # of the mean over all answers, against the mean loss on text
-EOS_ID = SPECIAL.index(EOS)
 SPANS = ((8, 1), (4, 3))  # (n, m): a sequence of n tokens that occurred m times before is a loop ...
 CODE_SPANS = ((8, 2), (4, 4))  # ... in code, which repeats itself by nature, these ...
 INSIDE = 6  # ... and in an answer with a loop every token goes on it that is in a sequence of 6 seen before
@@ -70,7 +72,7 @@ def greedy_answers(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]]) ->
     """The greedy answers to tokenised prompts, eos included where it came within `LIMIT` tokens."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), SPECIAL.index(PAD))
+    ids = torch.full((len(prompts), width), PAD_ID)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):  # padded on the left: all answers start in the same column
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
@@ -91,14 +93,15 @@ def polish(
 ) -> None:
     """Do the rounds that are left; every `every` rounds evaluate, save, call `on_checkpoint`.
 
-    `requests(n)` are those of round n; `epoch` gives the ordinary text, as much a round as in a step before.
+    `requests(n)` are those of round n; `epoch` gives the ordinary text, as much a round as in a step before. Where the
+    rounds were re-planned, so that these begin in the second half, the first state stands for those missed in the mean.
     """
     recipe = run.recipe
     speaker = LlamaForCausalLM(recipe.config()).to(run.device, torch.bfloat16).eval()
     batches = stream(epoch, recipe)
     for _ in range((run.step - recipe.steps) * recipe.accumulation):
         next(batches)
-    if run.step == recipe.steps:
+    if run.step == recipe.steps or "unpolished" not in run.kept:
         run.keep("unpolished")
     while (number := run.step - recipe.steps) < recipe.polish_rounds:
         speaker.load_state_dict(run.model.state_dict())
@@ -172,8 +175,9 @@ def _ask(
 def judge_answer(tokenizer: Tokenizer, answer: Sequence[int], is_code: bool) -> tuple[list[float], set[str]]:
     """(a weight per token, above zero = likelier, below = less likely; what was found about the answer).
 
-    Nothing in code is made less likely: its brackets, line ends and indentation are in its loops too, and ten rounds
-    that unlearned them took the share that parses from four fifths to a quarter.
+    Loops in code weigh `CODE_WEIGHT`, a twentieth of those in problems: its brackets, line ends and indentation are in
+    them too, and ten rounds that unlearned them at full weight took the share that parses from four fifths to a
+    quarter. A short problem makes the first token of its last line less likely; broken and short code nothing.
     """
     marks = repeated(answer, CODE_SPANS if is_code else SPANS)
     text = tokenizer.decode(list(answer), skip_special_tokens=True)

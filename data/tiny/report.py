@@ -16,8 +16,9 @@ import transformers
 from check import Answer, answer_all
 from corpus import HELD_OUT_SHARE
 from library import FUNCTION_COPIES, LONG_SHARE, Library
+from losses import held_out_losses
 from polish import REACH
-from training import Recipe, held_out_losses
+from recipe import Recipe
 
 SAMPLES = (
     (
@@ -115,10 +116,10 @@ transformers {transformers.__version__}. From {recipe.lookahead_from:.0%} of the
 to predict the tokens after the next one (`lookahead.py`; multi-token prediction, Gloeckle et al. 2024), as today's
 large models do; the blocks for that are thrown away. It still looped when decoded greedily, so rounds of polishing
 follow: it answers {recipe.polish_requests} requests greedily, most of them worded as the seed conversations are;
-tokens that go on a loop are made less likely, good answers and ordinary text likelier (`polish.py`; after Welleck et
-al. 2020, "Neural Text Generation with Unlikelihood Training"); the weights are the mean of the last states, moved
-{REACH} times as far from the unpolished ones. Polishing costs held-out loss: {text_loss} nats per answer token before
-it, the table's after.
+tokens that go on a loop (in code ever so gently) and hasty ends of worked answers are made less likely, good answers
+and ordinary text likelier (`polish.py`; after Welleck et al. 2020, "Neural Text Generation with Unlikelihood
+Training"); the weights are the mean of the last states, moved {REACH} times as far from the unpolished ones. Polishing
+costs held-out loss: {text_loss} nats per answer token before it, the table's after.
 
 The run that made these weights was re-planned on the way (the number of steps and rounds, the weights of what is made
 less likely, which states the mean is of, chosen by `check.py` on the tiny bench), so the command makes a model like

@@ -1,4 +1,4 @@
-"""Training the tiny backbone: batches, two optimizers, one schedule, and checkpoints that a later run goes on from.
+"""Training the tiny backbone: two optimizers, one schedule, and checkpoints that a later run goes on from.
 
 Knows nothing of where the text comes from: an epoch is a function from its number to encoded chats.
 """
@@ -9,80 +9,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
 import torch
+from batches import Epoch, stream, to_tensors
 from lookahead import Lookahead
+from losses import held_out_losses, hidden_states, token_losses
+from recipe import Recipe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from vocabulary import BOS, EOS, PAD, SPECIAL, Encoded
-
-PAD_ID = SPECIAL.index(PAD)
-Epoch = Callable[[int], Sequence[Encoded]]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a training run is made of; all of it is written to the model's README."""
-
-    steps: int
-    hidden: int = 384
-    layers: int = 6
-    head_dim: int = 64
-    intermediate: int = 1024
-    vocabulary: int = 2048
-    micro_batch: int = 4096  # tokens, padding included
-    accumulation: int = 2
-    muon_lr: float = 0.02
-    muon_decay: float = 0.1
-    adam_lr: float = 3e-3
-    warmup: int = 40
-    flat: float = 0.4  # share of the steps before the learning rate falls linearly ...
-    polish_rate: float = 0.1  # ... to this share of its peak; the second half of the polishing rounds takes it to zero
-    polish_rounds: int = 40
-    polish_requests: int = 36  # answered in each round
-    embedding_dropout: float = 0.1
-    question_weight: float = 1.0  # of the loss on what users write ...
-    answers_only_from: float = 0.75  # ... until this share of the steps; 0 afterwards
-    brief_steps: int = 120  # the last of the steps, which read problems and brief functions only
-    lookahead_weight: float = 0.25  # of the loss on the tokens after the next one (lookahead.py) ...
-    lookahead_from: float = 0.5  # ... from this share of the steps on
-    seed: int = 0
-
-    def config(self) -> LlamaConfig:
-        """The model's Hugging Face configuration."""
-        heads = self.hidden // self.head_dim
-        return LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 3),
-            head_dim=self.head_dim,
-            max_position_embeddings=4096,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=False,
-            bos_token_id=SPECIAL.index(BOS),
-            eos_token_id=SPECIAL.index(EOS),
-            pad_token_id=PAD_ID,
-        )
-
-    def rate(self, step: int) -> float:
-        """The learning rate's factor at a step: warm-up, flat, down to `polish_rate`; 0 at the end."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        if step >= self.steps:
-            left = self.steps + self.polish_rounds - step
-            return self.polish_rate * min(1.0, 2 * left / self.polish_rounds)
-        fallen = max(0.0, step / self.steps - self.flat) / (1 - self.flat)
-        return 1 - fallen * (1 - self.polish_rate)
+from transformers import GenerationConfig, LlamaForCausalLM
+from vocabulary import BOS, EOS, PAD_ID, SPECIAL, Encoded
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
@@ -114,83 +54,6 @@ def build_optimizers(model: LlamaForCausalLM, lookahead: Lookahead, recipe: Reci
             betas=(0.9, 0.95),
         ),
     ]
-
-
-def micro_batches(chats: Sequence[Encoded], tokens: int, rng: Random | None) -> list[list[Encoded]]:
-    """Chats of similar length together, at most `tokens` padded tokens each; shuffled where `rng` is given."""
-    noise = {id(chat): rng.random() * 0.1 if rng else 0.0 for chat in chats}
-    order = sorted(chats, key=lambda chat: len(chat.ids) * (1 + noise[id(chat)]))
-    batches: list[list[Encoded]] = []
-    longest = 0
-    for chat in order:
-        longest = max(longest, len(chat.ids))
-        if not batches or longest * (len(batches[-1]) + 1) > tokens:
-            batches.append([])
-            longest = len(chat.ids)
-        batches[-1].append(chat)
-    if rng:
-        rng.shuffle(batches)
-    return batches
-
-
-def to_tensors(chats: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids [B, T], kinds [B, T]): kind 0 = padding, 1 = not written by the assistant, 2 = assistant.
-
-    Rows are padded on the right, so a causal model needs no attention mask.
-    """
-    width = max(len(chat.ids) for chat in chats)
-    ids = torch.full((len(chats), width), PAD_ID)
-    kinds = torch.zeros((len(chats), width), dtype=torch.int8)
-    for row, chat in enumerate(chats):
-        ids[row, : len(chat.ids)] = torch.tensor(chat.ids)
-        kinds[row, : len(chat.ids)] = 1 + torch.tensor(chat.assistant, dtype=torch.int8)
-    return ids.to(device), kinds.to(device)
-
-
-def hidden_states(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
-    """The last hidden states [B, T-1, d] that predict ids[:, 1:]; `dropout` acts on the embeddings."""
-    embedded = model.model.embed_tokens(ids[:, :-1])
-    if dropout:
-        embedded = F.dropout(embedded, dropout)
-    return model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-
-
-def token_losses(model: LlamaForCausalLM, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Cross-entropy [B, T-1] in nats of each next token, float32; `hidden` is [B, T-1, d]."""
-    logits = model.lm_head(hidden).float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
-
-
-@torch.no_grad()
-def held_out_losses(model: LlamaForCausalLM, chats: Sequence[Encoded], tokens: int) -> dict[str, float]:
-    """Mean loss in nats per token over all tokens (`all`) and over the assistant's, eos included (`assistant`).
-
-    The forward pass runs under bf16 autocast, the loss in float32; the sums are float64.
-    """
-    device = next(model.parameters()).device
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
-    counts = torch.zeros(2, dtype=torch.float64)
-    for batch in micro_batches(chats, tokens, None):
-        ids, kinds = to_tensors(batch, device)
-        with torch.autocast(device.type, torch.bfloat16):
-            losses = token_losses(model, hidden_states(model, ids), ids).double().cpu()
-        for slot, chosen in enumerate((kinds[:, 1:].cpu() > 0, kinds[:, 1:].cpu() == 2)):
-            sums[slot] += losses[chosen].sum()
-            counts[slot] += chosen.sum()
-    model.train()
-    mean = sums / counts
-    return {"all": float(mean[0]), "assistant": float(mean[1])}
-
-
-def stream(epoch: Epoch, recipe: Recipe) -> Iterator[tuple[int, list[Encoded]]]:
-    """(epoch number, micro-batch) for ever; the same for the same seed, wherever training starts."""
-    number = 0
-    while True:
-        rng = Random(f"batches {recipe.seed} {number}")
-        for batch in micro_batches(epoch(number), recipe.micro_batch, rng):
-            yield number, batch
-        number += 1
 
 
 class Run:
@@ -267,9 +130,9 @@ class Run:
         return loss, sum(len(chat.ids) for batch in batches for chat in batch)
 
     def keep(self, label: str, share: float = 1.0) -> None:
-        """Move the copy of the weights called `label` towards the weights by `share`; 1 makes it anew."""
+        """Move the copy of the weights called `label` towards the weights by `share`; 1, or no copy yet, makes it."""
         weights = self.model.state_dict()
-        if share == 1.0:
+        if share == 1.0 or label not in self.kept:
             self.kept[label] = {name: value.detach().clone() for name, value in weights.items()}
         else:
             for name, value in self.kept[label].items():

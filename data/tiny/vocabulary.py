@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD, SYSTEM, USER, ASSISTANT = "<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (BOS, EOS, PAD, SYSTEM, USER, ASSISTANT)  # their ids are 0..5
+EOS_ID, PAD_ID = SPECIAL.index(EOS), SPECIAL.index(PAD)
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

@@ -3,4 +3,18 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved tokenizer trained on the samples' own text."""
+    import vocabulary
+    from tiny_samples import MODULE, PROBLEM
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    text = [MODULE, *PROBLEM.values(), "Add 12 and 345 and 6789."] * 3
+    vocabulary.save_tokenizer(vocabulary.train_tokenizer(text, 400), path)
+    return path
