@@ -1,11 +1,11 @@
 import io
 import json
-import resource
 
 import pytest
 from rich.console import Console
 
 from medusa_train.tracking import MetricsFile, duration, keep_until, open_tracker
+from tests.full_disk import full_disk
 
 TRAIN = {
     "loss": 1.25, "head_top1": [0.5, 0.25], "grad_norm": 0.75, "lr": 1e-3, "tokens_per_s": 1234.5,
@@ -61,13 +61,9 @@ def test_lines_wait_while_the_disk_is_full(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = MetricsFile(path, warn=told.append)
     sink.log({"kind": "train", "step": 1})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))  # in the middle of the next line
-    try:
+    with full_disk(path.stat().st_size + 7):  # in the middle of the next line
         sink.log({"kind": "train", "step": 2})
         sink.log({"kind": "train", "step": 3})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(told) == 1
     assert "File too large" in told[0]
     sink.log({"kind": "train", "step": 4})
@@ -79,14 +75,10 @@ def test_lines_wait_while_the_disk_is_full(tmp_path):
 def test_lines_that_were_never_written_are_counted(tmp_path):
     told = []
     sink = MetricsFile(tmp_path / "metrics.jsonl", warn=told.append)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+    with full_disk(0):
         sink.log({"kind": "train", "step": 1})
         sink.log({"kind": "train", "step": 2})
         sink.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "the last 2 lines could not be written" in told[-1]
 
 

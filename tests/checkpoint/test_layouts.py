@@ -25,6 +25,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.families import random_backbone
+from tests.full_disk import full_disk
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +204,6 @@ def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
 
 
 def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone) -> None:
-    from tests.checkpoint.test_store import full_disk
-
     old = trained(backbone, seed=1)
     save_heads(old, tmp_path, "m")
     with full_disk(1000), pytest.raises(CheckpointError, match="could not be written"):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
+from tests.full_disk import full_disk
 
 
 def state(step: int) -> dict[str, Any]:
@@ -40,17 +38,6 @@ def assert_is(loaded: dict[str, Any], step: int) -> None:
     assert torch.equal(inner["state"][0]["m"], wanted["engine"]["optimizer"]["state"][0]["m"])
     assert inner["state"][0]["step"].shape == ()
     assert torch.equal(inner["tied"], wanted["engine"]["optimizer"]["tied"])
-
-
-@contextmanager
-def full_disk(after: int) -> Iterator[None]:
-    """Let writes fail beyond `after` bytes of a file, as they do on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (after, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_round_trip(tmp_path: Path) -> None:

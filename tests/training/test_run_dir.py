@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,11 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.training.run_dir import OWN, check_output_dir, prepare_output_dir, write_config, writing
+from tests.full_disk import full_disk
 
 
 def config(out: Path, **keys: object) -> TrainConfig:
     return TrainConfig(base_model="m", datasets=[{"path": "d.jsonl"}], output_dir=str(out), **keys).resolved()
-
-
-@contextmanager
-def full_disk(after: int) -> Iterator[None]:
-    """Let writes fail beyond `after` bytes of a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (after, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_in_the_way_is_named_before_anything_loads(tmp_path: Path) -> None:
