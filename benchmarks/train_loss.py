@@ -14,7 +14,7 @@ from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
+from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.unembedding import Unembedding
 
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 of the paper
@@ -37,11 +37,11 @@ def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float
     return torch.stack(terms).sum()
 
 
-def all_logits(feats: Features, draft: MedusaDraft, own: Unembedding | None) -> Iterator[Tensor]:
+def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, own: Unembedding | None) -> Iterator[Tensor]:
     """[B, T, V] of the backbone, where its unembedding is given, and of every head."""
     if own is not None:
         yield own.logits(feats.hidden)
-    for k, state in enumerate(draft.hidden(feats), start=1):
+    for k, state in enumerate(draft.hidden(feats, batch), start=1):
         yield draft.unembed(k).logits(state)
 
 
@@ -65,7 +65,7 @@ def measure_loss(case: Case) -> Result:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
             if case.method == "ours":
                 return objective.loss(feats, rows, objective.counts(rows), student_unembedding=own).loss
-            return naive_loss(all_logits(feats, draft, own), rows.labels, _weights(case.heads))
+            return naive_loss(all_logits(feats, rows, draft, own), rows.labels, _weights(case.heads))
 
     def forget() -> None:
         for tensor in (*parameters, hidden):

@@ -90,8 +90,10 @@ class Step:
         scale = self.objective.heads_weight(1.0)
         weights = [scale * head_weight(k, self.objective.decay) for k in range(1, self.draft.num_heads + 1)]
         if not self.student.joint:
-            return naive_loss(all_logits(feats, self.draft, None), batch.labels, weights, first=1)
-        return naive_loss(all_logits(feats, self.draft, self.student.unembedding()), batch.labels, [1.0, *weights])
+            return naive_loss(all_logits(feats, batch, self.draft, None), batch.labels, weights, first=1)
+        return naive_loss(
+            all_logits(feats, batch, self.draft, self.student.unembedding()), batch.labels, [1.0, *weights]
+        )
 
 
 def measure_step(case: Case) -> Result:

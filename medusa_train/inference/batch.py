@@ -21,7 +21,7 @@ from medusa_train.inference.generate import (
 )
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.batch_cache import BatchCache
 from medusa_train.trees.tree import Tree
 
@@ -49,9 +49,9 @@ class BatchDecoder:
         self.backbone = backbone
         self.draft = draft
         self.tree = usable_tree(backbone, draft, tree)
+        self.need = draft.needs if draft is not None and self.tree.size else PLAIN
         self._one = Decoder(backbone, draft, tree)
-        block = torch.zeros(self.tree.ancestors.shape, dtype=backbone.dtype, device=backbone.device)
-        self._block = block.masked_fill_(~self.tree.ancestors, float("-inf"))
+        self._blocks: dict[int, tuple[Tree, Tensor]] = {}  # by identity, since comparing trees takes their paths
 
     @torch.inference_mode()
     def generate_batch(
@@ -97,19 +97,26 @@ class BatchDecoder:
             row.out.finish = finish_of(row.out.tokens, stops, max_new_tokens)
         return [row.out for row in rows]
 
-    def mask(self, cache: BatchCache) -> Tensor:
+    def mask(self, tree: Tree, cache: BatchCache) -> Tensor:
         """What each node sees: its own row's committed positions, its ancestors and itself, [B, 1, n + 1, S]."""
         device = self.backbone.device
+        block = self._block(tree)
         prefix = torch.zeros(len(cache.lengths), cache.length, dtype=self.backbone.dtype, device=device)
         prefix.masked_fill_(cache.gaps(device), float("-inf"))
-        nodes = len(self._block)
         return torch.cat(
             [
-                prefix[:, None, None].expand(-1, -1, nodes, -1),
-                self._block.expand(len(cache.lengths), 1, -1, -1),
+                prefix[:, None, None].expand(-1, -1, len(block), -1),
+                block.expand(len(cache.lengths), 1, -1, -1),
             ],
             dim=-1,
         )
+
+    def _block(self, tree: Tree) -> Tensor:
+        """What the nodes of `tree` see of each other, additive [n + 1, n + 1]."""
+        if id(tree) not in self._blocks:
+            block = torch.zeros(tree.ancestors.shape, dtype=self.backbone.dtype, device=self.backbone.device)
+            self._blocks[id(tree)] = tree, block.masked_fill_(~tree.ancestors, float("-inf"))
+        return self._blocks[id(tree)][1]
 
 
 class _Run:
@@ -138,7 +145,8 @@ class _Run:
     def _prefill(self, prompts: Sequence[list[int]], lengths: list[int]) -> None:
         """One causal pass over all prompts, padded behind, where no token of a prompt looks."""
         padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-        feats = self._backbone.run(torch.tensor(padded, device=self._backbone.device), cache=self._cache)
+        prompt_tokens = torch.tensor(padded, device=self._backbone.device)
+        feats = self._backbone.run(prompt_tokens, cache=self._cache, need=self._decoder.need)
         self._cache.commit_rows(lengths)
         # each prompt's last token is a root with nothing below it
         last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
@@ -146,7 +154,7 @@ class _Run:
         accepted = accept(self._rule, last, logits[:, None], Tree.empty(), self._generators())
         if self._drafts:
             assert self._decoder.draft is not None
-            self._state = self._decoder.draft.start(feats, lengths)
+            self._state = self._decoder.draft.start(feats, prompt_tokens, lengths, self._cache)
         now = time.perf_counter() - self._started
         for row, (_, tokens) in zip(self.active, accepted, strict=True):
             row.out.tokens = tokens[-1:]
@@ -161,7 +169,7 @@ class _Run:
         self._cache.keep_rows(paths)
         if self._drafts:
             assert self._decoder.draft is not None
-            self._state = self._decoder.draft.advance(self._state, feats, paths)
+            self._state = self._decoder.draft.advance(self._state, feats, proposal, paths)
         for row, (path, tokens) in zip(self.active, accepted, strict=True):
             kept = until_stop(tokens[1:], self._stops, row.room - len(row.out.tokens))
             row.out.tokens += kept
@@ -187,11 +195,16 @@ class _Run:
     def _verify(self, proposal: Proposal) -> tuple[Features, list[Accepted]]:
         """One pass over all nodes of all rows; a node's position id is its own row's length + depth."""
         lengths = torch.tensor(self._cache.lengths, device=self._backbone.device)
-        positions = self._decoder.tree.depths + lengths[:, None]
+        positions = proposal.tree.depths + lengths[:, None]
         # nodes past the context are never kept; no position table must be asked for them either
         positions = positions.clamp(max=self._backbone.max_context - 1)
-        mask = self._decoder.mask(self._cache)
-        feats = self._backbone.run(proposal.tokens, positions=positions, mask=mask, cache=self._cache)
+        feats = self._backbone.run(
+            proposal.tokens,
+            positions=positions,
+            mask=self._decoder.mask(proposal.tree, self._cache),
+            cache=self._cache,
+            need=self._decoder.need,
+        )
         logits = self._backbone.logits(feats.hidden)
         return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, self._generators())
 

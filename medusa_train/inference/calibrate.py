@@ -12,7 +12,7 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.ranks import Reach, Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts.base import Draft
 from medusa_train.trees.tree import Ranks, Tree
 
 SIZES = (0, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM takes 63 at most
@@ -127,7 +127,7 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int) -> Tree
     return max(found, key=lambda candidate: tokens_per_step(held_out, candidate))
 
 
-def step_latency(backbone: Backbone, draft: MedusaDraft, trees: Sequence[Tree], prompt: list[int]) -> list[float]:
+def step_latency(backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int]) -> list[float]:
     """Median milliseconds of a decoding step with each of `trees`, measured in turns so that drift hits all alike.
 
     All share one cache, so that a large backbone needs room for one only.
@@ -157,7 +157,7 @@ def typical_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int
 
 def calibrate(
     backbone: Backbone,
-    draft: MedusaDraft,
+    draft: Draft,
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int = 256,

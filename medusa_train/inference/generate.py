@@ -14,7 +14,7 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -76,6 +76,20 @@ class _TreeMask:
         return self._mask[..., :end]
 
 
+class _TreeMasks:
+    """The masks of the trees that proposals come with: nearly always the one that was asked for."""
+
+    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._options = (capacity, dtype, device)
+        self._made: dict[int, tuple[Tree, _TreeMask]] = {}  # by identity, since comparing trees takes their paths
+
+    def at(self, tree: Tree, prefix: int) -> Tensor:
+        """The mask of `tree` behind `prefix` cached positions, see `_TreeMask.at`."""
+        if id(tree) not in self._made:
+            self._made[id(tree)] = tree, _TreeMask(tree, *self._options)  # keeps the tree, and so its identity
+        return self._made[id(tree)][1].at(prefix)
+
+
 class Decoder:
     """Decoding of one sequence: prefill, then rounds of propose, verify, accept.
 
@@ -100,6 +114,8 @@ class Decoder:
         self.backbone = backbone
         self.draft = draft
         self.tree = usable_tree(backbone, draft, tree)
+        self._need = draft.needs if draft is not None and self.tree.size else PLAIN
+        self._nothing = Tree.empty().to(backbone.device)
         self._cache = cache
         self._answers = 0  # how many were begun
 
@@ -154,27 +170,29 @@ class Decoder:
         room = room_for(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
         cache = self._fresh_cache(len(prompt) + room + self.tree.size + 1)
-        mask = _TreeMask(self.tree, cache.capacity, self.backbone.dtype, self.backbone.device)
+        masks = _TreeMasks(cache.capacity, self.backbone.dtype, self.backbone.device)
         answer = self._answers = self._answers + 1
 
         tokens = torch.tensor([prompt], device=self.backbone.device)
-        feats = self.backbone.run(tokens, cache=cache)
+        feats = self.backbone.run(tokens, cache=cache, need=self._need)
         cache.commit(len(prompt))
         # the prompt's last token is a root with nothing below it
         logits = self.backbone.logits(feats.hidden[:, -1:])
         root = accept(rule, tokens[:, -1:], logits, Tree.empty(), generators)[0].tokens[-1]
         yield Step([root], 0)
-        state = self.draft.start(feats, [len(prompt)]) if self.draft is not None and self.tree.size else None
+        state = None
+        if self.draft is not None and self.tree.size:
+            state = self.draft.start(feats, tokens, [len(prompt)], cache)
 
         count = 1
         while not (root in stops or count >= room):
             if answer != self._answers:
                 raise MedusaError("this decoder has begun another answer; it keeps one at a time")
             proposal = self._propose(state, root, cache.length)
-            feats, accepted = self._verify(proposal, cache, mask, rule, generators)
+            feats, accepted = self._verify(proposal, cache, masks, rule, generators)
             cache.keep(accepted.path)
             if self.draft is not None and self.tree.size:
-                state = self.draft.advance(state, feats, [accepted.path])
+                state = self.draft.advance(state, feats, proposal, [accepted.path])
             kept = until_stop(accepted.tokens[1:], stops, room - count)
             count += len(kept)
             root = kept[-1]
@@ -183,7 +201,7 @@ class Decoder:
     def _propose(self, state: object, root: int, prefix: int) -> Proposal:
         roots = torch.tensor([root], device=self.backbone.device)
         if self.draft is None or not self.tree.size or self._straddles_rope_switch(prefix):
-            return Proposal(roots[:, None], Tree.empty())
+            return Proposal(roots[:, None], self._nothing)
         return self.draft.propose(state, roots, self.tree)
 
     def _straddles_rope_switch(self, prefix: int) -> bool:
@@ -195,20 +213,21 @@ class Decoder:
         self,
         proposal: Proposal,
         cache: TreeCache,
-        mask: _TreeMask,
+        masks: _TreeMasks,
         rule: Rule,
         generators: list[torch.Generator] | None,
     ) -> tuple[Features, Accepted]:
         """One pass over all nodes; a node's position id is prefix length + depth."""
-        positions = self.tree.depths[None, : proposal.tree.size + 1] + cache.length
+        positions = proposal.tree.depths[None] + cache.length
         if cache.length + self.tree.max_depth >= self.backbone.max_context:
             # nodes past the context are never kept; no position table must be asked for them either
             positions = positions.clamp(max=self.backbone.max_context - 1)
         feats = self.backbone.run(
             proposal.tokens,
             positions=positions,
-            mask=mask.at(cache.length) if proposal.tree.size else None,
+            mask=masks.at(proposal.tree, cache.length) if proposal.tree.size else None,
             cache=cache,
+            need=self._need,
         )
         logits = self.backbone.logits(feats.hidden)
         return feats, accept(rule, proposal.tokens, logits, proposal.tree, generators)[0]

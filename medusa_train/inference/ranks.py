@@ -11,7 +11,8 @@ from torch import Tensor
 
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts.base import Draft
+from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Ranks, Tree
 
 MAX_RANK = 10  # guesses past the tenth are never worth a node (reference trees end at rank 9)
@@ -84,7 +85,7 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
 
 def trace_answers(
     backbone: Backbone,
-    draft: MedusaDraft,
+    draft: Draft,
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int = 256,
@@ -117,14 +118,16 @@ def trace_answers(
 
 
 @torch.inference_mode()
-def trace_answer(backbone: Backbone, draft: MedusaDraft, prompt: list[int], answer: list[int]) -> Trace:
-    """Rank `answer` under the heads by one forward pass over prompt and answer."""
+def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: list[int]) -> Trace:
+    """Rank `answer` under the heads by one forward pass over prompt and answer, each head given the true tokens."""
     tokens = torch.tensor([prompt + answer], device=backbone.device)
-    states = backbone.run(tokens[:, :-1]).hidden[0, len(prompt) - 1 :]  # row p: where answer[p] is the root
+    read = tokens[:, :-1]
+    feats = backbone.run(read, need=draft.needs)
+    first = len(prompt) - 1  # where answer[0] is the root
     count, heads = len(answer), draft.num_heads
     ranks = torch.full((count, heads), -1, dtype=torch.long)
-    for k in range(1, min(heads, count - 1) + 1):
-        logits = draft.head_logits(states[: count - k], k)
+    for k, states in zip(range(1, min(heads, count - 1) + 1), draft.traced(feats, Rows.of(read)), strict=False):
+        logits = draft.unembed(k).logits(states[0, first : first + count - k])
         ranks[: count - k, k - 1] = rank_of(logits, tokens[0, len(prompt) + k :]).cpu()
     return Trace(ranks.tolist(), [min(heads, count - 1 - place) for place in range(count)])
 

@@ -20,9 +20,11 @@ from medusa_train.losses.schedules import head_weight, lambda0
 class Heads(Protocol):
     """A draft, as far as a loss is concerned."""
 
-    num_heads: int
+    @property
+    def trained_heads(self) -> int:
+        """K, the number of heads that have a loss of their own."""
 
-    def hidden(self, feats: Any) -> Iterator[Tensor]:
+    def hidden(self, feats: Any, batch: Any) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
 
     def unembed(self, k: int) -> UnembeddingLike:
@@ -149,7 +151,7 @@ class Objective:
         Summed over a global batch (micro-batches and processes) they are `loss`'s `counts_total`.
         """
         first = 1 if self.lm is None else 0
-        shifted = (self._targets(batch, k) for k in range(first, self.draft.num_heads + 1))
+        shifted = (self._targets(batch, k) for k in range(first, self.draft.trained_heads + 1))
         return torch.stack([(target != IGNORE).sum() for target in shifted])
 
     def loss(
@@ -168,7 +170,7 @@ class Objective:
         Args:
             feats: the backbone's features of this batch, as the draft reads them; with a graph where the backbone is
                 trained. With a language model's loss it has `hidden` [B, T, d].
-            batch: labels and segments [B, T].
+            batch: labels and segments [B, T]; all that the draft reads of it besides.
             counts_total: `counts` summed over the global batch; a term with no target contributes 0.
             progress: step / max_steps, for lambda0.
             student_unembedding: the backbone's own, LoRA branch included; needed for a language model's loss.
@@ -189,14 +191,14 @@ class Objective:
                 raise ValueError("this objective trains the language model: pass student_unembedding")
             target = self._targets(batch, 0)
             terms.append(_term(feats.hidden, student_unembedding, target, 0, judge, self.rho, self.lm == "kl"))
-        for k, hidden in enumerate(self.draft.hidden(feats), start=1):
+        for k, hidden in enumerate(self.draft.hidden(feats, batch), start=1):
             terms.append(_term(hidden, self.draft.unembed(k), self._targets(batch, k), k, judge, self.soft_heads))
         return self._weigh(terms, self.counts(batch), counts_total, progress)
 
     def _weigh(self, terms: list[LinearSums], counts: Tensor, totals: Tensor, progress: float) -> ObjectiveOutput:
         first = 0 if self.lm is None else 1  # where the heads begin
         scale = self.heads_weight(progress)
-        weights = [1.0] * first + [scale * head_weight(k, self.decay) for k in range(1, self.draft.num_heads + 1)]
+        weights = [1.0] * first + [scale * head_weight(k, self.decay) for k in range(1, self.draft.trained_heads + 1)]
         sums = torch.stack([term.loss_sum for term in terms])
         heads = terms[first:]
         lm = terms[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.config.hub import hub_is_out_of_reach
@@ -16,11 +16,13 @@ from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
 from medusa_train.models.attention import document_bounds
+from medusa_train.models.embedding import Embedding
 from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
 from medusa_train.models.support import check_architecture, check_model
+from medusa_train.models.taps import inputs_of, outputs_of
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 
@@ -161,6 +163,7 @@ class Backbone:
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
         segments: Tensor | None = None,
+        need: FeatureSpec = PLAIN,
     ) -> Features:
         """One forward pass through the decoder layers, no logits.
 
@@ -172,7 +175,9 @@ class Backbone:
             cache: keys and values before `tokens`; the T new ones stay pending in it.
             segments: [B, T], the document that a position of a packed row belongs to, -1: padding. Each document is
                 then computed as in a row of its own; its positions begin anew. In place of `mask` and `cache`.
+            need: which states to return.
         """
+        tapped = None if need.early is None else self.layer(need.early - 1)
         bounds: dict[str, Any] = {}
         if segments is not None and self.varlen:
             bounds = document_bounds(segments)
@@ -182,8 +187,8 @@ class Backbone:
         if mask is not None:
             if positions is None:
                 raise ValueError("a mask of one's own needs position ids")
-            attention_mask = self._windowed(mask, positions, 0 if cache is None else cache.length)
-        with self._masks_allowed(not bounds):
+            attention_mask = self.windowed(mask, positions, 0 if cache is None else cache.length)
+        with self._masks_allowed(not bounds), outputs_of(tapped) as early:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -192,7 +197,20 @@ class Backbone:
                 use_cache=cache is not None,
                 **bounds,
             )
-        return Features(hidden=out.last_hidden_state)
+        return Features(out.last_hidden_state, *early)
+
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer `index`, from 0.
+
+        Raises:
+            BackboneError: there are not so many, or the architecture keeps them under another name.
+        """
+        layers = getattr(self.body, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise BackboneError(f"the layers of {type(self.body).__name__} can't be told apart here")
+        if not 0 <= index < len(layers):
+            raise BackboneError(f"{self.name or 'the backbone'} has {len(layers)} layers, no {index + 1}th one")
+        return layers[index]
 
     def use_varlen(self, implementation: str) -> None:
         """From now on tell an attention implementation where packed documents end, instead of masking them.
@@ -235,6 +253,25 @@ class Backbone:
         )
         return torch.equal(states, others)
 
+    @torch.no_grad()
+    def embedding(self) -> Embedding:
+        """The input embedding as the body feeds it to its first layer.
+
+        Some bodies scale it on the way, so what arrives there is compared with the table's own vectors.
+
+        Raises:
+            BackboneError: it is changed on the way in another manner.
+        """
+        table = self.model.get_input_embeddings()
+        probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
+        with inputs_of(self.layer(0)) as seen:
+            self.run(probe)
+        fed, own = seen[0].double(), table(probe).double()
+        scale = float((fed * own).sum() / own.square().sum().clamp(min=1e-30))
+        if (fed - own * scale).norm() > 1e-2 * fed.norm():
+            raise BackboneError(f"{type(self.body).__name__} feeds its first layer more than scaled token embeddings")
+        return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
+
     def unembedding(self) -> Unembedding:
         """lm_head with every transform that the model puts on its logits."""
         head = self.head
@@ -251,7 +288,7 @@ class Backbone:
         """An empty cache for `capacity` positions."""
         return TreeCache(self.num_layers, capacity)
 
-    def _windowed(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
+    def windowed(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
         """AND a 4-D mask with the model's sliding windows, per mask type where layers differ.
 
         A 4-D mask replaces the model's own one, windows included, so they have to be put back.

@@ -109,10 +109,10 @@ def evaluate_held_out(
             if stop():
                 return None
             batch = batch.to(student.backbone.device)
-            feats = student.features(batch)
+            feats = student.features(batch, draft.needs)
             ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
             with student.precision.autocast():
-                for i, hidden in enumerate(draft.hidden(feats)):
+                for i, hidden in enumerate(draft.traced(feats, batch)):
                     wanted = shift(batch.labels, i + 1, batch.segments)
                     valid = wanted != IGNORE
                     loss, places = _score(hidden[valid], wanted[valid], draft.unembed(i + 1))
@@ -128,7 +128,8 @@ def evaluate_held_out(
     sums, hits, targets = world.sum(sums), world.sum(hits), world.sum(targets)
     own.add_up(world)
     means = sums / targets.clamp(min=1)
-    weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(means, start=1))
+    trained = means[: draft.trained_heads]
+    weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(trained, start=1))
     whole = whole_objective(objective, weighted, own.loss, own.kl)
     shares = hits / targets.clamp(min=1)[:, None]
     return HeldOut(

@@ -17,7 +17,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.models.adapter import Adapter, LoraSpec
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.training.precision import Precision
 from medusa_train.training.run_dir import ADAPTER, HEADS, MODEL
@@ -48,10 +48,10 @@ class Student:
         """Switch dropout on or off; a frozen backbone has none in either mode."""
         self.backbone.model.train(mode and self.joint)
 
-    def features(self, batch: Batch) -> Features:
-        """One forward pass over `batch`; keeps a graph only where something in it learns."""
+    def features(self, batch: Batch, need: FeatureSpec = PLAIN) -> Features:
+        """One forward pass over `batch` for what a draft needs; keeps a graph only where something in it learns."""
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
-            return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
+            return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
     def unembedding(self) -> Unembedding:
         """lm_head as it is being trained."""

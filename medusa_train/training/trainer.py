@@ -169,7 +169,7 @@ class Trainer:
 
     def _compare(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
         """Run backbone, teacher and heads on one micro-batch; `counts` are the targets of the global batch."""
-        feats = self.student.features(batch)
+        feats = self.student.features(batch, self.draft.needs)
         teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
         with self.precision.autocast():
             return self.objective.loss(

@@ -16,7 +16,8 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
+from medusa_train.models.features import Features, FeatureSpec, TokenRows
+from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 
@@ -40,13 +41,13 @@ class OracleDraft(Draft):
         self.wrong_every = wrong_every
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def hidden(self, feats: Features):  # type: ignore[no-untyped-def]
+    def hidden(self, feats: Features, batch: TokenRows):  # type: ignore[no-untyped-def]
         yield feats.hidden
 
     def unembed(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
-    def start(self, feats: Features, lengths: Sequence[int]) -> int:
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> int:
         return self.start_at
 
     def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
@@ -59,7 +60,7 @@ class OracleDraft(Draft):
             tokens.append(truth if right else (truth + 1 + path[-1]) % self.vocab)
         return Proposal(torch.tensor([tokens]), tree)
 
-    def advance(self, state: int, feats: Features, paths: Sequence[Sequence[int]]) -> int:
+    def advance(self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> int:
         return state + len(paths[0])
 
     def take(self, state: int, rows: Sequence[int]) -> int:
@@ -127,6 +128,37 @@ def test_a_right_draft_is_accepted_to_the_full_depth(tree: str) -> None:
     assert out.acceleration_rate == 5.0
 
 
+class ShorteningDraft(OracleDraft):
+    """Cuts every second tree down to its best guesses alone, and sees the states that it asked for."""
+
+    needs = FeatureSpec(early=2)
+    chains = tuple(Tree.chain(length) for length in range(4))
+
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> int:
+        assert tokens.tolist() == [self.text[: self.start_at]]
+        assert cache.length == self.start_at == lengths[0]
+        return self.start_at
+
+    def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
+        return super().propose(state, roots, tree if state % 2 else self.chains[state % 3 + 1])
+
+    def advance(self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> int:
+        assert feats.early is not None
+        assert feats.early.shape == feats.hidden.shape == (*proposal.tokens.shape, 32)
+        return super().advance(state, feats, proposal, paths)
+
+
+def test_a_proposal_may_be_smaller_than_the_tree() -> None:
+    backbone = random_backbone("llama")
+    prompt = [3, 14, 15, 9, 2]
+    plain = Decoder(backbone).generate(prompt, 40)
+    draft = ShorteningDraft(prompt, plain.tokens, backbone.vocab_size, wrong_every=7)
+    for decoder in (Decoder(backbone, draft, TREES["sparse"]), Decoder(backbone, draft, TREES["cartesian"])):
+        out = decoder.generate(prompt, 40)
+        assert out.tokens == plain.tokens
+        assert len(set(out.accepted)) > 2
+
+
 def test_nothing_leaks_past_an_eos_inside_an_accepted_path() -> None:
     backbone = random_backbone("llama")
     prompt = [5, 17, 40]
@@ -189,7 +221,7 @@ def test_the_empty_tree_computes_no_heads() -> None:
     backbone = random_backbone("llama")
 
     class Untouchable(MedusaDraft):
-        def start(self, feats: Features, lengths: Sequence[int]):  # type: ignore[no-untyped-def]
+        def start(self, *args: object):  # type: ignore[no-untyped-def]
             raise AssertionError("a head was computed")
 
     draft = Untouchable(backbone.hidden_size, backbone.vocab_size)

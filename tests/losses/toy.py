@@ -21,12 +21,12 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads = K
+        self.trained_heads = K
         generator = torch.Generator().manual_seed(1)
         self.inner = nn.ParameterList(torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K))
         self.outer = nn.ParameterList(torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K))
 
-    def hidden(self, feats: Features) -> Iterator[Tensor]:
+    def hidden(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
         for inner in self.inner:
             yield feats.hidden @ inner
 

@@ -10,6 +10,7 @@ from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
+from medusa_train.models.features import FeatureSpec
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
@@ -91,3 +92,33 @@ def test_a_stray_window_in_a_llama_config_is_no_window() -> None:
 def test_a_model_without_a_context_length_is_refused() -> None:
     with pytest.raises(BackboneError, match="max_position_embeddings"):
         context_length(BloomConfig())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_early_states_and_embeddings_are_the_models_own(family: str) -> None:
+    backbone = random_backbone(family)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+    with torch.no_grad():
+        theirs = backbone.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+        hooks = [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
+        assert torch.equal(backbone.run(tokens, need=FeatureSpec(early=2)).early, theirs[2])
+        assert torch.allclose(backbone.embedding()(tokens), theirs[0], rtol=1e-6)
+    assert backbone.run(tokens).early is None
+    assert hooks == [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
+    with pytest.raises(BackboneError, match="has 3 layers, no 4th one"):
+        backbone.run(tokens, need=FeatureSpec(early=4))
+
+
+def test_embeddings_that_are_changed_on_their_way_are_refused() -> None:
+    class Strange(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model.layers[0].register_forward_pre_hook(
+                lambda _, args, named: ((args[0].roll(1, -1), *args[1:]), named), with_kwargs=True, prepend=True
+            )
+
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(BackboneError, match="more than scaled token embeddings"):
+        Backbone(Strange(config), NoTokenizer()).embedding()

@@ -10,6 +10,7 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 
@@ -23,7 +24,7 @@ def test_untrained_heads_give_the_backbones_logits_to_the_bit(family: str, layer
     feats = backbone.run(tokens)
     theirs = backbone.model(tokens, use_cache=False).logits
     assert torch.equal(backbone.logits(feats.hidden), theirs)
-    for k, hidden in enumerate(draft.hidden(feats), start=1):
+    for k, hidden in enumerate(draft.hidden(feats, Rows.of(tokens)), start=1):
         assert torch.equal(draft.unembed(k).logits(hidden), theirs)
 
 
@@ -75,7 +76,9 @@ def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     feats = backbone.run(padded)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    proposal = draft.propose(draft.start(feats, [5, 2, 3]), torch.tensor([42, 43, 44]), tree)
+    proposal = draft.propose(
+        draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)), torch.tensor([42, 43, 44]), tree
+    )
     for row, prompt in enumerate(prompts):
         last = feats.hidden[row, len(prompt) - 1]
         best = [draft.head_logits(last, k).argsort(descending=True) for k in (1, 2, 3)]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.unembedding import Unembedding
+from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
 
@@ -21,7 +22,9 @@ class Proposal:
 
     Attributes:
         tokens: long [B, n + 1], each row its root first, in the tree's node order.
-        tree: where they stand, the same for all rows.
+        tree: where they stand, the same for all rows, with its tensors on the device of `tokens`. It may be smaller
+            than the one that was asked for; a draft that cuts trees short keeps what it made of them, since the loop
+            keeps their masks.
     """
 
     tokens: Tensor
@@ -32,39 +35,65 @@ class Draft(nn.Module):
     """K heads that guess the tokens after the backbone's own next one.
 
     Head k (k = 1..K) at position t predicts the token at t + k + 1; the backbone itself predicts t + 1.
+
+    Attributes:
+        needs: which states of the backbone it reads, in training and in decoding.
+        num_heads: K, how deep a tree it can fill.
     """
 
+    needs: FeatureSpec = PLAIN
     num_heads: int
 
+    @property
+    def trained_heads(self) -> int:
+        """For how many k `hidden` yields; fewer than K where one head drafts all depths."""
+        return self.num_heads
+
     @abstractmethod
-    def hidden(self, feats: Features) -> Iterator[Tensor]:
-        """Training: for k = 1..K the state [B, T, d] that head k's unembedding reads."""
+    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """Training: for k = 1..trained_heads the state [B, T, d] that head k's unembedding reads.
+
+        Position t is compared with the token t + k + 1 of its own document; what is yielded where there is none does
+        not matter, but must not come from another document where there is one.
+
+        Args:
+            feats: as `needs` says, of the same rows. batch: tokens, positions and segments [B, T].
+        """
+
+    def traced(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """For k = 1..K the state [B, T, d] by which head k ranks the token t + k + 1, given the true ones before it."""
+        return self.hidden(feats, batch)
 
     @abstractmethod
     def unembed(self, k: int) -> Unembedding:
         """Head k's own matrix and logit transform, k = 1..K."""
 
     @abstractmethod
-    def start(self, feats: Features, lengths: Sequence[int]) -> Any:
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> Any:
         """Decoding: the state after prefill, from the features [B, T, d] of B prompts.
 
         Args:
-            lengths: of the prompts; what lies behind a shorter one is padding.
+            tokens: long [B, T], the prompts. lengths: of the prompts; what lies behind a shorter one is padding.
+            cache: the backbone's, with the prompts committed (a `BatchCache` where there are several). Its capacity
+                is enough for a draft's own one too; a draft that runs layers of the backbone keeps it.
         """
 
     @abstractmethod
     def propose(self, state: Any, roots: Tensor, tree: Tree) -> Proposal:
         """Guess the tokens of `tree` below `roots` (long [B], the backbone's own next tokens).
 
+        A state is proposed from once, then `advance`d.
+
         Args:
             tree: not empty, with its tensors on the device of `roots`.
         """
 
     @abstractmethod
-    def advance(self, state: Any, feats: Features, paths: Sequence[Sequence[int]]) -> Any:
+    def advance(self, state: Any, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> Any:
         """The state after a verification pass with features [B, n + 1, d] accepted the nodes `paths`.
 
         Args:
+            proposal: what was verified; of the roots alone where the loop did not ask for more.
             paths: one per row, the root first.
         """
 

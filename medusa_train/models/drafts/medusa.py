@@ -13,8 +13,9 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
 from medusa_train.models.drafts.side_by_side import lay_side_by_side, side_by_side
-from medusa_train.models.features import Features
+from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.unembedding import Unembedding
+from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
 
@@ -175,7 +176,7 @@ class MedusaDraft(Draft):
         """Head k's state [..., d] from the backbone's [..., d], k = 1..K."""
         return self.blocks[k - 1](states)
 
-    def hidden(self, feats: Features) -> Iterator[Tensor]:
+    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
         for k in range(1, self.num_heads + 1):
             yield self.hidden_at(feats.hidden, k)
@@ -192,7 +193,7 @@ class MedusaDraft(Draft):
         """Head k's logits [..., V] at the backbone's states [..., d]."""
         return self.unembed(k).logits(self.hidden_at(states, k))
 
-    def start(self, feats: Features, lengths: Sequence[int]) -> MedusaState:
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MedusaState:
         """Heads look at the last position of each prompt only."""
         return MedusaState(last_states(feats, [length - 1 for length in lengths]), self.stacked())
 
@@ -230,7 +231,9 @@ class MedusaDraft(Draft):
         logits = torch.bmm(x, weights[:count].transpose(1, 2))
         return logits if offsets is None else logits + offsets[:count, None]
 
-    def advance(self, state: MedusaState, feats: Features, paths: Sequence[Sequence[int]]) -> MedusaState:
+    def advance(
+        self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+    ) -> MedusaState:
         """The states of the last accepted nodes."""
         return state._replace(hidden=last_states(feats, [path[-1] for path in paths]))
 
