@@ -1,0 +1,260 @@
+"""Latency of decoding steps on this machine, beside the least that they can take here.
+
+    python benchmarks/decode.py --quick                        # a minute or two
+    python benchmarks/decode.py                                # everything that the machine can; an hour on two cores
+    python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16 --profile
+
+For every shape (the tiny backbone; random Llamas of 160M to 13B parameters; or a model directory) it times a plain
+step, passes over trees of 1 to 128 nodes, the heads apart, and steps of the whole decoding loop, at several contexts
+and batches, over dtypes and thread counts, all in turn. Beside each stands its floor: bytes of weights and cache over
+the measured read bandwidth, or operations over the measured matrix rate, whichever is more. Writes decode.json,
+decode.md and decode.png (with matplotlib) to `--out`, after every batch and context, so that a run may be stopped.
+`--profile` adds torch.profiler's tables of a plain step and of a tree step. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]  # the sibling modules, and the package where it is not installed
+
+import torch  # noqa: E402
+from decode_case import LOOP_TOKENS, Context, Loop, Point, Timed, free, proposal, take_turns, tree_of  # noqa: E402
+from decode_floor import Rates, Sizes, measure_rates  # noqa: E402
+from decode_profile import profile_step  # noqa: E402
+from decode_report import Row, rows_of, write_report  # noqa: E402
+from machine import facts, warning  # noqa: E402
+from random_llama import SHAPES, random_backbone, shape_config  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.evaluation.memory import free_memory, is_out_of_memory, release_memory  # noqa: E402
+from medusa_train.models.backbone import Backbone  # noqa: E402
+from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
+from medusa_train.trees.tree import Tree  # noqa: E402
+
+TINY = ROOT / "data" / "tiny"
+HEADS = 5
+SPARE = 0.9  # share of the free memory that may be taken
+LOOP_NODES = (16, 64)  # trees that the whole loop is timed with, beside plain decoding
+PROFILED = {"cpu": 16, "cuda": 64}  # nodes of the tree step whose operators are listed
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what is left open depends on the device."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/decode"), metavar="DIR", help="results")
+    parser.add_argument("--quick", action="store_true", help="few shapes, contexts and trees, batch 1, 5 seconds")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"tiny, {', '.join(SHAPES)}, or a model directory")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024 3968: with a tree, 4,096")
+    parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 4 8 16 32 64 128")
+    parser.add_argument("--batch", nargs="+", type=int, metavar="B", help="1 4 8")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16")
+    parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="on a CPU; 1 and all cores")
+    parser.add_argument("--seconds", type=float, help="for one shape, batch and context (20)")
+    parser.add_argument("--profile", action="store_true", help="write operators of a plain and a tree step as well")
+    asked = parser.parse_args(arguments)
+    quick = asked.quick
+    asked.shapes = asked.shapes or _shapes(quick, cuda)
+    asked.contexts = asked.contexts or ([128, 1024] if quick else [128, 1024, 3968])
+    asked.nodes = sorted(set(asked.nodes or ([1, 16, 64] if quick else [1, 4, 8, 16, 32, 64, 128])) - {0})
+    asked.batch = asked.batch or ([1] if quick else [1, 4, 8])
+    asked.dtypes = asked.dtypes or ["float32", "bfloat16"]
+    asked.threads = [0] if cuda else asked.threads or sorted({1, torch.get_num_threads()})
+    asked.seconds = asked.seconds or (5.0 if quick else 20.0)
+    if unknown := [name for name in asked.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()]:
+        parser.error(f"--shapes {' '.join(unknown)}: neither tiny, {', '.join(SHAPES)} nor a model directory")
+    if not asked.nodes:
+        parser.error("--nodes needs a tree of one node or more")
+    return asked
+
+
+def _shapes(quick: bool, cuda: bool) -> list[str]:
+    if quick:
+        return ["tiny", "7B"] if cuda else ["tiny", "160M"]
+    return ["tiny", *SHAPES] if cuda else ["tiny", "160M"]
+
+
+@dataclass
+class Shape:
+    """A model that is not loaded yet: its name, where it lies (None: random weights), and how large it is."""
+
+    name: str
+    directory: Path | None
+    config: Any
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, name: str) -> Shape:
+        """By a name of the command line."""
+        directory = None if name in SHAPES else TINY if name == "tiny" else Path(name)
+        config = shape_config(name) if directory is None else AutoConfig.from_pretrained(directory).get_text_config()
+        return cls(name if name == "tiny" or directory is None else directory.name, directory, config, Sizes.of(config))
+
+    def needs(self, dtype: str, context: int, batch: int, nodes: int) -> int:
+        """Bytes for weights, heads and the caches of a context: one for passes, three of one row for loops."""
+        positions = (context + nodes + 1) * batch + (3 * (context + LOOP_TOKENS + nodes) if batch == 1 else 0)
+        numbers = self.sizes.head_numbers(HEADS, shared=False) + self.sizes.cached(positions, 1)
+        itemsize = getattr(torch, dtype).itemsize
+        return self.sizes.model_bytes(itemsize) + numbers * itemsize
+
+    def load(self, dtype: str, device: torch.device) -> Loaded:
+        """Weights and two kinds of heads."""
+        if self.directory is None:
+            backbone = random_backbone(self.config, getattr(torch, dtype), device, self.name)
+        else:
+            backbone = Backbone.load(str(self.directory), dtype=dtype, device=device)
+        with device:  # or large heads would be made on the CPU first
+            drafts = {
+                "heads": MedusaDraft.from_backbone(backbone, HEADS),
+                "shared heads": MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=True),
+            }
+        return Loaded(backbone, drafts)
+
+
+@dataclass
+class Loaded:
+    """A model in one dtype, and its drafts by what their rows are called."""
+
+    backbone: Backbone
+    drafts: dict[str, MedusaDraft]
+
+
+def dtypes_together(shape: Shape, asked: argparse.Namespace, device: torch.device) -> Iterator[tuple[list[str], str]]:
+    """Dtypes that fit into memory together, to be measured in turn; one that does not fit alone with its obstacle."""
+    room = free_memory(device)
+    together: list[str] = []
+    taken = 0.0
+    for dtype in asked.dtypes:
+        alone = shape.needs(dtype, min(asked.contexts), min(asked.batch), max(asked.nodes))
+        if room is not None and alone > SPARE * room:
+            yield [dtype], f"does not fit: needs {alone / 1e9:.1f} GB, {room / 1e9:.1f} GB are free"
+            continue
+        largest = shape.needs(dtype, max(asked.contexts), max(asked.batch), max(asked.nodes))
+        if together and room is not None and taken + largest > SPARE * room:
+            yield together, ""
+            together, taken = [], 0.0
+        together.append(dtype)
+        taken += largest
+    if together:
+        yield together, ""
+
+
+def cases_of(shape: Shape, loaded: dict[str, Loaded], asked: argparse.Namespace, place: Point) -> list[Timed]:
+    """Everything that is measured at one context and batch, over all dtypes and threads."""
+    cases: list[Timed] = []
+    for dtype, one in loaded.items():
+        point = replace(place, dtype=dtype)
+        obstacle = _obstacle(shape, one.backbone, point, max(asked.nodes))
+        made: list[Timed] = []
+        try:
+            made = [] if obstacle else list(_calls(one, asked, point))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            obstacle = "does not fit"
+            release_memory()
+        if obstacle:
+            cases.append(Timed(point, obstacle=obstacle))
+        for threads in asked.threads:
+            cases += [replace(case, point=replace(case.point, threads=threads), seconds=[]) for case in made]
+    return cases
+
+
+def _obstacle(shape: Shape, backbone: Backbone, point: Point, nodes: int) -> str:
+    if point.context + nodes > backbone.max_context:
+        return f"can't run: the model reads {backbone.max_context:,} positions"
+    room, needed = free_memory(backbone.device), shape.sizes.cached(point.context + nodes, point.batch)
+    size = needed * backbone.dtype.itemsize
+    if room is not None and size > SPARE * room:
+        return f"does not fit: its cache needs {size / 1e9:.1f} GB, {room / 1e9:.1f} GB are free"
+    return ""
+
+
+def _calls(one: Loaded, asked: argparse.Namespace, place: Point) -> Iterator[Timed]:
+    """Passes, heads and, for a single row, the loop."""
+    draft = one.drafts["heads"]
+    context = Context(one.backbone, place.context, place.batch, max(asked.nodes))
+    trees = {nodes: tree_of(nodes, HEADS) for nodes in asked.nodes}
+    for nodes, tree in {0: Tree.empty(), **trees}.items():
+        yield Timed(replace(place, what="step", nodes=nodes), context.step(tree))
+    largest = trees[max(trees)]
+    for what, heads in one.drafts.items():
+        point = replace(place, what=what, heads=largest.max_depth)
+        yield Timed(point, proposal(one.backbone, heads, largest, place.batch))
+    if place.batch > 1 or place.context + LOOP_TOKENS > one.backbone.max_context:
+        return
+    for nodes in (0, *(n for n in LOOP_NODES if n in trees)):
+        tree = trees.get(nodes, Tree.empty())
+        loop = Loop(one.backbone, draft, tree, place.context)
+        yield Timed(replace(place, what="loop", nodes=nodes, heads=tree.max_depth), loop, loop.ready)
+
+
+def profile(asked: argparse.Namespace, loaded: dict[str, Loaded], shape: Shape) -> None:
+    """Write operators of a plain step and of one with a tree, for every dtype, at the first context."""
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for dtype, one in loaded.items():
+        wanted = PROFILED[one.backbone.device.type]
+        nodes = max((n for n in asked.nodes if n <= wanted), default=min(asked.nodes))
+        context = Context(one.backbone, asked.contexts[0], 1, nodes)
+        for name, tree in (("plain", Tree.empty()), (f"tree{nodes}", tree_of(nodes, HEADS))):
+            path = asked.out / f"profile-{shape.name}-{dtype}-{name}.txt"
+            path.write_text(profile_step(context.step(tree), one.backbone.device) + "\n", encoding="utf-8")
+            print(f"wrote {path}", flush=True)
+
+
+def measure_shape(shape: Shape, asked: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
+    """The rows of one shape, a batch and context at a time."""
+    itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in asked.dtypes}
+    for dtypes, obstacle in list(dtypes_together(shape, asked, device)):
+        if obstacle:
+            yield [Row(Point(shape.name, dtypes[0], 0, 0, 0, "step"), obstacle=obstacle)]
+            continue
+        loaded = {dtype: shape.load(dtype, device) for dtype in dtypes}
+        if asked.profile:
+            profile(asked, loaded, shape)
+        for batch in asked.batch:
+            for context in asked.contexts:
+                cases = cases_of(shape, loaded, asked, Point(shape.name, "", 0, context, batch, "step"))
+                take_turns([case for case in cases if case.call], device, asked.seconds)
+                free(cases)
+                release_memory()
+                yield rows_of(cases, shape.sizes, rates, itemsizes)
+        del loaded
+        release_memory()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure everything that was asked for, and write it down."""
+    quiet_libraries()
+    machine = facts(__file__, arguments)
+    asked = parse_arguments(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if line := warning(machine):
+        print(line, flush=True)
+    rates = measure_rates(device, asked.dtypes, min(2.0, asked.seconds / 4))
+    print(f"reads {rates.bandwidth / 1e9:,.1f} GB/s", flush=True)
+    rows: list[Row] = []
+    text = ""
+    for name in asked.shapes:
+        for found in measure_shape(Shape.of(name), asked, device, rates):
+            rows += found
+            text = write_report(asked.out, machine, rates, rows)
+            print(f"{name}: {len(rows)} rows", flush=True)
+    print(text)
+    print(f"wrote {asked.out}/decode.md, decode.json")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here or lies here
+    sys.exit(main())
