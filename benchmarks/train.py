@@ -3,6 +3,7 @@
     python benchmarks/train.py --quick          # some minutes on two CPU cores
     python benchmarks/train.py                  # everything; an hour or two
     python benchmarks/train.py --parts loss --tokens 2048 --vocab 32000      # the bars alone
+    python benchmarks/train.py --parts shape7b       # on one GPU: Medusa-1 and QLoRA at the shape of a 7B model
 
 Every case is measured in a process of its own, naive and ours in turn, on whatever device torch finds. Writes
 train.json, train.md and train.png (with matplotlib) to `--out`; after every case, so that a run may be stopped. Run it
@@ -14,23 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # the sibling modules, and the package where it is not installed
 
+from machine import facts, warning  # noqa: E402
 from train_case import Case, Result, limit_memory  # noqa: E402
 from train_report import Measured, write_report  # noqa: E402
 
-PARTS = ("loss", "heads", "step", "joint")
-BUSY = 0.25  # load average per core beyond which somebody else was running
+PARTS = ("loss", "heads", "step", "joint", "shape7b")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +41,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="512 1024 2048 4096")
     parser.add_argument("--vocab", nargs="+", type=int, default=None, metavar="V", help="32000 128000")
+    parser.add_argument(
+        "--sequences", nargs="+", type=int, metavar="T", help="of shape7b: 2048 4096; few without a GPU"
+    )
+    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch of shape7b (2)")
     parser.add_argument("--rounds", type=int, default=None, help="processes per case, naive and ours in turn (2)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements per process, at most")
     parser.add_argument("--seconds", type=float, default=20.0, help="per process, after which no further one begins")
@@ -73,6 +76,23 @@ def groups(asked: argparse.Namespace) -> Iterator[list[Case]]:
                 yield [replace(case, what=recipe, method=method) for method in ("naive", "ours")]
         if "joint" in asked.parts:
             yield [replace(case, what="joint", method=method) for method in ("kept", "recomputed")]
+    if "shape7b" in asked.parts:
+        for what in ("shape1", "shape2") if has_quantization() else ("shape1",):
+            for tokens in asked.sequences or ([2048, 4096] if has_gpu() else [64, 128]):
+                one = replace(common, what=what, dtype="bfloat16", tokens=tokens, rows=asked.rows)
+                yield [replace(one, method=method) for method in ("naive", "ours")]
+
+
+def has_quantization() -> bool:
+    """Whether bitsandbytes is installed, which QLoRA needs."""
+    return find_spec("bitsandbytes") is not None
+
+
+def has_gpu() -> bool:
+    """Whether torch finds one."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def measure_here(case: Case) -> Result:
@@ -85,6 +105,10 @@ def measure_here(case: Case) -> Result:
             from train_loss import measure_loss
 
             return measure_loss(case)
+        if case.what.startswith("shape"):
+            from train_shape import measure_shape
+
+            return measure_shape(case)
         from train_step import measure_joint, measure_step
 
         return measure_joint(case) if case.what == "joint" else measure_step(case)
@@ -110,38 +134,18 @@ def measure_apart(case: Case, threads: int | None) -> Result:
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def machine(threads: int | None) -> dict[str, Any]:
-    """Where the figures come from, and how busy it was before they were taken."""
-    import torch
-
-    model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else model.partition(": ")[2],
-        "cores": os.cpu_count(),
-        "threads": threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure everything that was asked for, and write it down."""
     asked = parse_arguments(arguments)
     if asked.case:
         print(json.dumps(asdict(measure_here(Case(**json.loads(asked.case))))))
         return
-    facts = machine(asked.threads)
-    if facts["load"] > BUSY * facts["cores"]:
-        print(f"load average {facts['load']:.2f}: something else is running, the seconds will be too many", flush=True)
+    where = facts(__file__, arguments)
+    where["threads"] = asked.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or where["cores"]
+    if line := warning(where):
+        print(line, flush=True)
+    if "shape7b" in asked.parts and not has_quantization():
+        print("QLoRA at the shape of a 7B model: skipped, bitsandbytes is not installed", flush=True)
     measured: list[Measured] = []
     for group in groups(asked):
         found: list[Measured] = []
@@ -155,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in found:
             print(one.line(), flush=True)
         measured += found
-        write_report(asked.out, facts, measured)
+        write_report(asked.out, where, measured)
     print(f"wrote {asked.out}/train.md, train.json")
 
 

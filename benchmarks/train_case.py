@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -21,10 +21,12 @@ class Case:
 
     Attributes:
         what: `loss` (loss and backward over hidden states), `medusa1`, `medusa2` (the whole training step on the tiny
-            backbone), `joint` (the whole joint step on a random Llama).
+            backbone), `joint` (the whole joint step on a random Llama), `shape1`, `shape2` (the whole step at the
+            shape of a 7B model: Medusa-1, and Medusa-2 with QLoRA).
         method: `naive` or `ours`; for `joint` `kept` or `recomputed` activations.
         dtype: of the products; parameters and gradients are float32.
         tokens, vocab, heads, width: T, V, K, d. masked: share of the positions that are not learnt.
+        rows: of so many tokens each in a micro-batch (`shape1` and `shape2` only).
         repeats: measurements at most. seconds: after so many no further one begins.
     """
 
@@ -36,6 +38,7 @@ class Case:
     heads: int = 5
     width: int = 1024
     masked: float = 0.0
+    rows: int = 1
     repeats: int = 3
     seconds: float = 20.0
 
@@ -49,6 +52,8 @@ class Result:
         seconds: of each repeat. loss: the last one's, by which methods are seen to compute the same. tokens: in one.
         peak: bytes beyond parameters and gradients. accumulating: the same where gradients are there already.
         total, estimate: bytes in all, measured and by `--inspect`'s estimate (whole steps only).
+        operations, nominal: of one step, as needed and as 6 x parameters x tokens; rate: a large product's operations
+            per second. shape: which model (`shape1` and `shape2` only).
     """
 
     fits: bool
@@ -59,6 +64,10 @@ class Result:
     accumulating: int | None = None
     total: int | None = None
     estimate: int | None = None
+    operations: int = 0
+    nominal: int = 0
+    rate: float = 0.0
+    shape: str = ""
 
     @property
     def median(self) -> float:
@@ -70,15 +79,13 @@ class Result:
         if not (self.fits and other.fits):
             return Result(False, [])
         later = other.accumulating
-        return Result(
-            True,
-            self.seconds + other.seconds,
-            other.loss,
-            other.tokens,
-            max(self.peak, other.peak),
-            None if later is None else max(later, self.accumulating or 0),
-            None if other.total is None else max(other.total, self.total or 0),
-            other.estimate,
+        return replace(
+            other,
+            seconds=self.seconds + other.seconds,
+            peak=max(self.peak, other.peak),
+            accumulating=None if later is None else max(later, self.accumulating or 0),
+            total=None if other.total is None else max(other.total, self.total or 0),
+            rate=max(self.rate, other.rate),
         )
 
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 import train
 import train_step
+from decode_floor import Sizes
 from train_case import Case, Result
 from train_loss import measure_loss, naive_loss
-from train_report import Measured, bars, report, write_report
+from train_report import Measured, bars, report, shape_table, write_report
+from train_shape import measure_shape, needed_operations, nominal_operations
 from train_step import Step, measure_joint
 
 from medusa_train.config.schema import TrainConfig
@@ -23,7 +25,18 @@ from medusa_train.training.precision import Precision
 from tests.families import random_backbone
 
 SMALL = Case("loss", "naive", tokens=64, vocab=61, width=16, heads=2, repeats=1)
-FACTS = {"device": "a CPU", "threads": 2, "torch": "2", "date": "today", "load": 0.0}
+FACTS = {
+    "device": "a CPU",
+    "cores": 2,
+    "threads": 2,
+    "python": "3",
+    "torch": "2",
+    "cuda": None,
+    "transformers": "5",
+    "command": "train.py",
+    "date": "today",
+    "load": 0.0,
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,7 +101,7 @@ def test_cases_that_are_compared_are_measured_in_turn() -> None:
     assert {(case.tokens, case.vocab) for case in everything if case.what == "loss"} == {
         (tokens, vocab) for tokens in (512, 1024, 2048, 4096) for vocab in (32000, 128000)
     }
-    assert {case.what for case in everything} == {"loss", "medusa1", "medusa2", "joint"}
+    assert {case.what for case in everything} == {"loss", "medusa1", "medusa2", "joint", "shape1", "shape2"}
 
 
 def test_processes_add_up() -> None:
@@ -141,3 +154,42 @@ def test_the_report_shows_what_does_not_fit(tmp_path: Path) -> None:
     write_report(tmp_path, FACTS, found)
     assert len(json.loads((tmp_path / "train.json").read_text())["cases"]) == len(found)
     assert (tmp_path / "train.md").read_text() == text
+
+
+SHAPE = Sizes(layers=2, hidden=3, vocab=5, body=100, norms=15, queries=4, keys=2)
+
+
+def test_operations_of_a_step_by_hand() -> None:
+    head = 2 * (3 * 3 + 3) + 2 * 5 * 3  # two heads: W1, b1 and W2
+    attention = 4 * 2 * 4 * 10 // 2  # scores and values, two layers, half of ten positions
+    assert needed_operations(SHAPE, 2, 10, learnt=0) == 2 * 100 + attention + 6 * head - 2 * 2 * 9
+    assert needed_operations(SHAPE, 2, 10, learnt=7) == 4 * (100 + 15) + 3 * attention + 6 * head + 6 * 7
+    assert nominal_operations(SHAPE, 2) == 6 * (100 + 15 + head)
+
+
+@pytest.mark.parametrize("what", ["shape1", "shape2"])
+def test_both_methods_train_the_7b_shape_s_small_stand_in_alike(what: str) -> None:
+    if what == "shape2":
+        pytest.importorskip("bitsandbytes")
+    case = Case(what, "naive", dtype="bfloat16", tokens=16, rows=2, heads=2, repeats=1)
+    naive, ours = (measure_shape(replace(case, method=method)) for method in ("naive", "ours"))
+    assert ours.loss == pytest.approx(naive.loss, rel=2e-2)
+    assert (ours.tokens, ours.shape) == (32, "small")
+    assert ours.operations == naive.operations > 0
+    assert ours.rate > 0
+    assert ours.peak >= 0
+    assert ours.estimate == naive.estimate
+
+
+def test_the_7b_shape_s_table_shows_rates_and_hours() -> None:
+    case = Case("shape1", "naive", tokens=2048, rows=2)
+    result = Result(True, [2.0], tokens=4096, peak=3_000_000_000, total=30_000_000_000, estimate=29_000_000_000)
+    ours = replace(result, operations=10**14, nominal=3 * 10**14, rate=10**14, shape="7B")
+    both = [Measured(case, Result(False, [])), Measured(replace(case, method="ours"), ours)]
+    text = shape_table(both)
+    assert "| Medusa-1, frozen backbone in bfloat16 | 2 x 2,048 | naive | does not fit |" in text
+    # 2,048 tokens/s; 120,000 samples of 1,500 tokens are 180 million
+    assert "| ours | 2,048 | 0.50 | 1.50 | 30.00 | 3.00 | 29.00 | 24.4 | 33.3 |" in text
+    assert "No GPU" not in text
+    assert "**No GPU here" in shape_table([both[0], replace(both[1], result=replace(ours, shape="small"))])
+    assert shape_table(measured(0.1, 1.2)) == ""
