@@ -6,8 +6,11 @@ STAMP := $(VENV)/.installed
 # Tests run in one process per core, so one thread each: two threads on a busy core are many times slower.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
+# What `make bench` hands to every bench: small shapes, few questions. `make bench BENCH=` measures all that fits.
+BENCH ?= --quick
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow quality format clean
+.PHONY: help install demo bench test test-slow quality format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +29,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## train Medusa heads for the embedded backbone, then measure the speedup (about ten minutes)
 	$(BIN)/medusa-train configs/tiny_m1.yaml output_dir=runs/demo overwrite_output_dir=true
 	$(BIN)/medusa-eval --bench tiny --model runs/demo
+
+bench: install ## measure decoding, training and peers on this machine (15 minutes on two cores; BENCH= for everything)
+	$(BIN)/python benchmarks/decode.py $(BENCH)
+	$(BIN)/python benchmarks/train.py $(BENCH) --parts loss step shape7b
+	@if ls runs/*/heads/medusa_lm_head.safetensors >/dev/null 2>&1; then $(BIN)/python benchmarks/peers.py $(BENCH); \
+	else echo "peers.py: skipped, there is no trained run here yet (make demo)"; fi
 
 test: install ## run the tests
 	$(PYTEST) -m "not slow"
