@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medusa_train.errors import ConfigError
 from medusa_train.inference.accept import Accepted, Typical, accept, accept_greedy, accept_rejection, accept_typical
+from medusa_train.inference.accept import Rule as AnyRule
 from medusa_train.inference.sampling import Sampling
 from medusa_train.trees.tree import Tree
 from tests.inference.chi_square import p_value
@@ -39,6 +40,19 @@ def test_greedy_by_hand() -> None:
     # rows are judged one by one
     both = accept_greedy(tokens.repeat(2, 1), torch.stack([logits[0], logits[0].flip(-1)]), tree)
     assert both == [Accepted([0, 2, 5], [7, 4, 6, 2]), Accepted([0, 1], [7, 3, 7])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", [None, Sampling(0.7, top_p=0.9), Typical(0.7)], ids=["greedy", "rejection", "typical"])
+def test_half_precision_is_judged_as_the_numbers_that_it_holds(rule: AnyRule, dtype: torch.dtype) -> None:
+    generator, tree, rows = torch.Generator().manual_seed(0), TREES["sparse"], 1000
+    logits = (6 * torch.randn(rows, tree.size + 1, VOCAB, generator=generator)).to(dtype)
+    tokens = torch.randint(VOCAB, (rows, tree.size + 1), generator=generator)
+
+    def judged(logits: Tensor) -> list[Accepted]:
+        return accept(rule, tokens, logits, tree, [torch.Generator().manual_seed(row) for row in range(rows)])
+
+    assert judged(logits) == judged(logits.float())
 
 
 def _typical_case() -> tuple[Tensor, Tensor, Tree]:
