@@ -66,8 +66,13 @@ def export(
     console = Console(highlight=False, soft_wrap=True)
     say(done, str(paths.home), console)
     if cfg.push_to_hub is not None:
-        from medusa_train.export.push import push
+        from medusa_train.export.push import named_by_path, push
 
+        if (path := named_by_path(done.target)) is not None:
+            error_console().print(
+                f"warning: config.json names the backbone by a path of this machine, {path}: set base_model=OWNER/NAME",
+                style="yellow",
+            )
         console.print(f"uploaded: {push(done.target, cfg.push_to_hub, private=cfg.private)}")
 
 

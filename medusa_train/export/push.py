@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from medusa_train.checkpoint.files import read_json
 from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.errors import ConfigError, MedusaError
 
@@ -40,3 +41,14 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
             "Log in with `hf auth login` (or set HF_TOKEN) with a token that may write; the export itself is whole"
         ) from error
     return str(made)
+
+
+def named_by_path(directory: Path) -> str | None:
+    """The path of this machine by which config.json there names the backbone, of no use elsewhere; None: no path.
+
+    Raises:
+        CheckpointError: config.json is no JSON.
+    """
+    config = directory / "config.json"
+    base = read_json(config).get("base_model_name_or_path") if config.is_file() else None
+    return base if isinstance(base, str) and Path(base).is_absolute() else None

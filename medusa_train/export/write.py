@@ -85,10 +85,8 @@ def export_run(
 def describe(heads: HeadTensors) -> str:
     """Heads in one line."""
     matrix = "the lm_head of the backbone" if heads.shared else f"V {heads.vocab_size}"
-    return (
-        f"{heads.num_heads} heads x {heads.num_layers} blocks, d {heads.hidden_size}, {matrix}; "
-        f"backbone {heads.base_model}"
-    )
+    blocks = f"{heads.num_layers} block{'' if heads.num_layers == 1 else 's'}"
+    return f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; backbone {heads.base_model}"
 
 
 def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:

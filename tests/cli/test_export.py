@@ -112,6 +112,7 @@ def test_an_upload_that_cannot_be_is_said_after_the_export(tmp_path: Path, monke
     code, output = call(str(run), "--to", "tgi", "--push-to-hub", "me/heads")
     assert code == 1
     assert "can't be reached" in output
+    assert "set base_model=OWNER/NAME" in output
     assert (run / "export" / "tgi" / "README.md").is_file()
 
 

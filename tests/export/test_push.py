@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.export.push import push
+from medusa_train.export.push import named_by_path, push
 
 
 class Hub:
@@ -56,3 +57,10 @@ def test_no_network_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("medusa_train.export.push.hub_is_out_of_reach", lambda: True)
     with pytest.raises(MedusaError, match="can't be reached"):
         push(tmp_path, "me/x", private=True)
+
+
+@pytest.mark.parametrize(("base", "found"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
+def test_a_backbone_that_only_this_machine_has_is_found(tmp_path: Path, base: str | None, found: str | None) -> None:
+    assert named_by_path(tmp_path) is None  # a merged backbone names none
+    (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    assert named_by_path(tmp_path) == found
