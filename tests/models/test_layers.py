@@ -1,0 +1,119 @@
+"""A draft's own layer: the same states in training, packed, and in decoding, row by row through its cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_train.errors import BackboneError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, states_at
+from medusa_train.models.features import Rows
+from tests.families import FAMILIES, NoTokenizer, random_backbone
+
+# longrope's angles depend on the largest position of a pass
+STEADY = [family for family in FAMILIES if family != "phi3-longrope"]
+LENGTHS = [11, 3, 7]
+TOLERANCE = 1e-6  # attention in eager form has its softmax in float32 whatever the model is in
+
+
+def random_layer(family: str, **options: bool) -> DraftLayer:
+    layer = DraftLayer(random_backbone(family), **options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.3)
+    return layer
+
+
+def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
+    """[T, d] -> [T, d] of one document, without our masks."""
+    rows = Rows.of(torch.zeros(1, len(states), dtype=torch.long))
+    with torch.no_grad():
+        return layer(states[None], rows.positions, rows.segments)[0]
+
+
+@pytest.mark.parametrize("attention_only", [False, True])
+@pytest.mark.parametrize("family", STEADY)
+def test_packed_documents_are_computed_as_if_alone(family: str, attention_only: bool) -> None:
+    layer = random_layer(family, attention_only=attention_only)
+    documents = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    segments = torch.cat([torch.full((length,), i) for i, length in enumerate(LENGTHS)])[None]
+    packed = layer(torch.cat(documents)[None], positions, segments)[0]
+    for ours, document in zip(packed.split(LENGTHS), documents, strict=True):
+        assert torch.allclose(ours, alone(layer, document), atol=TOLERANCE)
+    one = layer(torch.cat(documents)[None], torch.arange(sum(LENGTHS))[None], 0 * segments)
+    assert not torch.allclose(packed[-1], one[0, -1])
+
+
+@pytest.mark.parametrize("family", STEADY)
+def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> None:
+    layer = random_layer(family)
+    prompts = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
+    texts = list(prompts)
+    cache = LayerCache(3, 40)
+    rows = [0, 1, 2]
+    with torch.no_grad():
+        padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
+        out = cache.append(layer, padded, LENGTHS)
+        for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2]]):
+            if step == 2:
+                rows = [0, 2]
+                cache = cache.take(rows)
+            new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
+            out = cache.append(layer, new, counts)
+            for i, row in enumerate(rows):
+                texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
+                assert torch.allclose(out[i, counts[i] - 1], alone(layer, texts[row])[-1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", STEADY)
+def test_one_row_goes_without_masks_of_ours(family: str) -> None:
+    layer = random_layer(family)
+    text = torch.randn(20, 32, dtype=torch.float64)
+    whole = alone(layer, text)
+    cache, done = LayerCache(1, 24), 0
+    with torch.no_grad():
+        for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
+            out = cache.append(layer, text[None, done : done + size], [count])
+            assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
+            done += count
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_only": True}, {"final_norm": False}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"])
+def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict[str, bool]) -> None:
+    backbone = random_backbone(family)
+    layer = DraftLayer(backbone, dtype=torch.float32, **options)
+    out = layer(torch.randn(1, 6, 32), torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.long))
+    (out * torch.randn(1, 6, 32)).sum().backward()
+    named = dict(layer.named_parameters())
+    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in named.values())
+    assert any("mlp" in name for name in named) != bool(options.get("attention_only"))
+    assert ("body.norm.weight" in named) == options.get("final_norm", True)
+    theirs = {p.data_ptr() for p in backbone.model.parameters()}
+    assert not theirs & {p.data_ptr() for p in named.values()}
+    assert not any("embed" in name for name in named)
+
+
+def test_states_at_the_accepted_nodes() -> None:
+    states = torch.arange(10).view(2, 5, 1)
+    assert states_at(states[:1], [[0, 1, 2]]).flatten().tolist() == [0, 1, 2]
+    assert states_at(states[:1], [[0, 2, 4]]).flatten().tolist() == [0, 2, 4]
+    assert states_at(states, [[0], [0, 3]])[..., 0].tolist() == [[0, 0], [5, 8]]
+
+
+def test_a_body_that_needs_more_than_its_config_is_refused() -> None:
+    class Body(type(random_backbone("llama").body)):  # type: ignore[misc]
+        def __init__(self, config: LlamaConfig, more: int) -> None:
+            super().__init__(config)
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.model = Body(model.config, 1)
+    with pytest.raises(BackboneError, match="layer of Body's kind"):
+        DraftLayer(Backbone(model, NoTokenizer()))
