@@ -22,7 +22,7 @@ from medusa_train.inference.generate import (
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
 from medusa_train.models.features import PLAIN, Features
-from medusa_train.trees.batch_cache import BatchCache
+from medusa_train.trees.batch_cache import BatchCache, mask_behind
 from medusa_train.trees.tree import Tree
 
 
@@ -99,17 +99,7 @@ class BatchDecoder:
 
     def mask(self, tree: Tree, cache: BatchCache) -> Tensor:
         """What each node sees: its own row's committed positions, its ancestors and itself, [B, 1, n + 1, S]."""
-        device = self.backbone.device
-        block = self._block(tree)
-        prefix = torch.zeros(len(cache.lengths), cache.length, dtype=self.backbone.dtype, device=device)
-        prefix.masked_fill_(cache.gaps(device), float("-inf"))
-        return torch.cat(
-            [
-                prefix[:, None, None].expand(-1, -1, len(block), -1),
-                block.expand(len(cache.lengths), 1, -1, -1),
-            ],
-            dim=-1,
-        )
+        return mask_behind(cache, self._block(tree))
 
     def _block(self, tree: Tree) -> Tensor:
         """What the nodes of `tree` see of each other, additive [n + 1, n + 1]."""
@@ -204,6 +194,7 @@ class _Run:
             mask=self._decoder.mask(proposal.tree, self._cache),
             cache=self._cache,
             need=self._decoder.need,
+            early=proposal.early,
         )
         logits = self._backbone.logits(feats.hidden)
         return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, self._generators())

@@ -228,6 +228,7 @@ class Decoder:
             mask=masks.at(proposal.tree, cache.length) if proposal.tree.size else None,
             cache=cache,
             need=self._need,
+            early=proposal.early,
         )
         logits = self.backbone.logits(feats.hidden)
         return feats, accept(rule, proposal.tokens, logits, proposal.tree, generators)[0]

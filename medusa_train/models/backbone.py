@@ -20,10 +20,12 @@ from medusa_train.models.embedding import Embedding
 from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.packing_mask import packing_mask
+from medusa_train.models.partial import Split
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
 from medusa_train.models.support import check_architecture, check_model
 from medusa_train.models.taps import inputs_of, outputs_of
 from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.windows import windowed
 from medusa_train.trees.kv_cache import TreeCache
 
 
@@ -99,6 +101,7 @@ class Backbone:
         self.scale = logit_scale(self.config)
         self.attention: str = self.config._attn_implementation
         self.varlen = False
+        self._splits: dict[int, Split] = {}
         model.eval().requires_grad_(False)
         check_model(self)
 
@@ -164,6 +167,7 @@ class Backbone:
         cache: TreeCache | None = None,
         segments: Tensor | None = None,
         need: FeatureSpec = PLAIN,
+        early: Tensor | None = None,
     ) -> Features:
         """One forward pass through the decoder layers, no logits.
 
@@ -176,7 +180,14 @@ class Backbone:
             segments: [B, T], the document that a position of a packed row belongs to, -1: padding. Each document is
                 then computed as in a row of its own; its positions begin anew. In place of `mask` and `cache`.
             need: which states to return.
+            early: [B, T, d], what the first `need.early` layers made of `tokens` before (`Split.first`), with positions
+                and mask as given here; their keys and values are pending in `cache`. Only the others are run.
         """
+        if early is not None:
+            if positions is None or cache is None:
+                raise ValueError("early states need position ids and the cache that they are pending in")
+            split = self.split(need.early or 0)
+            return split.rest(early, split.places(positions, mask, cache.length), cache)
         tapped = None if need.early is None else self.layer(need.early - 1)
         bounds: dict[str, Any] = {}
         if segments is not None and self.varlen:
@@ -188,7 +199,7 @@ class Backbone:
             if positions is None:
                 raise ValueError("a mask of one's own needs position ids")
             attention_mask = self.windowed(mask, positions, 0 if cache is None else cache.length)
-        with self._masks_allowed(not bounds), outputs_of(tapped) as early:
+        with self.masks_allowed(not bounds), outputs_of(tapped) as seen:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -197,7 +208,7 @@ class Backbone:
                 use_cache=cache is not None,
                 **bounds,
             )
-        return Features(out.last_hidden_state, *early)
+        return Features(out.last_hidden_state, *seen)
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, from 0.
@@ -211,6 +222,16 @@ class Backbone:
         if not 0 <= index < len(layers):
             raise BackboneError(f"{self.name or 'the backbone'} has {len(layers)} layers, no {index + 1}th one")
         return layers[index]
+
+    def split(self, layers: int) -> Split:
+        """The decoder layers in two parts, the first `layers` and the others.
+
+        Raises:
+            BackboneError: there are not more than `layers`, or this architecture can't be run in parts.
+        """
+        if layers not in self._splits:
+            self._splits[layers] = Split(self, layers)
+        return self._splits[layers]
 
     def use_varlen(self, implementation: str) -> None:
         """From now on tell an attention implementation where packed documents end, instead of masking them.
@@ -229,7 +250,7 @@ class Backbone:
             raise BackboneError(f"{type(self.model).__name__} lets packed documents see each other with it")
 
     @contextmanager
-    def _masks_allowed(self, allowed: bool) -> Iterator[None]:
+    def masks_allowed(self, allowed: bool) -> Iterator[None]:
         """Within, if `allowed`: the attention that the model was loaded with."""
         varlen = self.config._attn_implementation
         if not (allowed and self.varlen):
@@ -295,12 +316,10 @@ class Backbone:
         """
         if self.layer_types == {"full_attention"} or self.window is None:
             return mask
-        keys = torch.cat([torch.arange(prefix, device=positions.device).expand(len(positions), -1), positions], dim=1)
-        too_far = positions[:, :, None] - keys[:, None, :] >= self.window
-        windowed = mask.masked_fill(too_far[:, None], float("-inf"))
+        sliding = windowed(mask, positions, prefix, self.window)
         if self.layer_types == {"sliding_attention"}:
-            return windowed
-        return {"full_attention": mask, "sliding_attention": windowed}
+            return sliding
+        return {"full_attention": mask, "sliding_attention": sliding}
 
 
 def context_length(config: Any) -> int:

@@ -109,7 +109,7 @@ def _trees_can_be_verified(backbone: Backbone) -> bool:
     and none in a mixture of experts, where rounding may choose another expert.
     """
     exact = backbone.dtype in (torch.float32, torch.float64) and not getattr(backbone.model, "is_quantized", False)
-    if backbone.max_context < 8 or (not exact and _has_experts(backbone.config)):
+    if backbone.max_context < 8 or (not exact and has_experts(backbone.config)):
         return True
     step = max(1, backbone.vocab_size // 8)
     tokens = torch.arange(7, device=backbone.device) * step % backbone.vocab_size
@@ -131,5 +131,6 @@ def _probe_mask(backbone: Backbone) -> Tensor:
     return mask.to(backbone.device)
 
 
-def _has_experts(config: Any) -> bool:
+def has_experts(config: Any) -> bool:
+    """Whether rounding may send a token to another expert."""
     return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -85,3 +85,23 @@ class BatchCache(TreeCache):
         """Where nobody may look: bool [B, length], true behind each row's own end."""
         ends = torch.tensor(self.lengths, device=device)
         return torch.arange(self.length, device=device) >= ends[:, None]
+
+
+def mask_behind(cache: TreeCache, block: Tensor) -> Tensor:
+    """What the pending positions of a pass see: their own row's committed positions, and of each other as `block` says.
+
+    Args:
+        block: additive, [q, q], or [1 or B, q, q] where rows differ.
+
+    Returns:
+        [1 or B, 1, q, length + q], B for a `BatchCache`.
+    """
+    block = block if block.dim() == 3 else block[None]
+    if not isinstance(cache, BatchCache):
+        mask = block.new_zeros(1, 1, block.shape[1], cache.length + block.shape[2])
+        mask[0, :, :, cache.length :] = block
+        return mask
+    rows = len(cache.lengths)
+    prefix = block.new_zeros(rows, cache.length).masked_fill_(cache.gaps(block.device), float("-inf"))
+    prefix = prefix[:, None].expand(-1, block.shape[1], -1)
+    return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]

@@ -25,10 +25,13 @@ class Proposal:
         tree: where they stand, the same for all rows, with its tensors on the device of `tokens`. It may be smaller
             than the one that was asked for; a draft that cuts trees short keeps what it made of them, since the loop
             keeps their masks.
+        early: [B, n + 1, d], the nodes' states after the first `needs.early` layers of the backbone where the draft
+            has run these itself, keys and values pending in the backbone's cache: verification runs the others only.
     """
 
     tokens: Tensor
     tree: Tree
+    early: Tensor | None = None
 
 
 class Draft(nn.Module):
