@@ -31,6 +31,13 @@ def test_warping_is_that_of_transformers(temperature: float, top_k: int, top_p: 
     assert torch.equal(Sampling(temperature, top_k, top_p).warp(logits.view(4, 5, 50)).view(20, 50), expected)
 
 
+def test_what_reaches_top_p_exactly_is_enough() -> None:
+    logits = torch.zeros(1, 4)  # a quarter each: two of them make a half
+    ours = Sampling(1.0, 0, 0.5).warp(logits)
+    assert int(ours.isfinite().sum()) == 2
+    assert torch.equal(ours, TopPLogitsWarper(0.5)(IDS, logits))
+
+
 def test_draws_by_inversion_are_literal() -> None:
     logits = torch.tensor([0.2, 0.0, 0.5, 0.3]).log()
     u = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53], dtype=torch.float64)
