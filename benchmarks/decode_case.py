@@ -27,6 +27,7 @@ from medusa_train.trees.tree import Ranks, Tree
 
 LOOP_TOKENS = 96  # that an answer grows by before the loop begins it anew, so that the context stays about the same
 _BURST = 3  # calls in a row that are timed, behind one that is not: a step finds in the caches what the last one left
+_PATIENCE = 3  # times the seconds that were asked for, after which few calls have to do
 _SLOW = 0.1  # seconds from which a call leaves nothing in any cache that it would find again
 
 
@@ -209,12 +210,12 @@ def take_turns(
 ) -> None:
     """Time all cases again and again, a few calls of each at a time, so that drift hits all alike.
 
-    Ends when so many seconds were measured and every case has `least` calls. What runs out of memory gets an
-    obstacle and no further turn.
+    Ends when so many seconds were measured and every case has `least` calls; with fewer, but one each, where slow
+    cases would take several times as long. What runs out of memory gets an obstacle and no further turn.
     """
     clock, spent, found = Clock(device), 0.0, 0
     threads = torch.get_num_threads()
-    while found < least or (spent < seconds and found < most):
+    while not found or (found < least and spent < _PATIENCE * seconds) or (found < most and spent < seconds):
         going = [case for case in cases if not case.obstacle]
         if not going:
             break

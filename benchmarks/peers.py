@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ def tallies(records: Sequence[TurnRecord]) -> dict[str, Tally]:
             GENERATE: record.generate,
             **record.others,
         }
+        timed[GENERATE] = replace(record.generate, steps=len(record.generate.tokens) - 1)  # one token at a time
         for name, made in timed.items():
             if made is not None:
                 found.setdefault(name, Tally(name)).add(made, record.plain)
@@ -214,7 +215,7 @@ def run(asked: argparse.Namespace, machine: Mapping[str, Any]) -> None:
 
     paths = locate(asked.run, None, None)
     bench = load_bench(asked.bench, note).limited(asked.limit)
-    dtype = asked.dtype if asked.dtype != "auto" else choose_dtype(bench, paths, Console())
+    dtype = asked.dtype if asked.dtype != "auto" else choose_dtype(bench, paths, Console(soft_wrap=True))
     subject = load_subject(paths, dtype)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     with tempfile.TemporaryDirectory() as folder:

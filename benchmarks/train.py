@@ -29,6 +29,8 @@ from machine import facts, warning  # noqa: E402
 from train_case import Case, Result, limit_memory  # noqa: E402
 from train_report import Measured, write_report  # noqa: E402
 
+from medusa_train.cli.common import quiet_libraries  # noqa: E402
+
 PARTS = ("loss", "heads", "step", "joint", "shape7b")
 
 
@@ -136,6 +138,7 @@ def measure_apart(case: Case, threads: int | None) -> Result:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure everything that was asked for, and write it down."""
+    quiet_libraries()
     asked = parse_arguments(arguments)
     if asked.case:
         print(json.dumps(asdict(measure_here(Case(**json.loads(asked.case))))))

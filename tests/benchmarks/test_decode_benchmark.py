@@ -149,11 +149,19 @@ def test_cases_take_turns_and_one_that_does_not_fit_drops_out() -> None:
         Timed(replace(POINT, nodes=1), lambda: order.append("tree")),
         Timed(replace(POINT, nodes=2), full),
     ]
-    take_turns(cases, CPU, 0.0, least=4)
+    take_turns(cases, CPU, 1.0, least=4, most=4)
     assert order[:9] == ["plain"] * 4 + ["tree"] * 4 + ["full"]
     assert order[9:] == ["plain"] * 4 + ["tree"] * 4
     assert [len(case.seconds) for case in cases] == [6, 6, 0]
     assert cases[2].obstacle == "does not fit"
+
+
+def test_slow_cases_need_not_be_called_often() -> None:
+    calls: list[int] = []
+    case = Timed(POINT, lambda: calls.append(1))
+    take_turns([case], CPU, 0.0)
+    assert len(case.seconds) == 3  # one turn
+    assert len(calls) == 4  # one of them untimed
 
 
 def test_rates_are_measured() -> None:

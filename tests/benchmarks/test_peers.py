@@ -55,7 +55,7 @@ def test_the_whole_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     by_name = {one["name"]: one for one in record["decoders"]}
     assert by_name["plain"]["tokens_per_step"] == 1.0
     assert by_name["tree"]["tokens_per_step"] >= 1.0
-    assert by_name["generate"]["tokens_per_step"] is None
+    assert by_name["generate"]["tokens_per_step"] == 1.0
     assert by_name["assisted"]["tokens_per_step"] > 1.5  # the backbone itself guesses well
     assert by_name["prompt_lookup"]["tokens_per_step"] >= 1.0
     assert record["run"]["turns"] == 8
