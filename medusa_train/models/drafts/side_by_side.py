@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,3 +43,45 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     return first.detach().as_strided(
         (len(parameters), *first.shape), (first.numel(), *first.stride()), first.storage_offset()
     )
+
+
+class AlikeLinears(nn.ModuleList):
+    """K linear maps of one shape, each with weights of its own, side by side through `.to()` and its like.
+
+    Args:
+        linears: the maps; all of them with a bias, or none.
+    """
+
+    def __init__(self, linears: Iterable[nn.Linear]) -> None:
+        super().__init__(linears)
+        self._lay_side_by_side()
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> AlikeLinears:
+        super()._apply(fn, recurse)  # moves parameters one by one
+        self._lay_side_by_side()
+        return self
+
+    def stacked(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weights [K, out, in] and the biases [K, out] or None, without a copy.
+
+        None where they lie apart, or where each map has become one of another class, with products of its own.
+        """
+        if any(type(linear) is not nn.Linear for linear in self):
+            return None
+        weights = side_by_side(self._named("weight"))
+        biases = side_by_side(self._named("bias")) if self._has_bias else None
+        if weights is None or (biases is None and self._has_bias):
+            return None
+        return weights, biases
+
+    @property
+    def _has_bias(self) -> bool:
+        return self[0].bias is not None
+
+    def _named(self, name: str) -> list[nn.Parameter]:
+        return [getattr(linear, name) for linear in self]
+
+    def _lay_side_by_side(self) -> None:
+        lay_side_by_side(self._named("weight"))
+        if self._has_bias:
+            lay_side_by_side(self._named("bias"))
