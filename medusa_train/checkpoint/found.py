@@ -1,7 +1,7 @@
-"""Which layout of Medusa heads a directory holds, told from file names and configs. Reads no weights, needs no torch.
+"""Which layout of heads a directory holds, told from file names and configs. Reads no weights, needs no torch.
 
-Layouts: "reference" (ours, the public code's, TGI's), "vllm", and "model": a Medusa-2 full model, whose state dict has
-`medusa_head.{i}...` beside the backbone.
+Layouts: "draft" (any kind but Medusa), "reference" (Medusa: ours, the public code's, TGI's), "vllm", and "model": a
+Medusa-2 full model, whose state dict has `medusa_head.{i}...` beside the backbone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 CONFIG = "config.json"
@@ -18,11 +19,13 @@ MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 #: Before the heads' own names in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
-Layout = Literal["reference", "vllm", "model"]
+Layout = Literal["draft", "reference", "vllm", "model"]
 
 
 def heads_layout(directory: Path) -> Layout | None:
     """The layout of the heads in `directory`; None where it holds none."""
+    if (directory / DRAFT).is_file():
+        return "draft"
     if (directory / SAFETENSORS).is_file() or (directory / PICKLED).is_file():
         return "reference"
     config = _json(directory / CONFIG)
@@ -34,6 +37,8 @@ def heads_layout(directory: Path) -> Layout | None:
 def heads_files(directory: Path) -> list[Path]:
     """The files that hold the heads in `directory`; empty where it holds none."""
     layout = heads_layout(directory)
+    if layout == "draft":
+        return [directory / DRAFT]
     if layout == "reference":
         return [path for name in (SAFETENSORS, PICKLED) if (path := directory / name).is_file()][:1]
     if layout == "vllm":

@@ -113,6 +113,11 @@ def read_heads(directory: Path | str) -> HeadTensors:
             f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory in vLLM's layout, "
             f"no model that holds {PREFIXES[0]}* weights)"
         )
+    if layout == "draft":
+        raise CheckpointError(
+            f"{directory}: holds a draft of another kind than Medusa; only Medusa heads have layouts that others read. "
+            "Decode with it here (medusa-eval, medusa_train.load)."
+        )
     files = heads_files(directory)
     config = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
     if not isinstance(config, dict):

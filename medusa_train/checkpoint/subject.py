@@ -15,7 +15,7 @@ from medusa_train.errors import CheckpointError
 
 if TYPE_CHECKING:
     from medusa_train.models.backbone import Backbone
-    from medusa_train.models.drafts.medusa import MedusaDraft
+    from medusa_train.models.drafts.base import Draft
     from medusa_train.models.quantization import Quantization
     from medusa_train.trees.tree import Tree
 
@@ -56,7 +56,7 @@ class Subject:
     """A loaded backbone with its draft heads and tree; both are None in a baseline-only run."""
 
     backbone: Backbone
-    draft: MedusaDraft | None
+    draft: Draft | None
     tree: Tree | None
 
 
@@ -123,8 +123,8 @@ def _locate(model: str | None, base_model: str | None, tree: Path | None) -> Sub
     if _has_heads(directory):
         return _locate_heads(directory, base_model, tree)
     raise CheckpointError(
-        f"{directory}: neither a run (no heads/medusa_lm_head.safetensors) nor a directory of heads (the public Medusa "
-        "code's or TGI's, vLLM's, or a full model with medusa_head weights).\n"
+        f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or heads/draft.safetensors) nor a directory "
+        "of heads (ours, the public Medusa code's or TGI's, vLLM's, or a full model with medusa_head weights).\n"
         "If the run was interrupted, finish it with medusa-train; for a backbone alone use --base-model."
     )
 
@@ -224,12 +224,12 @@ def load_backbone(paths: SubjectPaths, dtype: str) -> Backbone:
 
 def load_subject(paths: SubjectPaths, dtype: str) -> Subject:
     """Load the backbone and, where there are any, heads and tree. Raises BackboneError and CheckpointError."""
-    from medusa_train.checkpoint.layouts import load_heads
+    from medusa_train.checkpoint.drafts import load_draft
 
     backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_with_adapter(paths, paths.adapter, dtype)
     if paths.heads is None:
         return Subject(backbone, None, None)
-    draft = load_heads(paths.heads, backbone, backbone.dtype)
+    draft = load_draft(paths.heads, backbone, backbone.dtype)
     return Subject(backbone, draft, load_tree(paths, draft.num_heads))
 
 

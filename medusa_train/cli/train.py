@@ -136,11 +136,10 @@ def train(
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:
     """Say what is trained on what, from the configuration alone."""
-    layers = f"{cfg.medusa_num_layers} layer{'' if cfg.medusa_num_layers == 1 else 's'}"
     recipe = "backbone frozen" if cfg.recipe == "medusa1" else "together with the backbone"
     sources = ", ".join(dataset.path for dataset in cfg.datasets)
     return [
-        f"medusa-train ({source}): {cfg.medusa_num_heads} Medusa heads x {layers} on {cfg.base_model}, {recipe}",
+        f"medusa-train ({source}): {cfg.drafted.describe()} on {cfg.base_model}, {recipe}",
         f"from {sources} into {cfg.output_dir}",
     ]
 

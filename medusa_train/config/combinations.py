@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from medusa_train.config.base import Impossible
+from medusa_train.config.drafts import SECTIONS
 
 
 def asks_for_joint_training(cfg: Any) -> bool:
@@ -26,6 +27,13 @@ _LORA_KEYS = (
     "lora_target_linear",
     "lora_modules_to_save",
 )
+_HEAD_KEYS = (
+    "medusa_num_heads",
+    "medusa_num_layers",
+    "medusa_decay_coefficient",
+    "medusa_soft_targets",
+    "medusa_share_lm_head",
+)
 _JOINT_KEYS = (
     "adapter",
     "medusa_self_distillation",
@@ -38,6 +46,8 @@ _JOINT_KEYS = (
 
 def keys_without_effect(cfg: Any) -> Iterator[str]:
     """Name the keys that change nothing beside the others' values, whatever they hold; `cfg` is resolved."""
+    if cfg.draft != "medusa":
+        yield from _HEAD_KEYS
     if cfg.recipe == "medusa1":
         yield from _JOINT_KEYS
     elif cfg.adapter is not None:
@@ -48,6 +58,8 @@ def keys_without_effect(cfg: Any) -> Iterator[str]:
         yield from _LORA_KEYS
     elif cfg.lora_target_linear:
         yield "lora_target_modules"
+    if cfg.lr_scheduler != "cosine":
+        yield "cosine_min_lr_ratio"
     if cfg.wandb_project is None:
         yield from ("wandb_entity", "wandb_run_id")
 
@@ -143,6 +155,24 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         lambda cfg: cfg.medusa_share_lm_head and _trains_lm_head(cfg),
         "the heads would share an lm_head that is trained under them; leave it frozen (recipe: medusa1, or an adapter "
         "whose lora_target_modules name other layers)",
+    ),
+    *(
+        Impossible(
+            (name, "draft"),
+            lambda cfg, name=name: getattr(cfg, name) is not None and cfg.draft != name,  # type: ignore[misc]
+            f"is the section of another draft; set draft: {name}, or leave it out",
+        )
+        for name in SECTIONS
+    ),
+    Impossible(
+        ("draft", *_RECIPE_KEYS),
+        lambda cfg: cfg.draft != "medusa" and _joint(cfg),
+        "learns over a frozen backbone; leave joint training and adapters out (recipe: medusa1)",
+    ),
+    Impossible(
+        ("export", "draft"),
+        lambda cfg: bool(cfg.export) and cfg.draft != "medusa",
+        "the layouts of others hold Medusa heads alone; leave export out",
     ),
     Impossible(
         ("export", *_RECIPE_KEYS),

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from medusa_train.config.drafts import SECTIONS
 from medusa_train.config.json_schema import schema_text
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
@@ -33,6 +34,7 @@ def key_reference() -> str:
     """The tables of all commands, each under its heading, between the marks that the README carries."""
     classes: dict[str, type[BaseModel]] = {
         "Keys of `medusa-train`": TrainConfig,
+        **{f"Keys of `{name}`": section for name, section in SECTIONS.items()},
         "Keys of an entry of `datasets`": DatasetConfig,
         "Keys of `medusa-eval`": EvalConfig,
         "Keys of `medusa-selfdistill`": SelfDistillConfig,

@@ -17,6 +17,14 @@ from medusa_train.config.combinations import (
     asks_for_joint_training,
     keys_without_effect,
 )
+from medusa_train.config.drafts import (
+    SECTIONS,
+    AmphistaConfig,
+    DraftConfig,
+    HydraConfig,
+    KangarooConfig,
+    MedusaConfig,
+)
 from medusa_train.config.types import (
     Bool,
     BoolOrAuto,
@@ -108,7 +116,12 @@ class TrainConfig(Config):
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None, "medusa1: frozen backbone; medusa2: joint training. Default: medusa2 where a key asks for it"
     )
-    draft: Literal["medusa"] = key("medusa", "the kind of draft that is trained")
+    draft: Literal["medusa", "hydra", "amphista", "kangaroo"] = key(
+        "medusa", "the kind of draft that is trained; the others learn over a frozen backbone"
+    )
+    hydra: HydraConfig | None = key(None, "keys of draft: hydra")
+    amphista: AmphistaConfig | None = key(None, "keys of draft: amphista")
+    kangaroo: KangarooConfig | None = key(None, "keys of draft: kangaroo")
     medusa_num_heads: Int = key(5, "K: head k predicts k tokens beyond the next one", ge=1, le=32)
     medusa_num_layers: Int = key(1, "residual blocks per head; 0: only the head's own lm_head", ge=0, le=32)
     medusa_decay_coefficient: Float = key(0.8, "c: head k's loss counts c**k", gt=0, le=1)
@@ -162,6 +175,7 @@ class TrainConfig(Config):
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
         "cosine", "learning rate after the warm-up; constant: without one"
     )
+    cosine_min_lr_ratio: Float = key(0.0, "where cosine ends, as a share of the peak", ge=0, lt=1)
     learning_rate: Float = key(5e-4, "peak learning rate of the backbone; the heads': medusa_lr_multiplier", gt=0)
     warmup_steps: Int | None = key(None, "optimizer steps of linear warm-up", ge=0)
     warmup_ratio: Float | None = key(None, "the same as a share of the run", ge=0, lt=1)
@@ -217,6 +231,14 @@ class TrainConfig(Config):
         return tuple(keys_without_effect(self))
 
     @property
+    def drafted(self) -> DraftConfig:
+        """What is trained: the section of `draft`, with its defaults where there is none; of Medusa's keys its own."""
+        if self.draft != "medusa":
+            return getattr(self, self.draft) or SECTIONS[self.draft]()
+        flat = {name: getattr(self, f"{MedusaConfig.prefix}{name}") for name in MedusaConfig.model_fields}
+        return MedusaConfig(**flat)
+
+    @property
     def heads_learning_rate(self) -> float:
         """Peak learning rate of the heads, in every recipe: `learning_rate` x `medusa_lr_multiplier`."""
         return self.learning_rate * self.medusa_lr_multiplier
@@ -224,14 +246,20 @@ class TrainConfig(Config):
     def resolved(self) -> TrainConfig:
         """Fill in what follows from other keys.
 
-        `recipe` and `medusa_only_heads` follow each from the other or from the keys of joint training; `chat_template`
-        from the datasets, where all name the same `conversation`: the backbone is then asked in the form that its
-        heads were trained in.
+        The section of `draft` is filled with its defaults. `recipe` and `medusa_only_heads` follow each from the other
+        or from the keys of joint training; `chat_template` from the datasets, where all name the same `conversation`:
+        the backbone is then asked in the form that its heads were trained in.
         """
         recipe = self.recipe or ("medusa2" if asks_for_joint_training(self) else "medusa1")
         forms = {entry.conversation for entry in self.datasets}
         template = self.chat_template or (forms.pop() if len(forms) == 1 else None)
-        follows = {"recipe": recipe, "medusa_only_heads": recipe == "medusa1", "chat_template": template}
+        follows: dict[str, Any] = {
+            "recipe": recipe,
+            "medusa_only_heads": recipe == "medusa1",
+            "chat_template": template,
+        }
+        if self.draft != "medusa":
+            follows[self.draft] = self.drafted
         return self.model_copy(update=follows)
 
     def _asks(self, name: str) -> bool:

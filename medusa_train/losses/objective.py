@@ -96,7 +96,7 @@ class Objective:
     hidden state itself may lie in the prompt. Head k at position t learns the label at t + k + 1, the language model
     that at t + 1. Targets never cross a document's end; nor does a teacher's position t + k, which lies between.
 
-    Without a language model's loss (Medusa-1, the backbone frozen) lambda0 does not apply: L = sum_k c^k * L_k.
+    Without a language model's loss (the backbone frozen) lambda0 does not apply: Medusa-1's is L = sum_k c^k * L_k.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Objective:
         heads_coefficient: float = 1.0,
         schedule: str = "constant",
         soft_heads: float = 0.0,
+        weight: float = 1.0,
     ) -> None:
         """Choose the terms.
 
@@ -120,6 +121,7 @@ class Objective:
             rho: the teacher's share of the target of "ce" (`medusa_distillation_regularization`); "kl" ignores it.
             heads_coefficient: lambda0's peak, `medusa_heads_coefficient`. schedule: lambda0's, `medusa_scheduler`.
             soft_heads: the teacher's share of the heads' targets: head k at t against the teacher at t + k.
+            weight: factor on the heads' loss while the backbone is frozen, where lambda0 does not apply.
 
         Raises:
             ValueError: no such schedule, or a share outside [0, 1].
@@ -135,6 +137,7 @@ class Objective:
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
         self.soft_heads = soft_heads
+        self.weight = weight
 
     @property
     def needs_teacher(self) -> bool:
@@ -142,8 +145,8 @@ class Objective:
         return self.lm == "kl" or self.rho > 0.0 or self.soft_heads > 0.0
 
     def heads_weight(self, progress: float) -> float:
-        """Factor on the heads' loss after the share `progress` of the run; 1 while the backbone is frozen."""
-        return 1.0 if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
+        """Factor on the heads' loss after the share `progress` of the run."""
+        return self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
 
     def counts(self, batch: Labelled) -> Tensor:
         """Valid targets of each term, long: [K] the heads', or [1 + K] with the language model's first.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.linear import block_rows, chunk_rows
 from medusa_train.models.adapter import HEAD, linear_names
+from medusa_train.models.drafts.kinds import DRAFTS
 
 _MASTER = 4  # bytes of a trained number, and of its gradient: float32 in every recipe
 # A number in NF4: 4 bits, a share of its block's 8-bit scale (64 numbers) and of the scales' float32 one (256 scales)
@@ -56,7 +57,7 @@ def estimate_memory(
     text = model_config.get_text_config()
     joint = _trained_in_place(cfg, model)
     adapter = _adapter_numbers(cfg, model)
-    heads = _head_numbers(cfg, model.get_output_embeddings())
+    heads = DRAFTS[cfg.draft].count(model, **cfg.drafted.settings)
     trained = joint + adapter + heads
     frozen = sum(parameter.numel() for parameter in model.parameters()) - joint
     state = _ADAM_8BIT if "8bit" in cfg.optimizer else _ADAM
@@ -115,13 +116,6 @@ def _adapter_numbers(cfg: TrainConfig, model: Any) -> int:
     return total
 
 
-def _head_numbers(cfg: TrainConfig, lm_head: Any) -> int:
-    """`d x d` and a bias for each block, and a copy of lm_head for each head."""
-    hidden = lm_head.weight.shape[1]
-    own = 0 if cfg.medusa_share_lm_head else _numbers(lm_head.parameters())
-    return cfg.medusa_num_heads * (cfg.medusa_num_layers * (hidden * hidden + hidden) + own)
-
-
 def _activations(
     cfg: TrainConfig, model: Any, text: Any, rows: int, width: int, dtype: torch.dtype, device: str
 ) -> int:
@@ -140,7 +134,7 @@ def _activations(
     else:
         body = layer * depth
     copies = _trained_in_place(cfg, model) * item if item < _MASTER else 0
-    heads = cfg.medusa_num_heads * (3 * cfg.medusa_num_layers + 1) * tokens * hidden * item
+    heads = cfg.drafted.num_heads * (3 * cfg.drafted.blocks + 1) * tokens * hidden * item
     mask = rows * width * width * item if cfg.sample_packing else 0
     return body + copies + heads + mask + _losses(cfg, model, tokens, item, device)
 
@@ -152,11 +146,12 @@ def _losses(cfg: TrainConfig, model: Any, tokens: int, item: int, device: str) -
     micro-steps until the backward pass; without it they become the gradients, which are counted elsewhere.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
-    taught = cfg.medusa_self_distillation or cfg.medusa_soft_targets or cfg.medusa_distillation_regularization
+    taught = cfg.medusa_self_distillation or cfg.drafted.loss.soft or cfg.medusa_distillation_regularization
     logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
     blocks = 4 * min(block_rows(vocab, device), tokens) * vocab * _MASTER
     matrix = vocab * hidden * item if item < _MASTER else 0
-    beside = cfg.medusa_num_heads if cfg.gradient_accumulation_steps > 1 and not cfg.medusa_share_lm_head else 0
+    own = 0 if cfg.drafted.settings.get("share_lm_head") else cfg.drafted.num_heads
+    beside = own if cfg.gradient_accumulation_steps > 1 else 0
     return logits + blocks + 2 * matrix + beside * vocab * hidden * _MASTER
 
 

@@ -46,7 +46,7 @@ def build_engine(
     optimizer, notice = build_optimizer(name, groups, device)
     if notice:
         console.print(notice)
-    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps)
+    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
     loss_scale = LossScale() if student.precision.dtype == torch.float16 else None
     if not many:
         return LocalEngine([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)

@@ -13,11 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from medusa_train.checkpoint.layouts import save_heads
+from medusa_train.checkpoint.drafts import save_draft
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import Calibration, calibrate
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts.base import Draft
 from medusa_train.tracking import duration
 from medusa_train.training.heldout import HeldOut
 from medusa_train.training.run_dir import HEADS, TREE
@@ -27,12 +27,12 @@ from medusa_train.training.student import Student
 ANSWER = 256  # longest calibration answer in tokens; shorter where the budget would not do for eight of them
 
 
-def publish_heads(draft: MedusaDraft, dtype: torch.dtype, out: Path, base_model: str) -> Path:
-    """Write heads/ in the reference layout, in the dtype that the run computed in; `draft` is converted to it.
+def publish_heads(draft: Draft, dtype: torch.dtype, out: Path, base_model: str) -> Path:
+    """Write heads/, in the dtype that the run computed in; `draft` is converted to it.
 
     The float32 masters stay in the last checkpoint.
     """
-    return save_heads(draft.to(dtype), out / HEADS, base_model)
+    return save_draft(draft.to(dtype), out / HEADS, base_model)
 
 
 def calibration_prompts(conversations: EncodedDataset, token_budget: int, seed: int) -> list[list[int]]:
@@ -55,7 +55,7 @@ def calibration_prompts(conversations: EncodedDataset, token_budget: int, seed: 
 
 def fit_tree(
     student: Student,
-    draft: MedusaDraft,
+    draft: Draft,
     prompts: Sequence[list[int]],
     token_budget: int,
     out: Path,
@@ -69,6 +69,7 @@ def fit_tree(
         What was found, or None, with a line that says why: the heads are of use without a tree too.
     """
     student.train(False)
+    draft.eval()
     if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
         student.adapter.merge()
     progress = Progress(

@@ -89,7 +89,7 @@ def evaluate_held_out(
 
     Args:
         student: run as in training, with its dropout off.
-        draft: the heads, left in the mode that they are in.
+        draft: the heads, run with their dropout off too.
         batches: the whole held-out set, once.
         objective: what the run minimises, for the weights of the terms.
         stop: asked before every batch; True gives up.
@@ -103,7 +103,9 @@ def evaluate_held_out(
     targets = torch.zeros(draft.num_heads, dtype=torch.long)
     own = _OwnLoss()
     conversations: list[list[RankedConversation]] = []  # of each batch
+    was_training = draft.training
     student.train(False)
+    draft.eval()
     try:
         for batch in _in_turn(batches, world):
             if stop():
@@ -125,6 +127,7 @@ def evaluate_held_out(
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
     finally:
         student.train()
+        draft.train(was_training)
     sums, hits, targets = world.sum(sums), world.sum(hits), world.sum(targets)
     own.add_up(world)
     means = sums / targets.clamp(min=1)

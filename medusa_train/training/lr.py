@@ -30,13 +30,22 @@ def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None
     )
 
 
-def build_scheduler(name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+def build_scheduler(
+    name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, lowest: float = 0.0
+) -> LambdaLR:
     """Build transformers' own schedule `name`; `constant` has no warm-up, as there.
+
+    Args:
+        lowest: where `cosine` ends, as a share of the peak.
 
     Raises:
         ConfigError: `name` is none of `SCHEDULES`.
     """
     if name not in SCHEDULES:
         raise ConfigError([f"lr_scheduler: {name!r} is not one of {', '.join(SCHEDULES)}"])
-    scheduler: LambdaLR = get_scheduler(name, optimizer, warmup_steps, total_steps)
+    if name == "cosine" and lowest:
+        name, options = "cosine_with_min_lr", {"min_lr_rate": lowest}
+    else:
+        options = None
+    scheduler: LambdaLR = get_scheduler(name, optimizer, warmup_steps, total_steps, options)
     return scheduler

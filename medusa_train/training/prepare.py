@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from medusa_train.checkpoint.layouts import load_heads
+from medusa_train.checkpoint.drafts import load_draft
 from medusa_train.checkpoint.rng import seed_all
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.hub import hub_is_out_of_reach
@@ -23,7 +23,8 @@ from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_d
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.kinds import DRAFTS, kind_of
 from medusa_train.tracking import Tracker, open_tracker
 from medusa_train.training.attention import choose_attention
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
@@ -53,10 +54,10 @@ class Data:
 
 @dataclass
 class Ready:
-    """A trainer, the heads as their own type (saving and decoding need it), and where the run goes."""
+    """A trainer, the heads as they are saved and decoded with, and where the run goes."""
 
     trainer: Trainer
-    draft: MedusaDraft
+    draft: Draft
     out: Path
 
 
@@ -214,7 +215,7 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
     return batches
 
 
-def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[MedusaDraft, Student]:
+def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[Draft, Student]:
     """Load the backbone and make of it what the recipe trains; the same in every process."""
     seed_all(cfg.seed)
     if cfg.tf32:
@@ -234,25 +235,23 @@ def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[Me
     return draft, make_student(cfg, backbone, precision)
 
 
-def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> MedusaDraft:
+def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> Draft:
     """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
     earlier = start_heads(cfg)
+    section = cfg.drafted
     if earlier is None:
-        return MedusaDraft.from_backbone(
-            backbone,
-            cfg.medusa_num_heads,
-            cfg.medusa_num_layers,
-            share_lm_head=cfg.medusa_share_lm_head,
-            dtype=torch.float32,
+        return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **section.settings)
+    draft = load_draft(earlier, backbone, torch.float32)
+    if kind_of(draft) != cfg.draft:
+        raise ConfigError(f"lora_model_dir: {earlier} holds a {kind_of(draft)} draft; set draft: {kind_of(draft)}")
+    wanted = section.settings
+    if unlike := [name for name, value in draft.settings.items() if wanted[name] != value]:
+        theirs, ours = (
+            ", ".join(f"{section.prefix}{name}: {of[name]}" for name in unlike) for of in (draft.settings, wanted)
         )
-    draft = load_heads(earlier, backbone, torch.float32)
-    if (draft.num_heads, draft.num_layers) != (cfg.medusa_num_heads, cfg.medusa_num_layers):
         raise ConfigError(
-            f"lora_model_dir: {earlier} holds {draft.num_heads} heads x {draft.num_layers} layers, the configuration "
-            f"asks for medusa_num_heads: {cfg.medusa_num_heads}, medusa_num_layers: {cfg.medusa_num_layers}"
+            f"lora_model_dir: the heads in {earlier} were made with {theirs}, the configuration asks for {ours}"
         )
-    if (draft.shared is not None) != cfg.medusa_share_lm_head:
-        raise ConfigError(f"lora_model_dir: set medusa_share_lm_head as it was for the heads in {earlier}")
     console.print(f"starting from the heads in {earlier}", highlight=False)
     return draft
 
@@ -267,17 +266,18 @@ def _dashboards(cfg: TrainConfig, out: Path, step: int, console: Console) -> lis
     return found
 
 
-def _objective(cfg: TrainConfig, draft: MedusaDraft, student: Student) -> Objective:
+def _objective(cfg: TrainConfig, draft: Draft, student: Student) -> Objective:
+    loss = cfg.drafted.loss
     if not student.joint:
-        return Objective(draft, cfg.medusa_decay_coefficient, soft_heads=cfg.medusa_soft_targets)
+        return Objective(draft, loss.decay, soft_heads=loss.soft, weight=loss.weight)
     return Objective(
         draft,
-        cfg.medusa_decay_coefficient,
+        loss.decay,
         lm="kl" if cfg.medusa_self_distillation else "ce",
         rho=cfg.medusa_distillation_regularization,
         heads_coefficient=cfg.medusa_heads_coefficient,
         schedule=cfg.medusa_scheduler,
-        soft_heads=cfg.medusa_soft_targets,
+        soft_heads=loss.soft,
     )
 
 
@@ -285,7 +285,7 @@ def _describe(
     cfg: TrainConfig,
     data: Data,
     student: Student,
-    draft: MedusaDraft,
+    draft: Draft,
     plan: Plan,
     warmup: int,
     console: Console,

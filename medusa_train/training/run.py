@@ -143,6 +143,5 @@ def _finish(
         calibration = fit_tree(trainer.student, draft, prompts, cfg.calibration_tokens, out, console)
     if (table := heads_table(held_out, calibration)) is not None:
         results.print(table)
-    layers = f"{draft.num_layers} layer{'' if draft.num_layers == 1 else 's'}"
-    what = f"{draft.num_heads} Medusa heads x {layers} on {cfg.base_model}"
+    what = f"{cfg.drafted.describe()} on {cfg.base_model}"
     results.print(summary(what, trainer.state, step, held_out, calibration, out, note))

@@ -89,6 +89,7 @@ class Trainer:
             self._save()
         batches = iter(self.loader)
         self.student.train()
+        self.draft.train()
         while state.step < plan.total_steps and not self._out_of_patience():
             last = self._train_step(batches)
             self.tracker.advance(state.step)

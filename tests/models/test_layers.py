@@ -46,7 +46,8 @@ def test_packed_documents_are_computed_as_if_alone(family: str, attention_only: 
     for ours, document in zip(packed.split(LENGTHS), documents, strict=True):
         assert torch.allclose(ours, alone(layer, document), atol=TOLERANCE)
     one = layer(torch.cat(documents)[None], torch.arange(sum(LENGTHS))[None], 0 * segments)
-    assert not torch.allclose(packed[-1], one[0, -1])
+    last = sum(LENGTHS[:-1])  # where the last document begins
+    assert not torch.allclose(packed[last], one[0, last])
 
 
 @pytest.mark.parametrize("family", STEADY)
@@ -97,6 +98,15 @@ def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict
     theirs = {p.data_ptr() for p in backbone.model.parameters()}
     assert not theirs & {p.data_ptr() for p in named.values()}
     assert not any("embed" in name for name in named)
+
+
+def test_angles_stay_exact_in_half_precision() -> None:
+    layer = random_layer("llama")
+    exact = {name: buffer.clone() for name, buffer in layer.body.named_buffers()}
+    layer.bfloat16()
+    assert exact
+    assert all(torch.equal(buffer, exact[name]) for name, buffer in layer.body.named_buffers())
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
 
 
 def test_states_at_the_accepted_nodes() -> None:

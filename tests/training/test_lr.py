@@ -6,9 +6,9 @@ from medusa_train.errors import ConfigError
 from medusa_train.training.lr import build_scheduler, count_warmup_steps, warmup_warning
 
 
-def rates(name, warmup, total):
+def rates(name, warmup, total, lowest=0.0):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    scheduler = build_scheduler(name, optimizer, warmup, total)
+    scheduler = build_scheduler(name, optimizer, warmup, total, lowest)
     found = []
     for _ in range(total):
         found.append(optimizer.param_groups[0]["lr"])
@@ -22,6 +22,13 @@ def test_cosine_rises_to_the_peak_and_falls_to_zero():
     assert found[:3] == pytest.approx([0.0, 0.5, 1.0])
     assert found[6] == pytest.approx(0.5)
     assert found[-1] == pytest.approx(0.0)
+
+
+def test_cosine_may_end_at_a_share_of_its_peak():
+    found = rates("cosine", 2, 10, 1 / 3)
+    assert found[:3] == pytest.approx([0.0, 0.5, 1.0])
+    assert found[6] == pytest.approx(2 / 3)
+    assert found[-1] == pytest.approx(1 / 3)
 
 
 def test_linear_and_constants():

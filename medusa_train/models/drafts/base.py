@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
+
+if TYPE_CHECKING:
+    from medusa_train.models.backbone import Backbone
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,30 @@ class Draft(nn.Module):
 
     needs: FeatureSpec = PLAIN
     num_heads: int
+
+    @classmethod
+    @abstractmethod
+    def from_backbone(cls, backbone: Backbone, *args: Any, **kwargs: Any) -> Draft:
+        """An untrained draft for `backbone`, on its device.
+
+        Args:
+            backbone: whose parts it is made like; it holds what it shares with it outside its parameters.
+            kwargs: `settings`, and `dtype` of its parameters, by default the backbone's.
+        """
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What makes the same kind of draft anew, as JSON keeps it: keyword arguments of `from_backbone`."""
+
+    @classmethod
+    @abstractmethod
+    def count(cls, model: Any, *args: Any, **kwargs: Any) -> int:
+        """How many numbers a draft with these `settings` would learn.
+
+        Args:
+            model: a transformers causal LM, of which only the shapes may be there (the meta device).
+        """
 
     @property
     def trained_heads(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,17 @@ class DraftLayer(nn.Module):
             ) from error
         if not torch.equal(seen[0], probe):
             raise BackboneError(f"{type(backbone.body).__name__} changes states on their way to its first layer")
-        self.body = body.to(device=backbone.device, dtype=dtype or backbone.dtype)
+        self.body = body
+        self.to(device=backbone.device, dtype=dtype or backbone.dtype)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
+        """Keep the angles' frequencies as they are through `.to(dtype)`: in bfloat16 they would be wrong by radians."""
+        exact = dict(self.body.named_buffers())
+        super()._apply(fn, recurse)
+        for name, moved in list(self.body.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            self.body.get_submodule(owner)._buffers[leaf] = exact[name].to(moved.device)
+        return self
 
     def forward(self, states: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         """Training: [B, T, d] -> [B, T, d], each document as in a row of its own.
@@ -73,6 +83,17 @@ class DraftLayer(nn.Module):
         if mask is not None:
             mask = windowed(mask, positions, 0, self.window)
         return self._run(states, positions, mask, None)
+
+    @torch.no_grad()
+    def match_size(self, states: Tensor) -> None:
+        """Let the final norm begin at the size of `states` [..., d], where it would begin at 1."""
+        weight = getattr(self.body.norm, "weight", None)
+        if weight is None:
+            return
+        probe = torch.randn_like(states, dtype=weight.dtype)
+        weight.zero_()  # some families' norms multiply by 1 + weight
+        offset = self.body.norm(probe).square().mean().sqrt()
+        weight.fill_(float(states.float().square().mean().sqrt() - offset))
 
     def extend(self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None) -> Tensor:
         """Decoding: q more positions [B, q, d] behind the committed ones of `cache`, where they stay pending.

@@ -164,6 +164,23 @@ class MedusaDraft(Draft):
                     head.bias.copy_(own.bias)
         return draft
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `from_backbone` has to be told to make such heads."""
+        return {
+            "num_heads": self.num_heads,
+            "num_layers": self.num_layers,
+            "share_lm_head": self.shared is not None,
+        }
+
+    @classmethod
+    def count(cls, model: Any, *, num_heads: int, num_layers: int, share_lm_head: bool) -> int:
+        """`d x d` and a bias for each block, and a copy of lm_head for each head."""
+        head = model.get_output_embeddings()
+        hidden = head.weight.shape[1]
+        own = 0 if share_lm_head else sum(p.numel() for p in head.parameters())
+        return num_heads * (num_layers * (hidden * hidden + hidden) + own)
+
     def check_fits(self, backbone: Backbone) -> None:
         """Raise BackboneError unless d and V are the backbone's."""
         if (self.hidden_size, self.vocab_size) != (backbone.hidden_size, backbone.vocab_size):

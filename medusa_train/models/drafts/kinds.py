@@ -1,0 +1,17 @@
+"""Which class belongs to which value of the key `draft`; a new draft is one line here."""
+
+from __future__ import annotations
+
+from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.hydra import HydraDraft
+from medusa_train.models.drafts.medusa import MedusaDraft
+
+DRAFTS: dict[str, type[Draft]] = {
+    "medusa": MedusaDraft,
+    "hydra": HydraDraft,
+}
+
+
+def kind_of(draft: Draft) -> str:
+    """The value of the key `draft` that made it."""
+    return next(name for name, kind in DRAFTS.items() if isinstance(draft, kind))

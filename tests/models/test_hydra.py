@@ -1,0 +1,134 @@
+"""Hydra: heads that follow the path, in training against plain loops and in decoding node by node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu, softmax
+
+from medusa_train.data.batch import Batch
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.hydra import HydraDraft
+from medusa_train.models.features import Features, Rows
+from medusa_train.trees.tree import Tree
+from tests.families import FAMILIES, random_backbone
+
+TREE = Tree.from_paths([(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 4)])
+
+
+def trained(backbone: Backbone, *, num_layers: int = 2, prefix_layer: bool = True) -> HydraDraft:
+    """Random weights in every part."""
+    draft = HydraDraft(backbone, 3, num_layers, prefix_layer=prefix_layer)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return draft
+
+
+def plain_head(draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, path: list[int]) -> Tensor:
+    """Head k's logits [V] by the formula, from h_t [d] and the tokens at t + 1 .. t + k."""
+    weights = dict(draft.named_parameters())
+    d = backbone.hidden_size
+    vectors = backbone.embedding()(torch.tensor(path))
+    x = torch.cat([state, *rms_norm(vectors, (d,), eps=1e-12)])
+    first, bias = weights[f"blocks.{k - 1}.0.linear.weight"], weights[f"blocks.{k - 1}.0.linear.bias"]
+    x = linear(x, first[:d], bias[:d]) + silu(linear(x, first[d:], bias[d:]))
+    for j in range(1, draft.num_layers):
+        block = f"blocks.{k - 1}.{j}.linear"
+        x = x + silu(linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
+    return backbone.unembedding().transform(linear(x, weights[f"lm_heads.{k - 1}.weight"]))
+
+
+def prefixed(draft: HydraDraft, states: Tensor) -> Tensor:
+    """What the heads read over one whole document, [T, d] -> [T, d]."""
+    if draft.prefix is None:
+        return states
+    rows = Rows.of(torch.zeros(1, len(states), dtype=torch.long))
+    return draft.prefix(states[None], rows.positions, rows.segments)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_untrained_heads_without_a_prefix_layer_give_the_backbones_logits(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = HydraDraft(backbone, 3, 4, prefix_layer=False)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    feats = backbone.run(tokens)
+    for k, hidden in enumerate(draft.hidden(feats, Rows.of(tokens)), start=1):
+        assert torch.equal(draft.unembed(k).logits(hidden), backbone.logits(feats.hidden))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_untrained_prefix_layer_begins_near_the_backbones_states(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = HydraDraft(backbone, 1)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    states = backbone.run(tokens).hidden[0]
+    ours = prefixed(draft, states)
+    assert abs(float((ours.norm() / states.norm()).log().detach())) < 0.2
+    assert torch.cosine_similarity(ours, states).min() > 0.5
+
+
+@pytest.mark.parametrize("prefix_layer", [False, True])
+def test_loss_and_gradients_of_packed_documents_against_plain_loops(prefix_layer: bool) -> None:
+    """Teacher at t + k, losses unweighted; nothing comes from the other document, nothing wraps around."""
+    backbone = random_backbone("qwen3")
+    draft = trained(backbone, prefix_layer=prefix_layer)
+    documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5]]
+    tokens = torch.tensor([[*documents[0], *documents[1], 0]])
+    segments = torch.tensor([[0] * 7 + [1] * 4 + [-1]])
+    positions = torch.tensor([[*range(7), *range(5)]])
+    labels = tokens.masked_fill((segments < 0) | (tokens == 4), -100)
+    batch = Batch(tokens, labels, positions, segments, [])
+    feats = backbone.run(tokens, positions=positions, segments=segments)
+    objective = Objective(draft, 1.0, soft_heads=1.0)
+    ours = objective.loss(
+        feats, batch, objective.counts(batch), teacher=feats, teacher_unembedding=backbone.unembedding()
+    ).loss
+    gradients = torch.autograd.grad(ours, list(draft.parameters()))
+
+    terms: list[list[Tensor]] = [[], [], []]
+    for document in documents:
+        states = backbone.run(torch.tensor([document])).hidden[0]
+        read, teacher = prefixed(draft, states), softmax(backbone.logits(states), -1)
+        for k in (1, 2, 3):
+            for t in range(len(document) - k - 1):
+                if document[t + k + 1] == 4:
+                    continue
+                logits = plain_head(draft, backbone, k, read[t], document[t + 1 : t + k + 1])
+                terms[k - 1].append(-(teacher[t + k] * logits.log_softmax(-1)).sum())
+    plain = torch.stack([torch.stack(term).mean() for term in terms]).sum()
+    assert torch.allclose(ours, plain, atol=1e-6)
+    for theirs, mine in zip(torch.autograd.grad(plain, list(draft.parameters())), gradients, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefix_layer", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
+def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: bool) -> None:
+    """Two steps of three rows, against the formula at one node after the other."""
+    backbone = random_backbone(family)
+    draft = trained(backbone, prefix_layer=prefix_layer)
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
+    texts = [backbone.run(torch.tensor([prompt])).hidden[0] for prompt in prompts]
+    with torch.no_grad():
+        state = draft.start(backbone.run(padded), padded, [5, 2, 3], backbone.new_cache(40))
+        for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
+            roots = torch.tensor([42, 43, 44])
+            proposal = draft.propose(state, roots, TREE)
+            for row, text in enumerate(texts):
+                last = prefixed(draft, text)[-1]
+                nodes = proposal.tokens[row].tolist()
+                for node, path in enumerate(TREE.paths, start=1):
+                    above = [nodes[i] for i in TREE.path_nodes(TREE.parent_list[node])]
+                    order = plain_head(draft, backbone, len(path), last, above).argsort(descending=True)
+                    assert nodes[node] == int(order[path[-1]])
+            states = torch.randn(3, TREE.size + 1, 32, dtype=torch.float64)  # of a verification pass
+            texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
+            state = draft.advance(state, Features(states), proposal, paths)
+        state = draft.take(state, [0, 2])
+        for row, text in enumerate([texts[0], texts[2]]):
+            assert torch.allclose(state.hidden[row], prefixed(draft, text)[-1], atol=1e-6)
