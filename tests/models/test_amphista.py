@@ -142,10 +142,10 @@ def test_value_and_gradient_of_the_formula(blocks: int) -> None:
     sum((a * b).sum() for a, b in zip(ours, weights, strict=True)).backward()  # type: ignore[union-attr]
     sum((a * b).sum() for a, b in zip(theirs, weights, strict=True)).backward()  # type: ignore[union-attr]
     for name, parameter in draft.named_parameters():
-        mine, plain_grad = parameter.grad, state[name].grad
-        assert mine is not None
+        own_grad, plain_grad = parameter.grad, state[name].grad
+        assert own_grad is not None
         assert plain_grad is not None
-        assert (mine - plain_grad).norm() < 1e-6 * mine.norm(), name
+        assert (own_grad - plain_grad).norm() < 1e-6 * own_grad.norm(), name
 
 
 def test_with_nothing_added_it_is_medusa() -> None:
