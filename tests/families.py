@@ -90,10 +90,10 @@ class NoTokenizer:
     eos_token_id = None
 
 
-def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Backbone:
+def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> Backbone:
     """A random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
-    config = getattr(transformers, name)(**{**SHAPE, **extra})
+    config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else "sdpa")

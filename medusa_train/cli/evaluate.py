@@ -107,7 +107,7 @@ def _chat(cfg: EvalConfig, paths: SubjectPaths, console: Console) -> None:
     from medusa_train.api import open_model
     from medusa_train.cli.interactive import Chat
 
-    Chat(open_model(paths, cfg.dtype), console, cfg.max_new_tokens).run()
+    Chat(open_model(paths, cfg.dtype, compiled=cfg.compile), console, cfg.max_new_tokens).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:

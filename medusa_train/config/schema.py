@@ -279,6 +279,7 @@ class EvalConfig(Config):
     tree: Text | None = key(None, "tree file; default: the tree.json beside the heads")
     max_new_tokens: Int = key(256, "longest answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: fastest here for plain decoding")
+    compile: Bool = key(False, "compile decoding passes with torch.compile: up to a minute more to start, faster steps")
     limit: Int | None = key(None, "only the first so many questions", ge=1)
     output_dir: Text | None = key(None, "where the report goes; default: eval/BENCH in the run directory")
     warmup: Int = key(2, "questions answered beforehand, untimed", ge=0)

@@ -22,6 +22,7 @@ from medusa_train.evaluation.exactness import EXACTNESS_DTYPES
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.packed import is_packed
 
 
 def facts(
@@ -48,6 +49,8 @@ def facts(
         "max_new_tokens": cfg.max_new_tokens,
         "backbone": paths.backbone_form,
         "dtype": dtype,
+        "packed": is_packed(subject.backbone.model),
+        "compiled": subject.backbone.compiled is not None,
         "heads": None if draft is None else draft.num_heads,
         "tree_nodes": None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
@@ -104,6 +107,7 @@ def identity(cfg: EvalConfig, bench: Bench, paths: SubjectPaths) -> dict[str, An
         "chat_template": paths.chat_template,
         "max_new_tokens": cfg.max_new_tokens,
         "dtype": cfg.dtype,
+        "compile": cfg.compile,
         "prompt_lookup": cfg.prompt_lookup,
         "assistant_model": cfg.assistant_model,
         "threads": torch.get_num_threads(),

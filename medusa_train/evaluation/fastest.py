@@ -15,6 +15,7 @@ from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.packed import pack_linears
 
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3
@@ -42,13 +43,15 @@ def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]
         BackboneError: the backbone fits into memory in no dtype, or can't be loaded at all.
     """
     seconds: dict[str, float] = {}
+    packed: list[str] = []
     weights: Weights | None = None
     for dtype in _candidates(paths):
         if weights is not None and not weights.fit(dtype):
             note(f"dtype {dtype}: the weights alone would not fit into the free memory; left out")
             continue
         try:
-            seconds[dtype], weights = _probe(paths, dtype, prompt_of)
+            seconds[dtype], weights, is_packed = _probe(paths, dtype, prompt_of)
+            packed += [dtype] if is_packed else []
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -61,7 +64,8 @@ def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]
         )
     best = min(seconds, key=lambda dtype: seconds[dtype])
     shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
-    note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step)")
+    laid_out = f"; weights in {' and '.join(packed)} laid out for this CPU" if packed else ""
+    note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step{laid_out})")
     return best
 
 
@@ -72,10 +76,14 @@ def _candidates(paths: SubjectPaths) -> list[str]:
     return sorted(names, key=lambda name: name != stored)
 
 
-def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]) -> tuple[float, Weights]:
-    """A step's latency, and what the weights take; the backbone is let go on return."""
+def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]) -> tuple[float, Weights, bool]:
+    """A step's latency as `load_subject` would decode, what the weights take, and whether they were laid out anew.
+
+    The backbone is let go on return.
+    """
     backbone = load_backbone(paths, dtype)
-    return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device)
+    packed = pack_linears(backbone.model)
+    return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device), packed
 
 
 def plain_step_seconds(backbone: Backbone, prompt_ids: list[int]) -> float:

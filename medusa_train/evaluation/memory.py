@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
+
+from medusa_train.models.device_memory import free_memory
 
 # Of CPU allocators (Linux, Windows) and CUDA calls; PyTorch's own CUDA allocator has an exception of its own.
 _MESSAGES = re.compile(
@@ -28,20 +29,6 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had on the device; None where it does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        # A CPU's memory can be promised and not be there: the process is killed, and no exception tells of it.
-        found = re.search(
-            r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
-        )
-    except OSError:
-        return None
-    return None if found is None else 1024 * int(found[1])
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
+from medusa_train.trees.tree_mask import TreeMasks
 
 Finish = Literal["eos", "length", "context"]
 
@@ -55,39 +56,6 @@ class Generation:
     def acceleration_rate(self) -> float:
         """Tokens per decoding step, 1.0 for plain decoding (Medusa, section 3, "acceleration rate")."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
-
-
-class _TreeMask:
-    """The additive mask of a tree pass over a growing prefix, updated in place: [1, 1, n + 1, capacity]."""
-
-    def __init__(self, tree: Tree, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._block = torch.zeros(tree.ancestors.shape, dtype=dtype)
-        self._block.masked_fill_(~tree.ancestors, float("-inf"))
-        self._block = self._block.to(device)
-        self._mask = torch.zeros(1, 1, tree.size + 1, capacity, dtype=dtype, device=device)
-        self._clean = 0  # columns up to here are all zero
-
-    def at(self, prefix: int) -> Tensor:
-        """The mask [1, 1, n + 1, prefix + n + 1] for nodes behind `prefix` cached positions."""
-        end = prefix + len(self._block)
-        self._mask[..., self._clean : prefix] = 0
-        self._mask[0, 0, :, prefix:end] = self._block
-        self._clean = prefix
-        return self._mask[..., :end]
-
-
-class _TreeMasks:
-    """The masks of the trees that proposals come with: nearly always the one that was asked for."""
-
-    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._options = (capacity, dtype, device)
-        self._made: dict[int, tuple[Tree, _TreeMask]] = {}  # by identity, since comparing trees takes their paths
-
-    def at(self, tree: Tree, prefix: int) -> Tensor:
-        """The mask of `tree` behind `prefix` cached positions, see `_TreeMask.at`."""
-        if id(tree) not in self._made:
-            self._made[id(tree)] = tree, _TreeMask(tree, *self._options)  # keeps the tree, and so its identity
-        return self._made[id(tree)][1].at(prefix)
 
 
 class Decoder:
@@ -170,7 +138,7 @@ class Decoder:
         room = room_for(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
         cache = self._fresh_cache(len(prompt) + room + self.tree.size + 1)
-        masks = _TreeMasks(cache.capacity, self.backbone.dtype, self.backbone.device)
+        masks = TreeMasks(cache.capacity, self.backbone.dtype, self.backbone.device)
         answer = self._answers = self._answers + 1
 
         tokens = torch.tensor([prompt], device=self.backbone.device)
@@ -213,7 +181,7 @@ class Decoder:
         self,
         proposal: Proposal,
         cache: TreeCache,
-        masks: _TreeMasks,
+        masks: TreeMasks,
         rule: Rule,
         generators: list[torch.Generator] | None,
     ) -> tuple[Features, Accepted]:
@@ -222,19 +190,28 @@ class Decoder:
         if cache.length + self.tree.max_depth >= self.backbone.max_context:
             # nodes past the context are never kept; no position table must be asked for them either
             positions = positions.clamp(max=self.backbone.max_context - 1)
-        feats = self.backbone.run(
-            proposal.tokens,
-            positions=positions,
-            mask=masks.at(proposal.tree, cache.length) if proposal.tree.size else None,
-            cache=cache,
-            need=self._need,
-            early=proposal.early,
-        )
-        logits = self.backbone.logits(feats.hidden)
+        compiled = self.backbone.compiled
+        if compiled is not None and self._need == PLAIN and cache.capacity % BLOCK == 0:
+            stored = cache.expect(proposal.tree.size + 1, BLOCK)
+            mask = masks.at(proposal.tree, cache.length, stored.shape[4])
+            hidden, logits = compiled(proposal.tokens, positions, mask, stored, cache.length)
+            feats = Features(hidden)
+        else:
+            feats = self.backbone.run(
+                proposal.tokens,
+                positions=positions,
+                mask=masks.at(proposal.tree, cache.length) if proposal.tree.size else None,
+                cache=cache,
+                need=self._need,
+                early=proposal.early,
+            )
+            logits = self.backbone.logits(feats.hidden)
         return feats, accept(rule, proposal.tokens, logits, proposal.tree, generators)[0]
 
     def _fresh_cache(self, capacity: int) -> TreeCache:
         """The cache of the last question where it is large enough, else a new one."""
+        if self.backbone.compiled is not None:
+            capacity = -(-capacity // BLOCK) * BLOCK
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = self.backbone.new_cache(capacity)
         self._cache.reset()

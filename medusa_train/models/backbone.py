@@ -16,6 +16,7 @@ from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
 from medusa_train.models.attention import document_bounds
+from medusa_train.models.compiled import BLOCK, CompiledPass
 from medusa_train.models.embedding import Embedding
 from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
@@ -77,6 +78,7 @@ class Backbone:
         max_context: positions the model was made for. rope_switch: where a longrope model changes its angles, or None.
         eos_ids: tokens that end an answer.
         varlen: whether packed documents are kept apart by their bounds, see `use_varlen`.
+        compiled: decoding passes of single rows as one program, after `compile_passes`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
@@ -102,6 +104,7 @@ class Backbone:
         self.attention: str = self.config._attn_implementation
         self.varlen = False
         self._splits: dict[int, Split] = {}
+        self.compiled: CompiledPass | None = None
         model.eval().requires_grad_(False)
         check_model(self)
 
@@ -292,6 +295,23 @@ class Backbone:
         if (fed - own * scale).norm() > 1e-2 * fed.norm():
             raise BackboneError(f"{type(self.body).__name__} feeds its first layer more than scaled token embeddings")
         return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
+
+    def compile_passes(self) -> None:
+        """From now on decode single rows with passes compiled by torch.compile; takes up to a minute.
+
+        Raises:
+            BackboneError: masks or angles of this model depend on what a compiled pass can't see, or this machine
+                can't compile.
+        """
+        if self.layer_types != {"full_attention"} and self.window is not None:
+            raise BackboneError(f"compile: {self.name or 'this model'} has sliding windows; leave the key out")
+        if self.rope_switch is not None:
+            raise BackboneError(
+                f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
+            )
+        compiled = CompiledPass(self.body, self.logits)
+        compiled.warm_up(self.new_cache(BLOCK), self.device, self.dtype)
+        self.compiled = compiled
 
     def unembedding(self) -> Unembedding:
         """lm_head with every transform that the model puts on its logits."""

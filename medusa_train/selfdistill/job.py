@@ -156,7 +156,8 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     assert dtype is not None  # only a server's is unknown
     _take_own_device()
     paths = paths_of(cfg)
-    subject = load_subject(paths, dtype)
+    # float32 is asked for where a set has to be the same elsewhere, and what layouts are worth is measured
+    subject = load_subject(paths, dtype, pack=dtype != "float32")
     return LocalEngine(
         subject.backbone,
         temperature=cfg.temperature,

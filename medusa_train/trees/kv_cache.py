@@ -71,7 +71,8 @@ class TreeCache(Cache):
                 f"keys {list(keys.shape)} and values {list(values.shape)} of unlike shapes are not supported"
             )
         batch, heads, _, dim = keys.shape
-        self._storage = keys.new_empty(self._num_layers, 2, batch, heads, self.capacity, dim)
+        # zeros: a pass may look at what was never written through a mask, and garbage times 0 can be NaN
+        self._storage = keys.new_zeros(self._num_layers, 2, batch, heads, self.capacity, dim)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put q pending positions behind the committed ones and `ahead` pending ones.
@@ -94,6 +95,20 @@ class TreeCache(Cache):
         stored[0, :, :, start:] = keys
         stored[1, :, :, start:] = values
         return stored[0], stored[1]
+
+    def expect(self, count: int, block: int) -> Tensor:
+        """The memory [layers, 2, batch, kv_heads, S, head_dim] for a pass that writes `count` positions itself.
+
+        They stand behind the committed ones, pending as after `write`. S is the next multiple of `block`.
+
+        Raises:
+            MedusaError: they do not fit into the capacity, or nothing was ever written.
+        """
+        end = self.length + count
+        if self._storage is None or end > self.capacity:
+            raise MedusaError(f"the cache holds {self.capacity if self._storage is not None else 0} positions of {end}")
+        self._pending = count
+        return self._storage[..., : -(-end // block) * block, :]
 
     def commit(self, count: int) -> None:
         """Take the first `count` pending positions over as they lie."""

@@ -115,7 +115,7 @@ def test_other_settings_start_anew(
     assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
 
 
-def no_memory(*args: object) -> None:
+def no_memory(*args: object, **options: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
+from medusa_train.models.packed import pack_linears
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
@@ -93,6 +94,10 @@ class Draft(nn.Module):
     def traced(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] by which head k ranks the token t + k + 1, given the true ones before it."""
         return self.hidden(feats, batch)
+
+    def pack(self) -> bool:
+        """Lay the weights out for decoding on a CPU where that is faster, see `models.packed`; says whether."""
+        return pack_linears(self)
 
     @abstractmethod
     def unembed(self, k: int) -> Unembedding:

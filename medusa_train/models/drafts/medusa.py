@@ -12,8 +12,10 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
+from medusa_train.models.drafts.packed_heads import PackedHeads
 from medusa_train.models.drafts.side_by_side import lay_side_by_side, side_by_side
 from medusa_train.models.features import Features, TokenRows
+from medusa_train.models.packed import worth_packing
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
@@ -97,13 +99,25 @@ class MedusaDraft(Draft):
         self.lm_heads = nn.ModuleList(
             nn.Linear(hidden_size, vocab_size, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
         )
+        self._packed: PackedHeads | None = None
         self._lay_side_by_side()
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
         """Keep the heads side by side through `.to()` and its like, which move parameters one by one."""
+        self._packed = None
         super()._apply(fn, recurse)
         self._lay_side_by_side()
         return self
+
+    def pack(self) -> bool:
+        """Lay the weights out for decoding on a CPU where that is faster, see `models.packed`; says whether."""
+        blocks: list[list[Any]] = [
+            [block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)
+        ]
+        lm_heads: list[Any] = list(self.lm_heads)
+        if worth_packing([linear.weight for linears in (*blocks, lm_heads) for linear in linears]):
+            self._packed = PackedHeads(blocks, lm_heads)
+        return self._packed is not None
 
     def _alike(self) -> Iterator[list[nn.Parameter]]:
         """The parameters that all heads have, head by head: per layer W1 and b1, then W2 and its bias."""
@@ -216,7 +230,10 @@ class MedusaDraft(Draft):
 
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
         """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
-        if state.stacked is None:
+        if self._packed is not None:
+            states = self._packed.states(state.hidden, tree.max_depth)
+            logits = self._packed.logits(states) if self.shared is None else self.shared.raw(states)
+        elif state.stacked is None:
             logits = torch.stack([self._order(state.hidden, k) for k in range(1, tree.max_depth + 1)])
         else:
             logits = self._all_orders(state.hidden, state.stacked, tree.max_depth)

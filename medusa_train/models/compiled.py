@@ -1,0 +1,137 @@
+"""A decoding pass of a backbone compiled by torch.compile: static memory, few shapes; knows no draft and no tree.
+
+A pass over a few tokens spends as much time between the kernels as in them. Compiled, small operations are fused and
+called without Python. For that nothing may depend on how long the prefix is: keys and values are written to slots that
+are told by a tensor, and attention looks at a block of the cache that grows by `BLOCK` positions at a time, masked
+behind the last one. So there is one program for plain decoding and one for trees, whatever their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from medusa_train.errors import BackboneError
+from medusa_train.trees.kv_cache import TreeCache
+
+BLOCK = 128
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values [2, batch, kv_heads, S, head_dim], written at given slots."""
+
+    is_sliding = False
+
+    def __init__(self, stored: Tensor, slots: Tensor) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._stored = stored
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the memory is there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._stored[0], self._stored[1]
+        keys.index_copy_(2, self._slots, key_states)
+        values.index_copy_(2, self._slots, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._stored.shape[3], 0
+
+    def get_seq_length(self) -> int:
+        return 0  # only asked for positions and masks, which are handed in
+
+    def get_max_length(self) -> int:
+        return self._stored.shape[3]
+
+
+class _Slots(Cache):
+    """All layers' memory [layers, 2, batch, kv_heads, S, head_dim] as a cache for one pass."""
+
+    def __init__(self, stored: Tensor, slots: Tensor) -> None:
+        super().__init__(layers=[_Layer(one, slots) for one in stored])
+
+
+class CompiledPass:
+    """The decoder layers and lm_head over q new tokens of one row.
+
+    Args:
+        body: the decoder stack. logits: [..., d] -> [..., V].
+    """
+
+    def __init__(self, body: Any, logits: Callable[[Tensor], Tensor]) -> None:
+        def run(
+            tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            out = body(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=_Slots(stored, slots),
+                use_cache=True,
+            )
+            return out.last_hidden_state, logits(out.last_hidden_state)
+
+        self._body = body
+        self._compiled = torch.compile(run)
+        self._ready: set[bool] = set()  # of plain decoding, of trees
+
+    @torch.inference_mode()
+    def warm_up(self, cache: TreeCache, device: torch.device, dtype: torch.dtype) -> None:
+        """Compile both programs, over an empty `cache` of one block.
+
+        Raises:
+            BackboneError: this machine can't compile, a C++ compiler missing for instance.
+        """
+        first = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._body(input_ids=first, position_ids=first, past_key_values=cache, use_cache=True)  # gives it its memory
+        cache.commit(1)
+        from torch._dynamo.exc import TorchDynamoException  # takes a second to import
+
+        try:
+            for count in (1, 3):
+                tokens = torch.zeros(1, count, dtype=torch.long, device=device)
+                mask = torch.full((1, 1, count, BLOCK), float("-inf"), dtype=dtype, device=device)
+                mask[..., :2] = 0
+                self(tokens, torch.ones_like(tokens), mask, cache.expect(count, BLOCK), 1)
+        except TorchDynamoException as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise BackboneError(
+                f"compile: torch.compile failed here: {reason}\n"
+                "It needs a C++ compiler (g++ or clang) on a CPU, Triton on a GPU; or leave the key out"
+            ) from error
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, stored: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """States [1, q, d] and logits [1, q, V] of q tokens behind `length` committed positions.
+
+        Args:
+            tokens, positions: [1, q]. mask: additive [1, 1, q, S], -inf behind the last token.
+            stored: the cache's memory for S positions; what the tokens add is written behind `length`.
+        """
+        from torch._dynamo import mark_dynamic
+
+        count = tokens.shape[1]
+        slots = torch.arange(length, length + count, device=tokens.device)
+        given = (tokens, positions, mask, slots, stored)
+        mark_dynamic(mask, 3)
+        mark_dynamic(stored, 4)
+        if count > 1:
+            for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
+                mark_dynamic(tensor, dim)
+        if (count > 1) in self._ready:
+            return self._compiled(*given)
+        # weights become constants that a CPU's kernels may lay out to their liking
+        import torch._inductor.config as inductor
+
+        with inductor.patch(freezing=tokens.device.type == "cpu"):
+            out = self._compiled(*given)
+        self._ready.add(count > 1)
+        return out

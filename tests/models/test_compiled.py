@@ -1,0 +1,66 @@
+"""Compiled decoding passes give the tokens of the plain ones; models that they can't serve are refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from medusa_train.errors import BackboneError
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.compiled import BLOCK
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
+)
+TREES = (None, Tree.chain(3), Tree.cartesian([3, 2]))
+
+
+def assert_same_answers(family: str, dtype: torch.dtype) -> None:
+    """Plain and tree decoding, with answers that cross the end of a block of the cache."""
+    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=2 * BLOCK)
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    prompt = torch.randint(3, 60, (BLOCK - 20,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = (prompt, prompt[:3])
+    plain = [[Decoder(backbone, draft, tree).generate(one, 60).tokens for one in prompts] for tree in TREES]
+    backbone.compile_passes()
+    for tree, expected in zip(TREES, plain, strict=True):
+        decoder = Decoder(backbone, draft, tree)
+        made = [decoder.generate(one, 60) for one in prompts]
+        assert [one.tokens for one in made] == expected
+        assert made[0].steps > 1
+
+
+@needs_compiler
+def test_compiled_passes_give_the_same_tokens() -> None:
+    assert_same_answers("llama", torch.float64)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "granite", "olmo2"])
+def test_other_families_too(family: str) -> None:
+    assert_same_answers(family, torch.float64)
+
+
+@pytest.mark.parametrize(("family", "reason"), [("mistral-window", "sliding windows"), ("phi3-longrope", "angles")])
+def test_what_a_compiled_pass_cannot_see_is_refused(family: str, reason: str) -> None:
+    with pytest.raises(BackboneError, match=reason):
+        random_backbone(family).compile_passes()
+
+
+def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def fails(*args: object) -> None:
+        raise TorchDynamoException("\nno C++ compiler found\nand a long story")
+
+    backbone = random_backbone("llama")
+    monkeypatch.setattr(torch, "compile", lambda function: fails)
+    with pytest.raises(BackboneError, match=r"failed here: no C\+\+ compiler found\n"):
+        backbone.compile_passes()
+    assert backbone.compiled is None
