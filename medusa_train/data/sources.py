@@ -78,12 +78,13 @@ def open_source(source: DatasetConfig) -> Files | HubRows:
 
     Raises:
         DataError: nothing of that name, or nothing in it that can be read.
-        ConfigError: `split` or `name` beside a path of this machine, which has neither.
+        ConfigError: `name`, or another `split` than train, beside a path of this machine, which is read whole.
     """
     found = resolve_path(source.path)
     if found is None:
         return _open_hub(source)
-    if idle := [key for key in ("split", "name") if getattr(source, key) is not None]:
+    said = {"name": source.name, "split": None if source.split == "train" else source.split}  # a whole file is train
+    if idle := [key for key in ("split", "name") if said[key] is not None]:
         raise ConfigError(
             f"datasets: {source.path} is on this machine and is read whole, so {' and '.join(idle)} would mean "
             "nothing: only data sets of the hub have parts. Leave it out, or give the path of the file that is meant"

@@ -81,6 +81,13 @@ def test_a_split_of_a_file_is_refused(tmp_path: Path, keys: dict[str, str]) -> N
             open_source(DatasetConfig(path=str(path), **keys))
 
 
+def test_the_split_train_of_a_file_is_all_of_it(tmp_path: Path) -> None:
+    """As `datasets` has it, and as YAMLs of Axolotl say it beside files."""
+    (tmp_path / "a.jsonl").write_text(LINE)
+    source = open_source(DatasetConfig(path=str(tmp_path / "a.jsonl"), split="train"))
+    assert source.fingerprint() == open_source(DatasetConfig(path=str(tmp_path / "a.jsonl"))).fingerprint()
+
+
 @pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "https://nowhere.invalid"}])
 def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path, offline: dict[str, str]) -> None:
     """At once, with no attempt on the network; in a process of its own, as libraries read their settings once."""
