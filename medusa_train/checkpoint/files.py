@@ -62,14 +62,21 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler or zip reader stumbled over
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{path}: refused, it can't be read as plain tensors: {reason[0]}\n"
+            f"{path}: refused, it can't be read as plain tensors: {_what_failed(error)}\n"
             "A .pt file may carry code that runs on loading; only files of plain tensors are read here."
         ) from error
     if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise CheckpointError(f"{path}: holds something other than named tensors")
     return {str(name): value for name, value in loaded.items()}
+
+
+def _what_failed(error: Exception) -> str:
+    """torch's reason, one sentence, without its advice to load the file all the same."""
+    text = " ".join(str(error).split()).partition("Check the documentation")[0]
+    for before in ("trusted source.", "WeightsUnpickler error:"):
+        text = text.rpartition(before)[2]
+    return text.partition(". ")[0].strip(" .") or type(error).__name__
 
 
 def read_json(path: Path) -> Any:
