@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from medusa_train.checkpoint.disk import WRITE_ERRORS, write_failure
 from medusa_train.checkpoint.subject import SubjectPaths
@@ -62,6 +65,8 @@ def write_merged(paths: SubjectPaths, target: Path) -> str:
             done = f"{own}, copied: the backbone itself was trained"
         else:
             backbone = load_trained_backbone(paths)
+            # transformers imports DeepSpeed to save, which warns where it has to guess
+            os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
             backbone.model.save_pretrained(temporary, safe_serialization=True)
             _with_template(backbone.tokenizer, paths.chat_template).save_pretrained(temporary)
             form = f"dequantised from {paths.quantization}, " if paths.quantization else ""

@@ -34,7 +34,10 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
         api = HfApi()
     try:
         made = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
-        api.upload_folder(repo_id=made.repo_id, folder_path=str(directory), repo_type="model")
+        # evaluations of the export itself, which lie in it, are full of this machine's paths
+        api.upload_folder(
+            repo_id=made.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*"]
+        )
     except Exception as error:  # the client raises a dozen unrelated kinds: no token, no right, no network
         raise MedusaError(
             f"the hub did not take {directory} as {repo}: {error}\n"

@@ -134,10 +134,11 @@ def _backbone_name(paths: SubjectPaths) -> str:
     return str(base.resolve()) if base.is_dir() else paths.base_model
 
 
-def _with_own_matrices(paths: SubjectPaths, heads: HeadTensors) -> HeadTensors:
+def _with_own_matrices(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> HeadTensors:
     """The heads with a copy of the backbone's lm_head each where they share it."""
     if not heads.shared:
         return heads
+    done.facts.append("each head with a copy of that lm_head, for this reader knows no sharing")
     weight, bias = _lm_head(paths, heads)
     return filled_in(heads, weight, bias)
 
@@ -154,7 +155,7 @@ def _lm_head(paths: SubjectPaths, heads: HeadTensors) -> tuple[Tensor, Tensor | 
 
 
 def _write_reference(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
-    write_heads(_with_own_matrices(paths, heads), done.target, pickled=True)
+    write_heads(_with_own_matrices(paths, heads, done), done.target, pickled=True)
 
 
 def _write_version_2(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
@@ -178,7 +179,7 @@ def _write_vllm(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None
 
 def _write_tensorrt(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
     keys = backbone_keys(paths, heads.num_heads)
-    write_heads(_with_own_matrices(paths, heads), done.target, pickled=True, config=keys)
+    write_heads(_with_own_matrices(paths, heads, done), done.target, pickled=True, config=keys)
     tree, complaint = choices(paths, heads.num_heads)
     if complaint:
         done.warnings.append(complaint)

@@ -36,7 +36,12 @@ def test_a_directory_becomes_a_repository(tmp_path: Path, private: bool) -> None
     push(tmp_path, "llama-medusa", private=private, api=hub)
     assert hub.asked == [
         ("llama-medusa", {"repo_type": "model", "private": private, "exist_ok": True}),
-        {"repo_id": "me/llama-medusa", "folder_path": str(tmp_path), "repo_type": "model"},
+        {
+            "repo_id": "me/llama-medusa",
+            "folder_path": str(tmp_path),
+            "repo_type": "model",
+            "ignore_patterns": ["eval/*"],
+        },
     ]
 
 

@@ -50,6 +50,7 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
     done = export_run(locate(str(run), None, None), to)
     again = read_heads(done.target)
     assert again.shared == (to in ("tgi", "vllm", "reference-v2"))
+    assert any("a copy of that lm_head" in fact for fact in done.facts) != again.shared
     backbone = Backbone.load(str(backbone_dir))
     states = torch.randn(4, backbone.hidden_size)
     ours, theirs = load_heads(run / "heads", backbone), load_heads(done.target, backbone)
