@@ -24,6 +24,28 @@ def test_the_lookahead_teaches_the_model_and_is_not_part_of_it() -> None:
     assert not any("lookahead" in name for name in with_it.model.state_dict())
 
 
+def test_the_lookahead_begins_where_the_recipe_says() -> None:
+    run = Run(replace(TINY, lookahead_from=0.5), Path("absent"), torch.device("cpu"))
+    learnt = []
+    for number in range(4):
+        run.update([chats(4, number)])
+        learnt.append(any(block.weight.any() for block in run.lookahead.blocks))
+    assert learnt == [False, False, False, True]  # of six steps
+
+
+def test_the_lookahead_is_a_mean_over_the_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(times: int) -> list[torch.Tensor]:
+        recipe = replace(TINY, lookahead_weight=1.0, lookahead_from=0.0, embedding_dropout=0.0)
+        run = Run(recipe, Path("absent"), torch.device("cpu"))
+        monkeypatch.setattr(run, "apply", lambda rate: None)
+        run.update([chats(4) * times])
+        return [block.weight.grad for block in run.lookahead.blocks if block.weight.grad is not None]
+
+    once, twice = gradients(1), gradients(2)
+    assert any(gradient.any() for gradient in once)
+    torch.testing.assert_close(twice, once, rtol=0.05, atol=1e-4)  # products in bfloat16
+
+
 def test_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
     class Stop(Exception):
         """Stands for a power cut."""
