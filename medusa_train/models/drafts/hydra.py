@@ -209,7 +209,7 @@ class HydraDraft(Draft):
             if level.inner is not None:
                 x, nodes = x[:, level.inner], nodes[:, level.inner]
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
-            logits = self.unembed(k).raw(self.blocks[k - 1](x))  # soft cap and scale keep their order
+            logits = self.lm_heads[k - 1](self.blocks[k - 1](x))  # soft cap and scale would keep their order
             nodes = logits.topk(level.width).indices.flatten(1)[:, level.guesses]
             x = x[:, level.parents]
             found.append(nodes)
