@@ -1,12 +1,14 @@
 """Searches for a tree compared on paper and in decoding, for one run's heads.
 
     python benchmarks/trees.py runs/demo
+    python data/seeds/make_tiny.py --count 1500 --seed 7 --output fresh.jsonl     # more text than a run holds out
+    python benchmarks/trees.py runs/demo --prompts fresh.jsonl --without data/seeds/tiny.jsonl --tokens 80000
 
 On paper: expected tokens per step of joint, independent, dense trees and the top-1 chain, of 4 to 63 nodes, each judged
 on conversations that it was not fitted to. In decoding: the joint trees of 8, 16, 32 and 63 nodes, fitted to one half
-of the run's held-out conversations, answer the prompts of the other half; a 95 % bootstrap interval over conversations
-stands beside what was expected. Writes benchmarks/results/trees.{json,md,html}; times nothing (`medusa-eval
---calibrate` does).
+of the conversations (those that the run held out, or `--prompts`), answer the prompts of the other half; a 95 %
+bootstrap interval over conversations stands beside what was expected. Writes benchmarks/results/trees.{json,md,html};
+times nothing (`medusa-eval --calibrate` does).
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ import torch
 
 from medusa_train.checkpoint.subject import Subject, load_subject, locate
 from medusa_train.data.chat import ChatEncoder
+from medusa_train.data.conversation import Message
 from medusa_train.evaluation.calibration import Prompts, collect, talks_of_run
 from medusa_train.evaluation.intervals import interval, resample
 from medusa_train.evaluation.page.charts import Curve, curves
 from medusa_train.evaluation.page.page import document, figure, figures_table
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.search import Simulated, compare_searches, joint_trees
+from medusa_train.selfdistill.seeds import read_seeds
 from medusa_train.trees.tree import Tree
 
 MEASURED = (8, 16, 32, 63)
@@ -44,6 +48,13 @@ class Row:
     measured: float
     low: float
     high: float
+
+
+def talks_of_files(prompts: Path, without: Path | None, chat: ChatEncoder) -> list[Prompts]:
+    """The first prompt of every conversation in a file, but for those that begin as one in another file does."""
+    known = set() if without is None else {seed.turns[0] for seed in read_seeds(without)}
+    seeds = [seed for seed in read_seeds(prompts) if seed.turns[0] not in known]
+    return [[chat.prompt([Message("user", seed.turns[0])])] for seed in seeds]
 
 
 def decode(subject: Subject, tree: Tree, talks: Sequence[Prompts], limit: int) -> list[tuple[int, int]]:
@@ -120,13 +131,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run directory")
     parser.add_argument("--tokens", type=int, default=20000, help="greedy tokens that trees are fitted to")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="of conversations, in place of the held-out ones")
+    parser.add_argument("--without", type=Path, metavar="FILE", help="leave out those that begin as one in FILE does")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     args = parser.parse_args()
     paths = locate(args.run, None, None)
     subject = load_subject(paths, args.dtype)
-    talks = talks_of_run(paths, ChatEncoder(subject.backbone.tokenizer, paths.chat_template), seed=42)
+    chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
+    if args.prompts is None:
+        talks = talks_of_run(paths, chat, seed=42)
+    else:
+        talks = talks_of_files(args.prompts, args.without, chat)
     if subject.draft is None or talks is None or len(talks) < 8:
         parser.error(f"{args.run}: needs heads and a config.yaml whose data hold out eight conversations or more")
     simulated, rows = measure(subject, talks, args.tokens, args.max_new_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import acceptance_sweep
 import pytest
@@ -12,6 +13,8 @@ import trees
 from torch.nn.functional import cross_entropy
 
 from medusa_train.checkpoint.subject import Subject, load_subject, locate
+from medusa_train.data.chat import ChatEncoder
+from medusa_train.data.conversation import Message
 from tests.evaluation.tiny_model import write_backbone, write_run
 
 
@@ -57,3 +60,20 @@ def test_trees_are_expected_and_decoded_on_different_conversations(subject: Subj
     assert "Joint below independent at" in text
     assert set(json.loads((tmp_path / "trees.json").read_text())["expected"]) == {one.search for one in simulated}
     assert "<svg" in (tmp_path / "trees.html").read_text()
+
+
+def test_conversations_of_a_file_leave_out_those_of_another(subject: Subject, tmp_path: Path) -> None:
+    def write(name: str, *turns: str) -> Path:
+        records = [{"id": turn, "conversations": [{"from": "human", "value": turn}]} for turn in turns]
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        return path
+
+    class Chat:
+        def prompt(self, messages: list[Message]) -> list[int]:
+            return [len(messages[0].content)]
+
+    fresh, known = write("fresh.jsonl", "a", "bb", "ccc"), write("known.jsonl", "bb")
+    chat = cast(ChatEncoder, Chat())
+    assert trees.talks_of_files(fresh, None, chat) == [[[1]], [[2]], [[3]]]
+    assert trees.talks_of_files(fresh, known, chat) == [[[1]], [[3]]]
