@@ -68,16 +68,17 @@ class BatchCache(TreeCache):
     def take(self, rows: Sequence[int]) -> None:
         """Go on with `rows` alone; row i becomes what was row rows[i].
 
-        In place: a row may only move to the place of one that is given up or has moved before (rows[i] >= i).
+        In place: a row may only move to the place of one that is given up or has moved before (rows[i] >= i). Before
+        anything was written there is nothing to move.
         """
-        assert self._storage is not None
         for row, was in enumerate(rows):
             if was < row:
                 raise ValueError(f"row {was} can't move up to {row}")
-            if was != row:
+            if was != row and self._storage is not None:
                 used = self.lengths[was]
                 self._storage[:, :, row, :, :used] = self._storage[:, :, was, :, :used]
-        self._storage = self._storage[:, :, : len(rows)]
+        if self._storage is not None:
+            self._storage = self._storage[:, :, : len(rows)]
         self.lengths = [self.lengths[was] for was in rows]
         self.length = max(self.lengths, default=0)
 

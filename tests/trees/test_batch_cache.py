@@ -60,6 +60,16 @@ def test_rows_that_are_done_leave_in_place() -> None:
         cache.take([1, 0])
 
 
+def test_rows_may_leave_before_anything_was_written() -> None:
+    cache = BatchCache(LAYERS, 8)
+    cache.lengths = [0, 0, 0]
+    cache.take([2, 1])
+    assert (cache.lengths, cache.length) == ([0, 0], 0)
+    _write(cache, [[1, 2], [11, 0]])
+    cache.commit_rows([2, 1])
+    assert _held(cache, [[3], [12]]) == [[1, 2], [11]]
+
+
 def test_bounds_are_checked() -> None:
     cache = BatchCache(LAYERS, 4)
     _write(cache, [[1, 2, 3], [4, 5, 6]])
