@@ -277,13 +277,15 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
 
 
 def test_heads_stay_side_by_side_through_training_loading_and_moving() -> None:
-    draft = trained_like(random_backbone("llama"))
+    backbone = random_backbone("llama")
+    draft = trained_like(backbone)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
     for parameter in draft.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     draft.load_state_dict({name: tensor + 0.1 for name, tensor in draft.state_dict().items()})
-    draft.float().double()
+    assert {states.dtype for states in _states(draft.float(), backbone)} == {torch.float32}
+    draft.double()
     for linears in (draft.mlps, draft.lm_heads):
         stacked = linears.stacked()
         assert stacked is not None

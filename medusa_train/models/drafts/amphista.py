@@ -98,22 +98,22 @@ class AmphistaDraft(Draft):
         self.auto_blocks = auto_blocks
         self.adaptation_layers = adaptation_layers
         self.sampled_token = sampled_token
-        self.dtype = dtype or backbone.dtype
+        dtype = dtype or backbone.dtype
         self.embedding = backbone.embedding()
         own, size = backbone.unembedding(), backbone.hidden_size
         self.softcap, self.scale = own.softcap, own.scale
         stages = max(adaptation_layers, 1) if sampled_token else 0
-        self.fc = nn.ModuleList(nn.Linear(2 * size, size, bias=False, dtype=self.dtype) for _ in range(stages))
+        self.fc = nn.ModuleList(nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages))
         self.layers = nn.ModuleList(
-            DraftLayer(backbone, final_norm=False, dtype=self.dtype) for _ in range(adaptation_layers)
+            DraftLayer(backbone, final_norm=False, dtype=dtype) for _ in range(adaptation_layers)
         )
-        self.mlps = AlikeLinears(nn.Linear(size, size, dtype=self.dtype) for _ in range(num_heads))
+        self.mlps = AlikeLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
             attention = attention_shape(backbone.config, size)
-            self.auto = AutoEmbedding(auto_blocks, num_heads, size, *attention, self.dtype)
+            self.auto = AutoEmbedding(auto_blocks, num_heads, size, *attention, dtype)
         self.lm_heads = AlikeLinears(
-            nn.Linear(size, backbone.vocab_size, bias=own.bias is not None, dtype=self.dtype) for _ in range(num_heads)
+            nn.Linear(size, backbone.vocab_size, bias=own.bias is not None, dtype=dtype) for _ in range(num_heads)
         )
         self._begin_as(own)
         self.to(backbone.device)
@@ -237,13 +237,14 @@ class AmphistaDraft(Draft):
             hidden: [B, T, d]. following: long [B, T], the token behind each.
             layer: runs adaptation layer i, from 0, over [B, T, d].
         """
-        x, stages = hidden.to(self.dtype), []
+        dtype = self.lm_heads.get_parameter("0.weight").dtype
+        x, stages = hidden.to(dtype), []
         if self.sampled_token:
-            e = self.embedding(following).to(self.dtype)
+            e = self.embedding(following).to(dtype)
             e = rms_norm(e, e.shape[-1:], eps=1e-12)
         for i in range(max(self.adaptation_layers, len(self.fc))):
             if self.sampled_token:
-                x = self.fc[i](torch.cat([x, e], dim=-1)).to(self.dtype)
+                x = self.fc[i](torch.cat([x, e], dim=-1)).to(dtype)
             if self.adaptation_layers:
                 x = layer(i, x)
             stages.append(x)
