@@ -165,6 +165,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         for name in SECTIONS
     ),
     Impossible(
+        ("amphista",),
+        lambda cfg: cfg.amphista is not None and not (cfg.amphista.alignment_weight or cfg.amphista.label_weight),
+        "alignment_weight and label_weight are both 0, which leaves nothing to learn; give one of them a weight",
+    ),
+    Impossible(
         ("draft", *_RECIPE_KEYS),
         lambda cfg: cfg.draft != "medusa" and _joint(cfg),
         "learns over a frozen backbone; leave joint training and adapters out (recipe: medusa1)",

@@ -53,6 +53,10 @@ def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
         (["draft=amphista", "hydra.num_heads=2"], r"section of another draft; set draft: hydra"),
         (["draft=hydra", "hydra.num_head=2"], r"hydra.num_head: unknown key; did you mean num_heads"),
         (["draft=hydra", "hydra.dropout=1"], r"hydra.dropout: has to be less than 1"),
+        (
+            ["draft=amphista", "amphista.alignment_weight=0", "amphista.label_weight=0"],
+            r"amphista: .*both 0, which leaves nothing to learn",
+        ),
         (["draft=hydra", "adapter=lora"], r"learns over a frozen backbone"),
         (["draft=hydra", "recipe=medusa2"], r"learns over a frozen backbone"),
         (["draft=hydra", "export=[vllm]"], r"hold Medusa heads alone"),
