@@ -155,6 +155,11 @@ class KangarooConfig(DraftConfig):
         """Soft cross-entropy against the backbone at the same position (SPEC 5)."""
         return HeadsLoss(1.0, 1.0)
 
+    def describe(self) -> str:
+        """Where it leaves the backbone, and how far it drafts."""
+        layers = f"{self.exit_layer} layer{'' if self.exit_layer == 1 else 's'}"
+        return f"Kangaroo's exit after {layers}, drafting up to {self.num_heads} tokens"
+
 
 #: Sections of the drafts that have one, by the value of the key `draft`.
 SECTIONS: dict[str, type[DraftConfig]] = {"hydra": HydraConfig, "amphista": AmphistaConfig, "kangaroo": KangarooConfig}

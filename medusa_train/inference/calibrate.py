@@ -130,7 +130,8 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int) -> Tree
 def step_latency(backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int]) -> list[float]:
     """Median milliseconds of a decoding step with each of `trees`, measured in turns so that drift hits all alike.
 
-    All share one cache, so that a large backbone needs room for one only.
+    All share one cache, so that a large backbone needs room for one only. Trees are filled whole: a draft that stops
+    early takes less, and accepts less than the ranks of its guesses say.
 
     Raises:
         MedusaError: `prompt` leaves no room for `_LATENCY_TOKENS` tokens in the context.
@@ -142,7 +143,8 @@ def step_latency(backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt
     times: list[list[float]] = [[] for _ in trees]
     for round_ in range(_LATENCY_ROUNDS + 1):
         for decoder, seen in zip(decoders, times, strict=True):
-            out = decoder.generate(prompt, _LATENCY_TOKENS, eos_ids=())
+            with draft.whole_trees():
+                out = decoder.generate(prompt, _LATENCY_TOKENS, eos_ids=())
             if round_:  # the first round warms up
                 seen.append(1000 * (out.seconds - out.prefill_seconds) / max(out.steps, 1))
     return [statistics.median(seen) for seen in times]

@@ -77,6 +77,11 @@ class Layers:
         # Gemma 3 has angles for each type of layer; elsewhere all share them
         self._by_kind = "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._like.dtype
+
     def angles(self, positions: Tensor) -> dict[str, Angles]:
         """The rotary embedding at `positions` [B, T], by layer type."""
         if self._by_kind:

@@ -40,6 +40,13 @@ def test_the_papers_settings_of_hydra() -> None:
     assert section.describe() == "3 Hydra++ heads x 4 layers"
 
 
+def test_the_papers_settings_of_kangaroo() -> None:
+    section = train("draft=kangaroo").drafted
+    assert section.settings == {"num_heads": 6, "exit_layer": 2, "threshold": 0.6}
+    assert section.loss == HeadsLoss(1.0, 1.0)
+    assert section.describe() == "Kangaroo's exit after 2 layers, drafting up to 6 tokens"
+
+
 def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
     loss = train("draft=amphista", "amphista.alignment_weight=0.6", "amphista.label_weight=0.2").drafted.loss
     assert loss.soft == pytest.approx(0.75)

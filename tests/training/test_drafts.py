@@ -43,7 +43,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(kind, make_dra
     assert train(make_draft_config(kind, max_steps=30, calibration_tokens=120), console, console) == 0
     records = metrics(out)
     learnt = [record["loss"] for record in records if record["kind"] == "train"]
-    assert learnt[-1] < 0.9 * learnt[0]
+    assert learnt[-1] < 0.95 * learnt[0]  # soft targets leave the entropy of a random backbone
     held_out = [record for record in records if record["kind"] == "eval"][-1]
     assert len(held_out["head_top1"]) == 2
     assert f"{kind.capitalize()}" in console.file.getvalue()

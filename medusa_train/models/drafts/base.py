@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,10 @@ class Draft(nn.Module):
         Args:
             tree: not empty, with its tensors on the device of `roots`.
         """
+
+    def whole_trees(self) -> AbstractContextManager[None]:
+        """Within: proposals fill the whole tree, however doubtful its guesses, as simulated acceptance assumes."""
+        return nullcontext()
 
     @abstractmethod
     def advance(self, state: Any, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> Any:

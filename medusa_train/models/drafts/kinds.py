@@ -5,12 +5,14 @@ from __future__ import annotations
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.hydra import HydraDraft
+from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 DRAFTS: dict[str, type[Draft]] = {
     "medusa": MedusaDraft,
     "hydra": HydraDraft,
     "amphista": AmphistaDraft,
+    "kangaroo": KangarooDraft,
 }
 
 

@@ -1,0 +1,374 @@
+"""Early-exit drafting: the plain tokens, the first layers once per token, the paper's chain and its stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.calibrate import step_latency
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.ranks import trace_answer
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposal
+from medusa_train.models.drafts.kangaroo import KangarooDraft
+from medusa_train.models.drafts.kangaroo_state import KangarooState
+from medusa_train.models.features import Rows
+from medusa_train.models.partial import Places
+from medusa_train.trees.levels import Level
+from medusa_train.trees.tree import Tree
+from tests.families import FAMILIES, NoTokenizer, random_backbone
+from tests.inference.chi_square import p_value
+
+PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
+TREES = {
+    "chain": Tree.chain(5),
+    "wide": Tree.cartesian([3, 2, 2]),
+    "sparse": Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (0, 0, 0, 1), (1, 0, 2)]),
+}
+
+
+def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
+    """A random model whose later layers add little, so that an early exit is often right and sometimes wrong."""
+    backbone = random_backbone(family)
+    with torch.no_grad():
+        backbone.head.weight.mul_(sharpness)
+        for layer in backbone.body.layers[first:]:
+            for name, parameter in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.mul_(0.25)
+                if name.startswith(("post_attention_layernorm", "post_feedforward_layernorm")) and family == "olmo2":
+                    parameter.mul_(0.25)
+    return backbone
+
+
+def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **settings: Any) -> Any:
+    """A draft that says about what the backbone would say without its later layers."""
+    draft = kind.from_backbone(backbone, **{"exit_layer": 1, "threshold": 0.0, **settings})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.adapter.body.layers.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.1)
+        draft.adapter.body.norm.load_state_dict(backbone.body.norm.state_dict())
+    return draft
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.4])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "mistral-window", "qwen3"])
+def test_one_row_and_four_say_what_plain_decoding_says(family: str, tree: str, threshold: float) -> None:
+    backbone = settled(family)
+    draft = early_exit(backbone, threshold=threshold)
+    plain = [Decoder(backbone).generate(prompt, 30).tokens for prompt in PROMPTS]
+    decoder = Decoder(backbone, draft, TREES[tree])
+    for prompt, expected in zip(PROMPTS, plain, strict=True):
+        out = decoder.generate(prompt, 30)
+        assert out.tokens == expected
+        assert out.steps < 25  # guesses were accepted, so their states were moved and read again
+    together = BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30)
+    assert [out.tokens for out in together] == plain
+    assert len({tuple(out.accepted) for out in together}) > 2  # rows fell apart, so that the comparison can fail
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_losslessly(family: str) -> None:
+    backbone = settled(family)
+    draft = early_exit(backbone, exit_layer=2, threshold=0.2)
+    tree = Tree.cartesian([9, 4, 1])
+    plain = [Decoder(backbone).generate(prompt, 20).tokens for prompt in PROMPTS]
+    one = [Decoder(backbone, draft, tree).generate(prompt, 20) for prompt in PROMPTS]
+    assert [out.tokens for out in one] == plain
+    assert sum(sum(out.accepted) for out in one) > 10
+    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 20)
+    assert [out.tokens for out in together] == plain
+
+
+def test_rows_end_at_different_times() -> None:
+    backbone = settled("llama")
+    backbone.max_context = 26
+    draft = early_exit(backbone, threshold=0.3)
+    alone = [Decoder(backbone).generate(prompt, 18, ()).tokens for prompt in PROMPTS]
+    eos = [alone[1][1], alone[3][7]]
+    expected = [Decoder(backbone).generate(prompt, 18, eos) for prompt in PROMPTS]
+    for tree in TREES.values():
+        together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 18, eos)
+        assert [(out.tokens, out.finish) for out in together] == [(out.tokens, out.finish) for out in expected]
+        one = [Decoder(backbone, draft, tree).generate(prompt, 18, eos) for prompt in PROMPTS]
+        assert [(out.tokens, out.finish) for out in one] == [(out.tokens, out.finish) for out in expected]
+    assert len({len(out.tokens) for out in expected}) > 2
+
+
+class Recorder(KangarooDraft):
+    """Notes the logits with which each root's children were guessed, how many states waited, and the proposals."""
+
+    log: list[tuple[list[int], Tensor]]
+    waited: set[int]
+    proposals: list[Proposal]
+
+    def _logits(self, state: KangarooState, early: Tensor, level: Level, places: Places) -> Tensor:
+        logits = super()._logits(state, early, level, places)
+        if level.first == 0:
+            lengths = getattr(state.cache, "lengths", None) or [state.cache.length]
+            self.log.append((list(lengths), logits[:, 0].clone()))
+            self.waited.update(state.missing)
+        return logits
+
+    def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:
+        self.proposals.append(super().propose(state, roots, tree))
+        return self.proposals[-1]
+
+
+def recorder(backbone: Backbone, **settings: Any) -> Recorder:
+    draft = early_exit(backbone, Recorder, **settings)
+    draft.log, draft.waited, draft.proposals = [], set(), []
+    return draft
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
+def test_incremental_states_are_the_training_forms(family: str, tree: str) -> None:
+    """What the adapter has in its cache after any step is what one pass over the whole text gives it."""
+    backbone = settled(family)
+    draft = recorder(backbone, threshold=0.3)
+
+    def expected(text: list[int]) -> Tensor:
+        tokens = torch.tensor([text])
+        with torch.no_grad():
+            return backbone.logits(draft.states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))[0])
+
+    for prompt in PROMPTS:
+        draft.log.clear()
+        out = Decoder(backbone, draft, TREES[tree]).generate(prompt, 30, ())
+        every = expected(prompt + out.tokens)
+        assert len(draft.log) == out.steps
+        for (length,), logits in draft.log:
+            assert torch.allclose(logits[0], every[length], atol=1e-9)
+    assert draft.waited == {0, 1}  # accepted leaves were read later
+    draft.log.clear()
+    together = BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
+    texts = [expected(prompt + out.tokens) for prompt, out in zip(PROMPTS, together, strict=True)]
+    for lengths, logits in draft.log:
+        if len(lengths) == len(PROMPTS):  # before the first row is done, so that rows are in order
+            for row, length in enumerate(lengths):
+                assert torch.allclose(logits[row], texts[row][length], atol=1e-9)
+
+
+class _Reads:
+    """Counts the positions that pass through a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.positions = 0
+        self.passes = 0
+        module.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states = args[0] if args else named["hidden_states"]
+        self.positions += states.shape[0] * states.shape[1]
+        self.passes += 1
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.4])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) -> None:
+    """Committed or drafted, in one row or four; the other layers run once per step, over the same tokens."""
+    backbone = settled("llama", first=2)
+    draft = recorder(backbone, exit_layer=2, threshold=threshold)
+    layers = [_Reads(layer) for layer in backbone.body.layers]
+    reads = _Reads(draft.adapter.body.layers[0])
+    prompt = PROMPTS[0]
+    out = Decoder(backbone, draft, TREES[tree]).generate(prompt, 30, ())
+    nodes = sum(proposal.tokens.shape[1] for proposal in draft.proposals)
+    assert [layer.positions for layer in layers] == [len(prompt) + nodes] * 3
+    assert layers[2].passes == 1 + out.steps
+    assert layers[0].passes == 1 + sum(proposal.tree.max_depth + 1 for proposal in draft.proposals)
+    # the adapter reads what has children, and before a root what was accepted and had none
+    inner = sum(sum(1 for below in proposal.tree.children if below) for proposal in draft.proposals)
+    unread = [a for a, p in zip(out.accepted, draft.proposals, strict=True) if not p.tree.children[-1] and a]
+    assert len(prompt) + inner <= reads.positions <= len(prompt) + inner + len(unread)
+    for layer in layers:
+        layer.positions = 0
+    draft.proposals.clear()
+    BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
+    nodes = sum(proposal.tokens.numel() for proposal in draft.proposals)
+    prefill = len(PROMPTS) * max(len(prompt) for prompt in PROMPTS)
+    assert [layer.positions for layer in layers] == [prefill + nodes] * 3
+
+
+def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) -> list[int]:
+    """The paper's draft of at most gamma tokens, each by whole passes; the token that stops it is kept."""
+    guesses: list[int] = []
+    while len(guesses) < draft.num_heads:
+        tokens = torch.tensor([text + guesses])
+        states = draft.states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+        p = backbone.logits(states[0, -1]).softmax(-1)
+        guesses.append(int(p.argmax()))
+        if float(p.max()) <= draft.threshold:
+            break
+    return guesses
+
+
+def test_the_chain_is_the_papers() -> None:
+    """Section 3.2, Eq. 4: gamma tokens at most, none after one whose confidence is eta or less."""
+    backbone = settled("llama", sharpness=3.0)
+    draft = recorder(backbone, num_heads=5, threshold=0.6)
+    prompt = PROMPTS[0]
+    out = Decoder(backbone, draft, Tree.chain(5)).generate(prompt, 40, ())
+    place, lengths = 1, set()
+    with torch.no_grad():
+        for proposal, accepted in zip(draft.proposals, out.accepted, strict=True):
+            drafted = proposal.tokens[0].tolist()
+            assert drafted[0] == out.tokens[place - 1]
+            assert drafted[1:] == _chain_by_hand(backbone, draft, prompt + out.tokens[:place])
+            assert proposal.tree.size == len(drafted) - 1
+            lengths.add(len(drafted) - 1)
+            place += accepted + 1
+    assert {1, 5} < lengths  # it stopped at once, in between and never
+
+
+def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
+    backbone = random_backbone("llama")
+    draft = KangarooDraft.from_backbone(backbone, exit_layer=1, threshold=0.5)
+    level = Level(1, 3, None, 1, 3, 2, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
+    p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]], dtype=torch.float64)
+    mass = torch.tensor([[0.6, 0.2]], dtype=torch.float64)
+    tokens, below, share = draft._guess(p.log() - 3, level, mass)
+    assert tokens.tolist() == [[0, 1, 1]]
+    assert share is not None
+    assert torch.allclose(below, torch.tensor([[0.375, 0.225, 0.2]], dtype=torch.float64))
+    assert float(share) == pytest.approx(0.8)
+
+
+def test_rows_of_a_batch_go_on_until_the_last_would_stop() -> None:
+    backbone = settled("qwen3", sharpness=3.0)
+    draft = recorder(backbone, threshold=0.6)
+    for prompt in PROMPTS:
+        Decoder(backbone, draft, Tree.chain(5)).generate(prompt, 2, ())
+    alone = [proposal.tree.max_depth for proposal in draft.proposals]
+    draft.proposals.clear()
+    BatchDecoder(backbone, draft, Tree.chain(5)).generate_batch(PROMPTS, 2, ())
+    assert len(set(alone)) > 1
+    assert draft.proposals[0].tree.max_depth == max(alone)
+
+
+@pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Typical(0.9)], ids=["sampling", "typical"])
+def test_a_rows_draws_do_not_depend_on_the_others(rule: Rule) -> None:
+    backbone = settled("mistral-window")
+    draft = early_exit(backbone)
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in range(4)]
+
+    together = BatchDecoder(backbone, draft, TREES["sparse"]).generate_batch(PROMPTS, 15, (), rule, generators())
+    one = Decoder(backbone, draft, TREES["sparse"])
+    for prompt, out, generator in zip(PROMPTS, together, generators(), strict=True):
+        assert one.generate(prompt, 15, (), rule, generator).tokens == out.tokens
+
+
+def _five() -> tuple[LlamaForCausalLM, Backbone]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=5,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=1,
+            max_position_embeddings=16,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.6)
+    return model, Backbone(model, NoTokenizer(), "five")
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(2), Tree.cartesian([2, 2])], ids=["chain", "wide"])
+def test_sampling_through_the_whole_loop_is_lossless(tree: Tree) -> None:
+    """5,000 rows at a time, a real model over five tokens: three tokens follow its own joint distribution."""
+    model, backbone = _five()
+    draft = early_exit(backbone, num_heads=2, threshold=0.3)
+    decoder = BatchDecoder(backbone, draft, tree)
+    rule = Sampling(0.8)
+    generator = torch.Generator().manual_seed(7)
+    counts, accepted = torch.zeros(125, dtype=torch.long), 0
+    for _ in range(4):
+        out = decoder.generate_batch([[1, 2]] * 5000, 3, (), rule, [generator] * 5000)
+        accepted += sum(sum(row.accepted) for row in out)
+        counts += torch.bincount(
+            torch.tensor([a * 25 + b * 5 + c for a, b, c in (row.tokens for row in out)]), minlength=125
+        )
+    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    texts = torch.cat([torch.tensor([[1, 2]]).expand(125, -1), every], dim=1)
+    with torch.no_grad():
+        log_p = rule.warp(model(texts).logits.double()).log_softmax(-1)
+    joint = log_p[:, 1:4].gather(-1, every[..., None]).sum((1, 2)).exp()
+    assert accepted > 2000
+    assert p_value(counts, joint) > 1e-4
+    assert p_value(counts, rule.warp(joint.log()).softmax(-1)) < 1e-12  # another distribution fails
+
+
+def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
+    """The rank of token p + k among the guesses that a tree would make below the true path there."""
+    backbone = settled("llama")
+    draft = early_exit(backbone, num_heads=3)
+    prompt = PROMPTS[0]
+    answer = Decoder(backbone).generate(prompt, 12, ()).tokens
+    trace = trace_answer(backbone, draft, prompt, answer)
+    with torch.no_grad():
+        for place in range(len(answer)):
+            for k in range(1, min(3, len(answer) - 1 - place) + 1):
+                tokens = torch.tensor([prompt + answer[: place + k]])
+                states = draft.states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+                best = backbone.logits(states[0, -1]).topk(10).indices.tolist()
+                target = answer[place + k]
+                assert trace.ranks[place][k - 1] == (best.index(target) if target in best else -1)
+    out = Decoder(backbone, draft, Tree.chain(3)).generate(prompt, 12, ())
+    starts = trace.walk(Tree.chain(3))
+    assert len(starts) == out.steps  # decoding on paper is decoding
+
+
+def test_calibration_times_whole_trees() -> None:
+    backbone = settled("llama")
+    draft = recorder(backbone, threshold=1.0)
+    step_latency(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0])
+    assert {proposal.tree.max_depth for proposal in draft.proposals} == {3}
+    draft.proposals.clear()
+    Decoder(backbone, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())
+    assert {proposal.tree.max_depth for proposal in draft.proposals} == {1}
+
+
+def test_a_loop_that_asks_for_no_guesses_is_followed() -> None:
+    """As a longrope model's does around its switch: several roots wait for the adapter, one after the other."""
+    backbone = settled("qwen2")
+    draft = recorder(backbone)
+    tokens = torch.tensor([PROMPTS[0]])
+    text = PROMPTS[0] + [21, 22, 23, 24]
+    with torch.inference_mode():
+        cache = backbone.new_cache(40)
+        feats = backbone.run(tokens, cache=cache, need=draft.needs)
+        cache.commit(len(PROMPTS[0]))
+        state: Any = draft.start(feats, tokens, [len(PROMPTS[0])], cache)
+        for root in text[10:13]:
+            roots = torch.tensor([[root]])
+            feats = backbone.run(roots, positions=torch.tensor([[cache.length]]), cache=cache, need=draft.needs)
+            cache.keep([0])
+            state = draft.advance(state, feats, Proposal(roots, Tree.empty()), [[0]])
+        draft.propose(state, torch.tensor(text[-1:]), Tree.chain(2))
+        rows = Rows.of(torch.tensor([text]))
+        expected = backbone.logits(draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1])
+    assert torch.allclose(draft.log[0][1][0], expected, atol=1e-9)
+
+
+def test_no_state_is_shared_between_answers() -> None:
+    backbone = settled("llama")
+    decoder = Decoder(backbone, early_exit(backbone), TREES["sparse"])
+    first = [decoder.generate(prompt, 20).accepted for prompt in PROMPTS]
+    assert [decoder.generate(prompt, 20).accepted for prompt in PROMPTS] == first

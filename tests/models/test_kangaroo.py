@@ -1,0 +1,177 @@
+"""The early exit in training: a plain reference's values and gradients, documents apart, nothing of the backbone's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from medusa_train.data.batch import Batch
+from medusa_train.errors import BackboneError
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.kangaroo import KangarooDraft
+from medusa_train.models.features import Rows
+from tests.families import FAMILIES, random_backbone
+
+LENGTHS = [9, 4, 6]
+
+
+def random_draft(backbone: Backbone, **settings: object) -> KangarooDraft:
+    draft = KangarooDraft.from_backbone(backbone, **{"exit_layer": 1, **settings})  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.normal_(0, 0.3)
+    return draft
+
+
+def packed(vocab: int) -> Batch:
+    """Three documents in one row and some padding; the prompt of each is not supervised."""
+    torch.manual_seed(2)
+    documents = [torch.randint(vocab, (length,)) for length in LENGTHS]
+    tokens = torch.cat([*documents, torch.zeros(2, dtype=torch.long)])[None]
+    positions = torch.cat([*(torch.arange(length) for length in LENGTHS), torch.arange(2)])[None]
+    segments = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)] + [torch.full((2,), -1)])[None]
+    labels = torch.where((segments >= 0) & (positions > 1), tokens, -100)
+    return Batch(tokens=tokens, labels=labels, positions=positions, segments=segments, records=[])
+
+
+def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, theta: float = 10000.0) -> Tensor:
+    """Norm, attention with rotary positions, residual, norm over one document [T, d], written out."""
+    w = {name.removeprefix("adapter.body."): parameter for name, parameter in draft.named_parameters()}
+    attention = "layers.0.self_attn."
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def rotated(x: Tensor) -> Tensor:  # [T, heads, dim]
+        half = x.shape[-1] // 2
+        angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None].to(x), angles.sin()[:, None].to(x)
+        return torch.cat([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+
+    x = norm(early, w["layers.0.input_layernorm.weight"])
+    q, k, v = (linear(x, w[f"{attention}{n}_proj.weight"]) for n in "qkv")
+    q = rotated(q.unflatten(-1, (heads, -1)))
+    k, v = (
+        z.repeat_interleave(heads // kv_heads, dim=1)
+        for z in (rotated(k.unflatten(-1, (kv_heads, -1))), v.unflatten(-1, (kv_heads, -1)))
+    )
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
+    return norm(early + linear(seen, w[f"{attention}o_proj.weight"]), w["norm.weight"])
+
+
+def test_states_are_the_formulas() -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft(backbone)
+    tokens = torch.randint(backbone.vocab_size, (2, 12))
+    feats = backbone.run(tokens, need=draft.needs)
+    assert feats.early is not None
+    states = draft.states(feats, Rows.of(tokens))
+    for row in range(2):
+        assert torch.allclose(states[row], reference(draft, feats.early[row], 4, 2), atol=1e-9)
+
+
+@pytest.mark.parametrize("soft", [1.0, 0.0])
+def test_loss_and_gradient_are_the_plain_ones(soft: float) -> None:
+    """Soft cross-entropy of the exit at t against the backbone at t: the same position, in every document."""
+    backbone = random_backbone("llama")
+    draft = random_draft(backbone)
+    batch = packed(backbone.vocab_size)
+    feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
+    objective = Objective(draft, 1.0, soft_heads=soft)
+    judge = {"teacher": feats, "teacher_unembedding": backbone.unembedding()} if soft else {}
+    ours = objective.loss(feats, batch, objective.counts(batch), **judge)  # type: ignore[arg-type]
+    ours.loss.backward()
+    gradients = [parameter.grad for parameter in draft.parameters()]
+    draft.zero_grad(set_to_none=True)
+    terms, count = [], 0
+    assert feats.early is not None
+    for document in range(len(LENGTHS)):
+        here = batch.segments[0] == document
+        logits = backbone.logits(reference(draft, feats.early[0, here], 4, 2))
+        teacher = backbone.logits(feats.hidden[0, here]).softmax(-1)
+        for t in range(1, LENGTHS[document] - 1):  # t: where token t + 1 is predicted, once a token was guessed before
+            if batch.labels[0, here][t + 1] >= 0:
+                target = teacher[t] if soft else batch.tokens[0, here][t + 1]
+                terms.append(cross_entropy(logits[t], target))
+                count += 1
+    assert int(objective.counts(batch)[0]) == count > 10
+    loss = torch.stack(terms).mean()
+    loss.backward()
+    assert ours.loss.item() == pytest.approx(loss.item(), rel=1e-5)  # sums of losses are float32
+    for gradient, parameter in zip(gradients, draft.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert torch.allclose(gradient, parameter.grad, atol=1e-6 * float(parameter.grad.abs().max()) + 1e-9)
+
+
+def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
+    backbone = random_backbone("qwen3")
+    draft = random_draft(backbone, num_heads=4)
+    tokens = torch.randint(backbone.vocab_size, (2, 10))
+    feats = backbone.run(tokens, need=draft.needs)
+    states = draft.states(feats, Rows.of(tokens))
+    traced = list(draft.traced(feats, Rows.of(tokens)))
+    assert (len(traced), draft.trained_heads) == (4, 1)
+    for k, head in enumerate(traced, start=1):
+        assert torch.equal(head[:, :-k], states[:, k:])
+    (trained,) = draft.hidden(feats, Rows.of(tokens))
+    assert torch.equal(trained, traced[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+def test_packed_documents_do_not_see_each_other(family: str) -> None:
+    backbone = random_backbone(family)
+    draft = random_draft(backbone, exit_layer=2)
+    batch = packed(backbone.vocab_size)
+    feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
+    together = draft.states(feats, batch)[0]
+    for document in range(len(LENGTHS)):
+        here = batch.segments[0] == document
+        rows = Rows.of(batch.tokens[:, here])
+        alone = draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0]
+        assert torch.allclose(together[here], alone, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_only_the_adapter_is_trained_and_saved(family: str, tmp_path: Path) -> None:
+    """An attention and two norms; read back over the same backbone they say the same."""
+    backbone = random_backbone(family)
+    draft = random_draft(backbone, num_heads=3, threshold=0.25)
+    sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
+    assert sum(sizes.values()) == KangarooDraft.count(backbone.model, **draft.settings)
+    assert all(name.startswith("adapter.") for name in sizes)
+    theirs = {parameter.data_ptr() for parameter in backbone.model.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in draft.parameters()}
+    assert set(draft.state_dict()) == set(sizes)
+    save_file(draft.state_dict(), tmp_path / "heads.safetensors")
+    again = KangarooDraft.from_backbone(backbone, **draft.settings)
+    assert again.settings == {"num_heads": 3, "exit_layer": 1, "threshold": 0.25}
+    again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
+    tokens = torch.randint(backbone.vocab_size, (1, 8))
+    feats = backbone.run(tokens, need=draft.needs)
+    assert torch.equal(draft.states(feats, Rows.of(tokens)), again.states(feats, Rows.of(tokens)))
+
+
+def test_an_exit_that_is_none_is_refused() -> None:
+    for layers in (0, 3):
+        with pytest.raises(BackboneError, match="choose 1 to 2"):
+            KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_an_early_exit(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = KangarooDraft.from_backbone(backbone, exit_layer=1)
+    tokens = torch.arange(2, 9)[None]
+    (states,) = draft.hidden(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+    assert states.shape == (1, 7, backbone.hidden_size)
+    assert bool(states.isfinite().all())
