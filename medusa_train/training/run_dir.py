@@ -128,6 +128,8 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
     lasting = {
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
+        "datasets": [source.model_copy(update={"path": _absolute(source.path)}) for source in cfg.datasets],
+        "deepspeed": _absolute(cfg.deepspeed) if isinstance(cfg.deepspeed, str) else cfg.deepspeed,
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }

@@ -42,6 +42,19 @@ def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+def test_what_lies_here_is_named_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d.jsonl").write_text("")
+    (tmp_path / "zero.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    keys = {"datasets": [{"path": "d.jsonl", "weight": 2.0}, {"path": "some/hub-name"}], "deepspeed": "zero.json"}
+    write_config(TrainConfig(base_model="m", output_dir=str(tmp_path), **keys).resolved(), tmp_path)
+    monkeypatch.chdir("/")
+    saved = load_config(TrainConfig, tmp_path / "config.yaml", [])
+    assert [source.path for source in saved.datasets] == [str(tmp_path / "d.jsonl"), "some/hub-name"]
+    assert saved.datasets[0].weight == 2.0
+    assert saved.deepspeed == str(tmp_path / "zero.json")
+
+
 def test_a_directory_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(CheckpointError, match="can't be written to: Not a directory"):
