@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
+from machine import facts, sentence
 
 from medusa_train.checkpoint.subject import Subject, load_subject, locate
 from medusa_train.data.chat import ChatEncoder
@@ -87,7 +89,7 @@ def sweep(subject: Subject, prompts: Sequence[list[int]], max_new_tokens: int, t
     return tallies
 
 
-def write(tallies: Sequence[Tally], title: str, directory: Path) -> None:
+def write(tallies: Sequence[Tally], machine: dict[str, Any], title: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     record = [
         {
@@ -102,8 +104,10 @@ def write(tallies: Sequence[Tally], title: str, directory: Path) -> None:
     rows = [[t.name, f"{t.rate:.3f}", f"{t.perplexity:.3f}", str(t.tokens)] for t in tallies]
     titles = ["rule", "tokens per step", "perplexity", "tokens"]
     table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * 3, *("| " + " | ".join(row) + " |" for row in rows)]
-    (directory / "acceptance_sweep.json").write_text(json.dumps({"title": title, "rules": record}, indent=1) + "\n")
-    (directory / "acceptance_sweep.md").write_text(f"# {title}\n\n" + "\n".join(table) + "\n")
+    (directory / "acceptance_sweep.json").write_text(
+        json.dumps({"title": title, "machine": machine, "rules": record}, indent=1) + "\n"
+    )
+    (directory / "acceptance_sweep.md").write_text(f"# {title}\n\n{sentence(machine)}\n\n" + "\n".join(table) + "\n")
     cards = [
         figure("Tokens per step over epsilon", _drawing(tallies, "rate"), "Flat lines: greedy and rejection sampling."),
         figure("Perplexity over epsilon", _drawing(tallies, "perplexity"), "Of the answers, under the backbone."),
@@ -130,6 +134,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     args = parser.parse_args()
+    machine = facts(__file__, None)
     paths = locate(args.run, None, None)
     subject = load_subject(paths, args.dtype)
     if subject.draft is None:
@@ -140,7 +145,7 @@ def main() -> None:
     fitting = [prompt for prompt in prompts if len(prompt) + args.max_new_tokens <= subject.backbone.max_context]
     tallies = sweep(subject, fitting, args.max_new_tokens, args.temperature)
     title = f"Acceptance rules at temperature {args.temperature:g}: {Path(args.run).name} on {bench.name}"
-    write(tallies, title, args.output_dir)
+    write(tallies, machine, title, args.output_dir)
     print((args.output_dir / "acceptance_sweep.md").read_text())
 
 

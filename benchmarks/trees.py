@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import facts, sentence
 
 from medusa_train.checkpoint.subject import Subject, load_subject, locate
 from medusa_train.data.chat import ChatEncoder
@@ -35,6 +36,7 @@ from medusa_train.inference.search import Simulated, compare_searches, joint_tre
 from medusa_train.selfdistill.seeds import read_seeds
 from medusa_train.trees.tree import Tree
 
+Machine = dict[str, Any]
 MEASURED = (8, 16, 32, 63)
 RESULTS = Path(__file__).parent / "results"
 
@@ -86,13 +88,14 @@ def measure(subject: Subject, talks: Sequence[Prompts], budget: int, limit: int)
     return simulated, rows
 
 
-def write(simulated: Sequence[Simulated], rows: Sequence[Row], title: str, directory: Path) -> str:
+def write(simulated: Sequence[Simulated], rows: Sequence[Row], machine: Machine, title: str, directory: Path) -> str:
     """Write all three files; returns the Markdown."""
     directory.mkdir(parents=True, exist_ok=True)
     by_name = {one.search: one.by_size for one in simulated}
     worse = [n for n in range(4, 64) if by_name["joint"][n] < by_name["independent"][n]]
     record: dict[str, Any] = {
         "title": title,
+        "machine": machine,
         "expected": {name: {str(n): round(rate, 4) for n, rate in found.items()} for name, found in by_name.items()},
         "joint_below_independent_at": worse,
         "measured": [row.__dict__ for row in rows],
@@ -111,7 +114,13 @@ def write(simulated: Sequence[Simulated], rows: Sequence[Row], title: str, direc
     ]
     others = [[str(n), *(f"{found[n]:.3f}" for found in by_name.values())] for n in (4, 6, 8, 12, 16, 24, 32, 48, 63)]
     verdict = f"Joint below independent at {len(worse)} of 60 sizes" + (f": {worse}" if worse else "") + "."
-    blocks = [f"# {title}", verdict, _markdown(["nodes", *by_name], others), _markdown(titles, cells)]
+    blocks = [
+        f"# {title}",
+        sentence(machine),
+        verdict,
+        _markdown(["nodes", *by_name], others),
+        _markdown(titles, cells),
+    ]
     text = "\n\n".join(blocks) + "\n"
     (directory / "trees.md").write_text(text, encoding="utf-8")
     drawn = [Curve(name, sorted(found.items())) for name, found in by_name.items()]
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     args = parser.parse_args()
+    machine = facts(__file__, None)
     paths = locate(args.run, None, None)
     subject = load_subject(paths, args.dtype)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
@@ -147,7 +157,7 @@ def main() -> None:
     if subject.draft is None or talks is None or len(talks) < 8:
         parser.error(f"{args.run}: needs heads and a config.yaml whose data hold out eight conversations or more")
     simulated, rows = measure(subject, talks, args.tokens, args.max_new_tokens)
-    print(write(simulated, rows, f"Trees for the heads of {Path(args.run).name}", args.output_dir))
+    print(write(simulated, rows, machine, f"Trees for the heads of {Path(args.run).name}", args.output_dir))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import acceptance_sweep
 import pytest
 import torch
 import trees
+from machine import facts
 from torch.nn.functional import cross_entropy
 
 from medusa_train.checkpoint.subject import Subject, load_subject, locate
@@ -43,7 +44,7 @@ def test_every_rule_answers_and_is_reported(subject: Subject, tmp_path: Path) ->
     tallies = acceptance_sweep.sweep(subject, prompts(2), 12, 0.7)
     assert len(tallies) == 2 + len(acceptance_sweep.EPSILONS)
     assert all(tally.rate >= 1.0 and tally.perplexity > 1.0 for tally in tallies)
-    acceptance_sweep.write(tallies, "A sweep", tmp_path)
+    acceptance_sweep.write(tallies, facts(acceptance_sweep.__file__, []), "A sweep", tmp_path)
     record = json.loads((tmp_path / "acceptance_sweep.json").read_text())
     assert [rule["epsilon"] for rule in record["rules"]] == [None, None, *acceptance_sweep.EPSILONS]
     assert (tmp_path / "acceptance_sweep.md").read_text().count("\n| typical") == len(acceptance_sweep.EPSILONS)
@@ -56,8 +57,9 @@ def test_trees_are_expected_and_decoded_on_different_conversations(subject: Subj
     assert [one.search for one in simulated] == ["joint", "independent", "dense", "chain"]
     assert [row.nodes for row in rows] == [8, 16, 32, 63]
     assert all(row.low <= row.measured <= row.high for row in rows)
-    text = trees.write(simulated, rows, "Trees", tmp_path)
+    text = trees.write(simulated, rows, facts(trees.__file__, []), "Trees", tmp_path)
     assert "Joint below independent at" in text
+    assert "`python benchmarks/trees.py`" in text
     assert set(json.loads((tmp_path / "trees.json").read_text())["expected"]) == {one.search for one in simulated}
     assert "<svg" in (tmp_path / "trees.html").read_text()
 
