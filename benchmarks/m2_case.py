@@ -54,7 +54,7 @@ def measure(out: Path, stages: Sequence[str], case: str, settings: dict[str, Any
         },
         "answers": _own_tree(out / "eval" / case / "answers.jsonl"),
         "equal_tree": _equal_tree(runs[-1], settings),
-        "training": [_training(run) for run in runs],
+        "training": [training(run) for run in runs],
         "held_out": [line for line in _metrics(runs[-1]) if line["kind"] == "eval"][-1],
         "quality": {name: asdict(quality) for name, quality in _quality(runs[-1], out, settings).items()},
     }
@@ -64,7 +64,7 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _training(run: Path) -> dict[str, Any]:
+def training(run: Path) -> dict[str, Any]:
     """Tokens of all kinds that went through the heads, steps, and seconds of these steps alone."""
     logged = [line for line in _metrics(run) if line["kind"] == "train"]
     seconds, done = 0.0, 0
