@@ -1,15 +1,16 @@
 """Latency of decoding steps on this machine, beside the least that they can take here.
 
-    python benchmarks/decode.py --quick                        # a minute or two
+    python benchmarks/decode.py --quick                        # some minutes
     python benchmarks/decode.py                                # everything that the machine can; an hour on two cores
     python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16 --profile
 
 For every shape (the tiny backbone; random Llamas of 160M to 13B parameters; or a model directory) it times a plain
 step, passes over trees of 1 to 128 nodes, the heads apart, and steps of the whole decoding loop, at several contexts
-and batches, over dtypes and thread counts, all in turn. Beside each stands its floor: bytes of weights and cache over
-the measured read bandwidth, or operations over the measured matrix rate, whichever is more. Writes decode.json,
-decode.md and decode.png (with matplotlib) to `--out`, after every batch and context, so that a run may be stopped.
-`--profile` adds torch.profiler's tables of a plain step and of a tree step. Run it on an idle machine.
+and batches, over dtypes, settings (stock weights, packed ones, compiled passes) and thread counts, all in turn. Beside
+each stands its floor: bytes of weights and cache over the measured read bandwidth, or operations over the measured
+matrix rate, whichever is more. Writes decode.json, decode.md and decode.png (with matplotlib) to `--out`, after every
+batch and context, so that a run may be stopped; prints the goals at the end. `--profile` adds
+torch.profiler's tables of a plain step and of a tree step. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -28,22 +28,28 @@ sys.path[:0] = [str(HERE), str(ROOT)]  # the sibling modules, and the package wh
 
 import torch  # noqa: E402
 from decode_case import LOOP_TOKENS, Context, Loop, Point, Timed, free, proposal, take_turns, tree_of  # noqa: E402
-from decode_floor import Rates, Sizes, measure_rates  # noqa: E402
+from decode_floor import Rates, measure_rates  # noqa: E402
+from decode_model import (  # noqa: E402
+    HEADS,
+    SETTINGS,
+    SPARE,
+    Loaded,
+    Model,
+    Shape,
+    Unusable,
+    models_together,
+    on_threads,
+)
 from decode_profile import profile_step  # noqa: E402
-from decode_report import Row, rows_of, write_report  # noqa: E402
+from decode_report import Row, goal_lines, rows_of, write_report  # noqa: E402
 from machine import facts, warning  # noqa: E402
-from random_llama import SHAPES, random_backbone, shape_config  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from random_llama import SHAPES  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.evaluation.memory import free_memory, is_out_of_memory, release_memory  # noqa: E402
-from medusa_train.models.backbone import Backbone  # noqa: E402
-from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
+from medusa_train.evaluation.memory import is_out_of_memory, release_memory  # noqa: E402
+from medusa_train.models.device_memory import free_memory  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
-TINY = ROOT / "data" / "tiny"
-HEADS = 5
-SPARE = 0.9  # share of the free memory that may be taken
 LOOP_NODES = (16, 64)  # trees that the whole loop is timed with, beside plain decoding
 PROFILED = {"cpu": 16, "cuda": 64}  # nodes of the tree step whose operators are listed
 
@@ -59,7 +65,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 4 8 16 32 64 128")
     parser.add_argument("--batch", nargs="+", type=int, metavar="B", help="1 4 8")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16")
-    parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="on a CPU; 1 and all cores")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all; on a GPU stock compiled")
+    parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="on a CPU; all cores")
     parser.add_argument("--seconds", type=float, help="for one shape, batch and context (20)")
     parser.add_argument("--profile", action="store_true", help="write operators of a plain and a tree step as well")
     asked = parser.parse_args(arguments)
@@ -69,7 +76,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     asked.nodes = sorted(set(asked.nodes or ([1, 16, 64] if quick else [1, 4, 8, 16, 32, 64, 128])) - {0})
     asked.batch = asked.batch or ([1] if quick else [1, 4, 8])
     asked.dtypes = asked.dtypes or ["float32", "bfloat16"]
-    asked.threads = [0] if cuda else asked.threads or sorted({1, torch.get_num_threads()})
+    settings = asked.settings or (("stock", "compiled") if cuda else SETTINGS)
+    asked.settings = [setting for setting in SETTINGS if setting in settings]
+    asked.threads = [0] if cuda else asked.threads or [torch.get_num_threads()]
     asked.seconds = asked.seconds or (5.0 if quick else 20.0)
     if unknown := [name for name in asked.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()]:
         parser.error(f"--shapes {' '.join(unknown)}: neither tiny, {', '.join(SHAPES)} nor a model directory")
@@ -84,77 +93,12 @@ def _shapes(quick: bool, cuda: bool) -> list[str]:
     return ["tiny", *SHAPES] if cuda else ["tiny", "160M"]
 
 
-@dataclass
-class Shape:
-    """A model that is not loaded yet: its name, where it lies (None: random weights), and how large it is."""
-
-    name: str
-    directory: Path | None
-    config: Any
-    sizes: Sizes
-
-    @classmethod
-    def of(cls, name: str) -> Shape:
-        """By a name of the command line."""
-        directory = None if name in SHAPES else TINY if name == "tiny" else Path(name)
-        config = shape_config(name) if directory is None else AutoConfig.from_pretrained(directory).get_text_config()
-        return cls(name if name == "tiny" or directory is None else directory.name, directory, config, Sizes.of(config))
-
-    def needs(self, dtype: str, context: int, batch: int, nodes: int) -> int:
-        """Bytes for weights, heads and the caches of a context: one for passes, three of one row for loops."""
-        positions = (context + nodes + 1) * batch + (3 * (context + LOOP_TOKENS + nodes) if batch == 1 else 0)
-        numbers = self.sizes.head_numbers(HEADS, shared=False) + self.sizes.cached(positions, 1)
-        itemsize = getattr(torch, dtype).itemsize
-        return self.sizes.model_bytes(itemsize) + numbers * itemsize
-
-    def load(self, dtype: str, device: torch.device) -> Loaded:
-        """Weights and two kinds of heads."""
-        if self.directory is None:
-            backbone = random_backbone(self.config, getattr(torch, dtype), device, self.name)
-        else:
-            backbone = Backbone.load(str(self.directory), dtype=dtype, device=device)
-        with device:  # or large heads would be made on the CPU first
-            drafts = {
-                "heads": MedusaDraft.from_backbone(backbone, HEADS),
-                "shared heads": MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=True),
-            }
-        return Loaded(backbone, drafts)
-
-
-@dataclass
-class Loaded:
-    """A model in one dtype, and its drafts by what their rows are called."""
-
-    backbone: Backbone
-    drafts: dict[str, MedusaDraft]
-
-
-def dtypes_together(shape: Shape, asked: argparse.Namespace, device: torch.device) -> Iterator[tuple[list[str], str]]:
-    """Dtypes that fit into memory together, to be measured in turn; one that does not fit alone with its obstacle."""
-    room = free_memory(device)
-    together: list[str] = []
-    taken = 0.0
-    for dtype in asked.dtypes:
-        alone = shape.needs(dtype, min(asked.contexts), min(asked.batch), max(asked.nodes))
-        if room is not None and alone > SPARE * room:
-            yield [dtype], f"does not fit: needs {alone / 1e9:.1f} GB, {room / 1e9:.1f} GB are free"
-            continue
-        largest = shape.needs(dtype, max(asked.contexts), max(asked.batch), max(asked.nodes))
-        if together and room is not None and taken + largest > SPARE * room:
-            yield together, ""
-            together, taken = [], 0.0
-        together.append(dtype)
-        taken += largest
-    if together:
-        yield together, ""
-
-
-def cases_of(shape: Shape, loaded: dict[str, Loaded], asked: argparse.Namespace, place: Point) -> list[Timed]:
-    """Everything that is measured at one context and batch, over all dtypes and threads."""
+def cases_of(shape: Shape, loaded: dict[Model, Loaded], asked: argparse.Namespace, place: Point) -> list[Timed]:
+    """Everything that is measured at one context and batch, over all dtypes, settings and threads."""
     cases: list[Timed] = []
-    for dtype, one in loaded.items():
-        point = replace(place, dtype=dtype)
-        obstacle = _obstacle(shape, one.backbone, point, max(asked.nodes))
+    for model, one in loaded.items():
+        point = replace(place, dtype=model.dtype, setting=model.setting)
+        obstacle = _obstacle(shape, one, point, max(asked.nodes))
         made: list[Timed] = []
         try:
             made = [] if obstacle else list(_calls(one, asked, point))
@@ -165,14 +109,22 @@ def cases_of(shape: Shape, loaded: dict[str, Loaded], asked: argparse.Namespace,
             release_memory()
         if obstacle:
             cases.append(Timed(point, obstacle=obstacle))
+            continue
         for threads in asked.threads:
+            if one.backbone.compiled is not None and threads != max(asked.threads):
+                other = f"compiled for {max(asked.threads)} threads; measure others in a run of their own"
+                cases.append(Timed(replace(point, threads=threads), obstacle=other))
+                continue
             cases += [replace(case, point=replace(case.point, threads=threads), seconds=[]) for case in made]
     return cases
 
 
-def _obstacle(shape: Shape, backbone: Backbone, point: Point, nodes: int) -> str:
+def _obstacle(shape: Shape, one: Loaded, point: Point, nodes: int) -> str:
+    backbone = one.backbone
     if point.context + nodes > backbone.max_context:
         return f"can't run: the model reads {backbone.max_context:,} positions"
+    if backbone.compiled is not None and point.batch > 1:
+        return "can't run: passes are compiled for single rows"
     room, needed = free_memory(backbone.device), shape.sizes.cached(point.context + nodes, point.batch)
     size = needed * backbone.dtype.itemsize
     if room is not None and size > SPARE * room:
@@ -199,15 +151,15 @@ def _calls(one: Loaded, asked: argparse.Namespace, place: Point) -> Iterator[Tim
         yield Timed(replace(place, what="loop", nodes=nodes, heads=tree.max_depth), loop, loop.ready)
 
 
-def profile(asked: argparse.Namespace, loaded: dict[str, Loaded], shape: Shape) -> None:
-    """Write operators of a plain step and of one with a tree, for every dtype, at the first context."""
+def profile(asked: argparse.Namespace, loaded: dict[Model, Loaded], shape: Shape) -> None:
+    """Write operators of a plain step and of one with a tree, for every dtype and setting, at the first context."""
     asked.out.mkdir(parents=True, exist_ok=True)
-    for dtype, one in loaded.items():
+    for model, one in loaded.items():
         wanted = PROFILED[one.backbone.device.type]
         nodes = max((n for n in asked.nodes if n <= wanted), default=min(asked.nodes))
         context = Context(one.backbone, asked.contexts[0], 1, nodes)
         for name, tree in (("plain", Tree.empty()), (f"tree{nodes}", tree_of(nodes, HEADS))):
-            path = asked.out / f"profile-{shape.name}-{dtype}-{name}.txt"
+            path = asked.out / f"profile-{shape.name}-{model.dtype}-{model.setting}-{name}.txt"
             path.write_text(profile_step(context.step(tree), one.backbone.device) + "\n", encoding="utf-8")
             print(f"wrote {path}", flush=True)
 
@@ -215,13 +167,20 @@ def profile(asked: argparse.Namespace, loaded: dict[str, Loaded], shape: Shape) 
 def measure_shape(shape: Shape, asked: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
     """The rows of one shape, a batch and context at a time."""
     itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in asked.dtypes}
-    for dtypes, obstacle in list(dtypes_together(shape, asked, device)):
+    for models, obstacle in list(models_together(shape, asked, device)):
         if obstacle:
-            yield [Row(Point(shape.name, dtypes[0], 0, 0, 0, "step"), obstacle=obstacle)]
+            yield [_unmeasured(shape, models[0], obstacle)]
             continue
-        loaded = {dtype: shape.load(dtype, device) for dtype in dtypes}
+        loaded: dict[Model, Loaded] = {}
+        for model in models:
+            try:
+                with on_threads(max(asked.threads)):
+                    loaded[model] = shape.load(model, device)
+            except Unusable as error:
+                yield [_unmeasured(shape, model, str(error))]
         if asked.profile:
-            profile(asked, loaded, shape)
+            with on_threads(max(asked.threads)):
+                profile(asked, loaded, shape)
         for batch in asked.batch:
             for context in asked.contexts:
                 cases = cases_of(shape, loaded, asked, Point(shape.name, "", 0, context, batch, "step"))
@@ -230,7 +189,13 @@ def measure_shape(shape: Shape, asked: argparse.Namespace, device: torch.device,
                 release_memory()
                 yield rows_of(cases, shape.sizes, rates, itemsizes)
         del loaded
+        if any(model.setting == "compiled" for model in models):
+            torch.compiler.reset()  # it holds on to what it has compiled, weights and all
         release_memory()
+
+
+def _unmeasured(shape: Shape, model: Model, obstacle: str) -> Row:
+    return Row(Point(shape.name, model.dtype, 0, 0, 0, "step", setting=model.setting), obstacle=obstacle)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = write_report(asked.out, machine, rates, rows)
             print(f"{name}: {len(rows)} rows", flush=True)
     print(text)
+    for line in goal_lines(machine, rows):
+        print(line)
     print(f"wrote {asked.out}/decode.md, decode.json")
     return 0
 

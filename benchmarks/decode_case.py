@@ -1,7 +1,8 @@
 """What `decode.py` times: passes over trees, heads, steps of the whole loop, and taking turns. Knows no table.
 
-A pass is what `Decoder` does between two proposals: `Backbone.run` with cache and tree mask, logits, acceptance with
-its one transfer to the host, and the cache's compaction. Behind a context that stays as long as it is.
+A pass is what `Decoder` does between two proposals: `Backbone.run` with cache and tree mask, and logits, or both as
+the backbone's compiled pass; acceptance with its one transfer to the host, and the cache's compaction. Behind a context
+that stays as long as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from medusa_train.evaluation.memory import is_out_of_memory
 from medusa_train.inference.accept import accept
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.trees.batch_cache import BatchCache
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Ranks, Tree
+from medusa_train.trees.tree_mask import TreeMask
 
 LOOP_TOKENS = 96  # that an answer grows by before the loop begins it anew, so that the context stays about the same
 _BURST = 3  # calls in a row that are timed, behind one that is not: a step finds in the caches what the last one left
@@ -39,7 +42,7 @@ class Point:
         shape, dtype, threads: of the model, and of torch (0 on a GPU). context: cached positions. batch: rows.
         what: `step` (a pass over `nodes` nodes and the root; 0: plain decoding), `loop` (the same as a step of
             `Decoder.stream`, with heads), `heads` or `shared heads` (a proposal).
-        heads: how many of them a proposal asks.
+        heads: how many of them a proposal asks. setting: what was done to the weights, see `decode_model.SETTINGS`.
     """
 
     shape: str
@@ -50,6 +53,7 @@ class Point:
     what: str
     nodes: int = 0
     heads: int = 0
+    setting: str = "stock"
 
 
 @dataclass
@@ -93,13 +97,19 @@ def tree_of(nodes: int, depth: int, width: int = 10) -> Tree:
 
 
 class Context:
-    """A cache that holds `length` positions in `batch` rows, and passes behind them."""
+    """A cache that holds `length` positions in `batch` rows, and passes behind them.
 
+    All tensors are made in inference mode, as the loop's are: compiled passes tell them from others.
+    """
+
+    @torch.inference_mode()
     def __init__(self, backbone: Backbone, length: int, batch: int, largest: int) -> None:
         self.backbone = backbone
         self.length = length
         self.batch = batch
         capacity = length + largest + 1
+        if backbone.compiled is not None:
+            capacity = -(-capacity // BLOCK) * BLOCK  # such passes look at whole blocks
         self.cache: TreeCache = (
             backbone.new_cache(capacity) if batch == 1 else BatchCache(backbone.num_layers, capacity)
         )
@@ -118,6 +128,7 @@ class Context:
         else:
             self.cache.commit(self.length)
 
+    @torch.inference_mode()
     def step(self, tree: Tree) -> Callable[[], None]:
         """A pass over the nodes of `tree`, as the decoding loop makes it; nothing of it stays."""
         backbone, cache = self.backbone, self.cache
@@ -125,22 +136,26 @@ class Context:
         tokens = _tokens(backbone, self.batch, tree.size + 1)
         if isinstance(cache, BatchCache):
             return self._rows_step(tree, tokens, cache)
-        mask = self._mask(tree) if tree.size else None
         depths = tree.depths[None]
+        masks = TreeMask(tree, cache.capacity, backbone.dtype, backbone.device)
+        compiled = backbone.compiled
 
         @torch.inference_mode()
         def run() -> None:
-            feats = backbone.run(tokens, positions=depths + cache.length, mask=mask, cache=cache)
-            (accepted,) = accept(None, tokens, backbone.logits(feats.hidden), tree)
+            positions = depths + cache.length
+            if compiled is None:
+                mask = masks.at(cache.length) if tree.size else None
+                hidden = backbone.run(tokens, positions=positions, mask=mask, cache=cache).hidden
+                logits = backbone.logits(hidden)
+            else:
+                stored = cache.expect(tree.size + 1, BLOCK)
+                mask = masks.at(cache.length, stored.shape[4])
+                _, logits = compiled(tokens, positions, mask, stored, cache.length)
+            (accepted,) = accept(None, tokens, logits, tree)
             cache.keep(accepted.path)
             cache.length = self.length
 
         return run
-
-    def _mask(self, tree: Tree) -> Tensor:
-        """[1, 1, n + 1, length + n + 1]: the loop keeps it from step to step as well."""
-        block = _block(tree, self.backbone)
-        return torch.cat([block.new_zeros(len(block), self.length), block], dim=-1)[None, None]
 
     def _rows_step(self, tree: Tree, tokens: Tensor, cache: BatchCache) -> Callable[[], None]:
         backbone = self.backbone

@@ -7,19 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import decode
+import decode_case
+import decode_model
 import pytest
 import torch
 from decode_case import LOOP_TOKENS, Context, Loop, Point, Timed, proposal, take_turns, tree_of
 from decode_floor import Rates, Sizes, matrix_rate, read_bandwidth
+from decode_model import SETTINGS, Model, Unusable, models_together
 from decode_profile import profile_step
 from decode_report import Overheads, Row, floor_of, goal_lines, markdown, rows_of
 from random_llama import SHAPES, llama_config, quantize_nf4, random_backbone, random_model, shape_config
 
+from medusa_train.errors import BackboneError
+from medusa_train.inference.accept import accept
+from medusa_train.models import packed
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.packed import is_packed
 from medusa_train.trees.batch_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
+from tests.models.test_packed import needs_onednn
 
 CPU = torch.device("cpu")
 SMALL = llama_config(32, 48, 2, 4, 2, 61)
@@ -123,11 +132,64 @@ def test_a_pass_computes_what_the_backbone_says_along_a_path(
     context = Context(backbone, 20, 1, 8)
     seen: list[torch.Tensor] = []
     plain = backbone.logits
-    monkeypatch.setattr(backbone, "logits", lambda hidden: seen.append(hidden) or plain(hidden))
+    monkeypatch.setattr(backbone, "logits", lambda hidden: seen.append(hidden) or plain(hidden))  # type: ignore[func-returns-value]
     context.step(Tree.chain(3))()
     with torch.inference_mode():
         wanted = backbone.run(torch.arange(4)[None], cache=context.cache).hidden
     assert torch.allclose(seen[0], wanted, atol=1e-5)
+
+
+@pytest.fixture
+def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled passes are the functions that would be compiled, which takes no time."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+
+
+def small_backbone() -> Backbone:
+    """One that a test may change."""
+    return random_backbone(SMALL, torch.float32, CPU, "small")
+
+
+def test_a_compiled_pass_computes_what_the_plain_one_does(
+    as_if_compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = small_backbone()
+    trees = (Tree.empty(), tree_of(8, 3), Tree.chain(2))
+    plain = Context(own, 123, 1, 8)
+    plain_steps = [plain.step(tree) for tree in trees]
+    own.compile_passes()
+    compiled = Context(own, 123, 1, 8)
+    assert (plain.cache.capacity, compiled.cache.capacity) == (132, 2 * BLOCK)
+    assert plain.cache._storage is not None
+    assert compiled.cache._storage is not None
+    before = plain.cache._storage[..., :123, :].clone()
+    with torch.inference_mode():
+        compiled.cache._storage[..., :123, :] = before
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(decode_case, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
+    passes: list[torch.Size] = []
+    pass_of = own.compiled
+    assert pass_of is not None
+    own.compiled = lambda *given: passes.append(given[3].shape) or pass_of(*given)  # type: ignore[assignment, func-returns-value]
+    for tree, plain_step in zip(trees, plain_steps, strict=True):
+        plain_step()
+        compiled.step(tree)()
+        assert torch.allclose(seen[-1], seen[-2], atol=1e-5)
+    assert [shape[4] for shape in passes] == [BLOCK, 2 * BLOCK, BLOCK]  # the blocks that 123 + 1, 9 and 3 reach into
+    assert compiled.cache.length == 123
+    assert torch.equal(compiled.cache._storage[..., :123, :], before)
+
+
+def test_the_loop_takes_compiled_passes(as_if_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = small_backbone()
+    own.compile_passes()
+    pass_of, counts = own.compiled, []
+    assert pass_of is not None
+    own.compiled = lambda *given: counts.append(given[0].shape[1]) or pass_of(*given)  # type: ignore[assignment, func-returns-value]
+    loop = Loop(own, MedusaDraft.from_backbone(own, 3), Tree.chain(3), 12)
+    loop.ready()
+    loop()
+    assert counts == [4]
 
 
 def test_the_loop_goes_on_and_begins_anew(backbone: Backbone, draft: MedusaDraft) -> None:
@@ -197,16 +259,32 @@ def test_overheads_are_over_the_own_and_over_the_fastest_plain_step() -> None:
     assert rows[1].fraction == 0.5
 
 
-def test_goals_on_a_cpu_take_the_best_setting() -> None:
+def test_settings_have_plain_steps_and_heads_of_their_own() -> None:
+    rows = [row("step", 0, 4.0), row("step", 16, 6.0), row("heads", 0, 1.0)]
+    rows += [row("step", 0, 2.0, setting="packed"), row("step", 16, 3.0, setting="packed")]
+    rows += [row("heads", 0, 0.5, setting="packed")]
+    over = Overheads(rows)
+    assert (over.own(rows[1]), over.fastest(rows[1]), over.whole(rows[1])) == (1.5, 3.0, 1.75)
+    assert (over.own(rows[4]), over.fastest(rows[4]), over.whole(rows[4])) == (1.5, 1.5, 1.75)
+
+
+def test_goals_on_a_cpu_take_the_best_setting_for_both() -> None:
     rows = [
         row("step", 0, 4.0),
         row("step", 16, 6.0),
-        row("step", 0, 3.0, "bfloat16"),
-        row("step", 16, 3.6, "bfloat16"),
+        row("step", 0, 3.0, "bfloat16", setting="packed"),
+        row("step", 16, 4.5, "bfloat16", setting="packed"),
+        row("step", 0, 3.2, "bfloat16", setting="compiled"),
+        row("step", 16, 3.6, "bfloat16", setting="compiled"),
     ]
-    (line,) = goal_lines(MACHINE, rows)
-    assert line.startswith("- kept: tiny, context 128: a tree of 16 takes 1.20 of the fastest plain step (bfloat16")
-    assert "**missed**" in goal_lines(MACHINE, rows[:3])[0]
+    assert goal_lines(MACHINE, rows) == [
+        "- kept: tiny, context 128: a tree of 16 takes 1.20 of the fastest plain step, at most 1.25 "
+        "(tree: 3.600 ms, bfloat16 compiled, 2 threads; plain: 3.000 ms, bfloat16 packed, 2 threads)"
+    ]
+    (line,) = goal_lines(MACHINE, rows[:4])
+    assert line.startswith("- **missed**: tiny, context 128: a tree of 16 takes 1.50 of")
+    rows += [row("step", 0, 9.0, shape="160M"), row("step", 16, 9.9, shape="160M")]
+    assert [line[:16] for line in goal_lines(MACHINE, rows)] == ["- kept: tiny, co", "- kept: 160M, co"]
 
 
 def test_goals_on_a_gpu() -> None:
@@ -219,6 +297,13 @@ def test_goals_on_a_gpu() -> None:
         "- **missed**: 7B: with its heads 1.15 plain steps, at most 1.12 with cheaper heads",
         "- **missed**: 7B: 5 heads take 2.00 of their floor, at most 1.25",
     ]
+    compiled = row("step", 64, 10.5, **at, setting="compiled")  # type: ignore[arg-type]
+    plain = row("step", 0, 10.0, **at, setting="compiled")  # type: ignore[arg-type]
+    lines = goal_lines({**MACHINE, "kind": "cuda"}, [*rows, plain, compiled])
+    assert lines[4:] == [
+        "- **missed**: 7B compiled: a plain step takes 2.00 of its floor, at most 1.25",
+        "- kept: 7B compiled: a tree of 64 takes 1.05 plain steps, at most 1.08",
+    ]
 
 
 def test_what_does_not_fit_is_a_row() -> None:
@@ -228,24 +313,94 @@ def test_what_does_not_fit_is_a_row() -> None:
     text = markdown(MACHINE, RATES, rows)
     assert "a CPU, 2 cores, 2 threads, Python 3, torch 2, transformers 5, today" in text
     assert "`decode.py`" in text
-    assert "| float32 | 2 | plain step | 4.000 |" in text
+    assert "| float32 | stock | 2 | plain step | 4.000 |" in text
     assert "## tiny, batch 8, context 128" in text
-    assert "| float32 | 2 | plain step | does not fit |" in text
+    assert "| float32 | stock | 2 | plain step | does not fit |" in text
     assert "## 13B\n" in text
     assert "needs 52.1 GB" in text
 
 
-def test_dtypes_that_do_not_fit_together_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = decode.parse_arguments(["--quick", "--shapes", "7B", "--dtypes", "float32", "bfloat16"])
+def test_packed_and_compiled_models_hold_a_second_copy() -> None:
+    shape = decode.Shape.of("160M")
+    needs = {setting: shape.needs(Model("bfloat16", setting), CPU, 128, 1, 16) for setting in SETTINGS}
+    copied = 2 * (shape.sizes.read + shape.sizes.head_numbers(5, shared=False))
+    assert needs["packed"] == needs["compiled"] == needs["stock"] + copied
+    gpu = torch.device("cuda")
+    assert shape.needs(Model("bfloat16", "compiled"), gpu, 128, 1, 16) == needs["stock"]
+    # eight rows, without loops; never compiled
+    assert shape.needs(Model("bfloat16", "packed"), CPU, 128, 8, 16) > needs["packed"]
+    assert shape.needs(Model("bfloat16", "compiled"), CPU, 128, 8, 16) == needs["compiled"]
+
+
+def test_models_that_do_not_fit_together_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = decode.parse_arguments(["--quick", "--shapes", "7B", "--settings", "stock"])
     shape = decode.Shape.of("7B")
-    monkeypatch.setattr(decode, "free_memory", lambda device: 60 * 10**9)
-    assert list(decode.dtypes_together(shape, asked, CPU)) == [(["float32", "bfloat16"], "")]
-    monkeypatch.setattr(decode, "free_memory", lambda device: 40 * 10**9)
-    assert list(decode.dtypes_together(shape, asked, CPU)) == [(["float32"], ""), (["bfloat16"], "")]
-    monkeypatch.setattr(decode, "free_memory", lambda device: 20 * 10**9)
-    (first, obstacle), second = decode.dtypes_together(shape, asked, CPU)
-    assert (first, second) == (["float32"], (["bfloat16"], ""))
+
+    def found(gigabytes: int) -> list[tuple[list[Model], str]]:
+        monkeypatch.setattr(decode_model, "free_memory", lambda device: gigabytes * 10**9)
+        return list(models_together(shape, asked, CPU))
+
+    full, half = Model("float32", "stock"), Model("bfloat16", "stock")
+    assert found(60) == [([full, half], "")]
+    assert found(40) == [([full], ""), ([half], "")]
+    (first, obstacle), second = found(20)
+    assert (first, second) == ([full], ([half], ""))
     assert obstacle.startswith("does not fit: needs 3")
+    # 17, 32 and 32 GB
+    asked.dtypes, asked.settings = ["bfloat16"], list(SETTINGS)
+    assert found(60) == [([half, Model("bfloat16", "packed")], ""), ([Model("bfloat16", "compiled")], "")]
+
+
+def test_defaults_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = decode.parse_arguments(["--quick"])
+    assert (asked.settings, asked.threads) == (list(SETTINGS), [torch.get_num_threads()])
+    assert decode.parse_arguments(["--settings", "compiled", "stock"]).settings == ["stock", "compiled"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = decode.parse_arguments(["--threads", "1"])
+    assert (asked.settings, asked.threads) == (["stock", "compiled"], [0])
+
+
+def model_shape(directory: Path) -> decode.Shape:
+    return decode.Shape.of(str(write_backbone(directory / "model")))
+
+
+@needs_onednn
+def test_packed_models_have_packed_weights_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_faster", lambda weights: True)
+    shape = replace(model_shape(tmp_path), directory=None, config=SMALL)  # with random weights
+    made = shape.load(Model("bfloat16", "packed"), CPU)
+    assert is_packed(made.backbone.model)
+    assert [draft._packed is not None for draft in made.drafts.values()] == [True, True]
+    made = shape.load(Model("bfloat16", "stock"), CPU)
+    assert not is_packed(made.backbone.model)
+
+
+def test_settings_that_do_nothing_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = model_shape(tmp_path)
+    monkeypatch.setattr(packed, "_faster", lambda weights: False)
+    with pytest.raises(Unusable, match="nothing was packed: no faster here"):
+        shape.load(Model("float32", "packed"), CPU)
+    with pytest.raises(Unusable, match="for CPUs only"):
+        shape.load(Model("float32", "packed"), torch.device("cuda"))
+
+    def refuses(backbone: Backbone) -> None:
+        raise BackboneError("compile: small has sliding windows; leave the key out")
+
+    monkeypatch.setattr(Backbone, "compile_passes", refuses)
+    with pytest.raises(Unusable, match=r"^not compiled: small has sliding windows$"):
+        shape.load(Model("float32", "compiled"), CPU)
+
+
+def test_compiled_passes_are_measured_on_the_threads_they_are_for(tmp_path: Path, as_if_compiled: None) -> None:
+    shape = model_shape(tmp_path)
+    model = Model("float32", "compiled")
+    asked = decode.parse_arguments(["--contexts", "20", "--nodes", "4", "--threads", "1", "2"])
+    cases = decode.cases_of(shape, {model: shape.load(model, CPU)}, asked, Point("model", "", 0, 20, 1, "step"))
+    assert [case.point.threads for case in cases if case.obstacle] == [1]
+    assert "compiled for 2 threads" in cases[0].obstacle
+    assert {case.point.threads for case in cases[1:]} == {2}
+    assert {case.point.setting for case in cases} == {"compiled"}
 
 
 def test_the_profile_names_operators(backbone: Backbone) -> None:
@@ -263,8 +418,11 @@ def test_an_unknown_shape_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "--shapes 8B: neither tiny, 160M" in capsys.readouterr().err
 
 
-def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_command_on_a_model_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_if_compiled: None
+) -> None:
     monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
+    monkeypatch.setattr(packed, "_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")
     words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16", "--batch", "1", "2"]
     words += ["--threads", "1", "--seconds", "0.01", "--profile", "--out", str(tmp_path / "out")]
@@ -273,15 +431,21 @@ def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pyt
     assert record["machine"]["command"].startswith("python benchmarks/decode.py --quick")
     assert record["rates"]["bandwidth"] == 1e9
     rows = record["rows"]
-    found = {(one["dtype"], one["batch"], one["context"]): [] for one in rows}
+    found: dict[tuple[object, ...], list[str]] = {}
     for one in rows:
-        found[one["dtype"], one["batch"], one["context"]].append(one["name"])
+        found.setdefault((one["setting"], one["dtype"], one["batch"], one["context"]), []).append(one["name"])
     passes = ["plain step", "tree of 2", "tree of 16", "5 heads", "5 heads, shared lm_head"]
-    assert found["float32", 1, 32] == [*passes, "loop, plain", "loop, tree of 16"]
-    assert found["bfloat16", 2, 32] == passes
-    assert len(rows) == 2 * (7 + 5 + 2)
-    assert all(one["ms"] > 0 and one["fraction"] > 0 for one in rows if one["context"] == 32)
+    loops = ["loop, plain", "loop, tree of 16"]
+    for setting in ("stock", "compiled"):
+        assert found[setting, "float32", 1, 32] == [*passes, *loops]
+    assert found["stock", "bfloat16", 2, 32] == passes
+    assert len(rows) == 2 * (7 + 5 + 2) + 2 * (7 + 1 + 2) + 2
+    assert all(one["ms"] > 0 and one["fraction"] > 0 for one in rows if one["context"] == 32 and not one["obstacle"])
     assert {one["obstacle"] for one in rows if one["context"] == 300} == {"can't run: the model reads 256 positions"}
-    assert (tmp_path / "out" / "profile-model-bfloat16-tree16.txt").read_text().count("aten::") > 5
-    assert (tmp_path / "out" / "profile-model-float32-plain.txt").is_file()
+    (single,) = {one["obstacle"] for one in rows if (one["context"], one["batch"]) == (32, 2) and one["obstacle"]}
+    assert single == "can't run: passes are compiled for single rows"
+    unpacked = [one["obstacle"] for one in rows if one["setting"] == "packed"]
+    assert [one[:18] for one in unpacked] == ["nothing was packed"] * 2
+    assert (tmp_path / "out" / "profile-model-bfloat16-stock-tree16.txt").read_text().count("aten::") > 5
+    assert (tmp_path / "out" / "profile-model-float32-compiled-plain.txt").is_file()
     assert "## model, batch 2, context 32" in (tmp_path / "out" / "decode.md").read_text()
