@@ -395,8 +395,19 @@ def test_settings_that_do_nothing_say_why(tmp_path: Path, monkeypatch: pytest.Mo
 def test_compiled_passes_are_measured_on_the_threads_they_are_for(tmp_path: Path, as_if_compiled: None) -> None:
     shape = model_shape(tmp_path)
     model = Model("float32", "compiled")
+    one = shape.load(model, CPU)
+    passes: list[tuple[int, int]] = []
+    pass_of = one.backbone.compiled
+    assert pass_of is not None
+
+    def counted(*given: torch.Tensor) -> object:
+        passes.append((given[0].shape[1], torch.get_num_threads()))
+        return pass_of(*given)  # type: ignore[arg-type]
+
+    one.backbone.compiled = counted  # type: ignore[assignment]
     asked = decode.parse_arguments(["--contexts", "20", "--nodes", "4", "--threads", "1", "2"])
-    cases = decode.cases_of(shape, {model: shape.load(model, CPU)}, asked, Point("model", "", 0, 20, 1, "step"))
+    cases = decode.cases_of(shape, {model: one}, asked, Point("model", "", 0, 20, 1, "step"))
+    assert passes == [(1, 2), (5, 2), (1, 2)]  # beforehand: plain step, tree, plain loop
     assert [case.point.threads for case in cases if case.obstacle] == [1]
     assert "compiled for 2 threads" in cases[0].obstacle
     assert {case.point.threads for case in cases[1:]} == {2}
