@@ -127,13 +127,16 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
     count, heads = len(answer), draft.num_heads
     ranks = torch.full((count, heads), -1, dtype=torch.long)
     for k, states in zip(range(1, min(heads, count - 1) + 1), draft.traced(feats, Rows.of(read)), strict=False):
-        logits = draft.unembed(k).logits(states[0, first : first + count - k])
-        ranks[: count - k, k - 1] = rank_of(logits, tokens[0, len(prompt) + k :]).cpu()
+        head = draft.unembed(k)
+        logits = head.logits(states[0, first : first + count - k])
+        ranks[: count - k, k - 1] = rank_of(logits, head.places(tokens[0, len(prompt) + k :])).cpu()
     return Trace(ranks.tolist(), [min(heads, count - 1 - place) for place in range(count)])
 
 
 def rank_of(logits: Tensor, targets: Tensor) -> Tensor:
     """At which place of its row's best guesses [N, V] each target [N] stands, long [N]; -1 past `MAX_RANK`.
+
+    A target is the number of its logit; -1, for a token that a reduced vocabulary lacks, is at no place.
 
     Asked by the same top-k that proposals are made with, so that equal logits (common in bfloat16) get the places
     that they have in decoding.

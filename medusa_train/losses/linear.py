@@ -71,7 +71,7 @@ def linear_loss(
 
     Args:
         hidden: [N, d]. unembedding: weight [V, d], bias [V] or None, softcap, scale, low_rank.
-        targets: long [N], token ids or IGNORE.
+        targets: long [N], rows of the weight (token ids, unless it has a token_map) or IGNORE.
         teacher: without one the labels are the target.
         chunk: rows per chunk; by default `chunk_rows`.
 

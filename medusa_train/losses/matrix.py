@@ -50,6 +50,16 @@ class UnembeddingLike(Protocol):
     def low_rank(self) -> LowRankLike | None:
         """A LoRA branch that adds to W h, or None."""
 
+    @property
+    def token_map(self) -> Tensor | None:
+        """Which token each row stands for, long [V], where that is not its number."""
+
+    def only(self, tokens: Tensor) -> UnembeddingLike:
+        """The rows of `tokens` (long [N]) alone, in that order."""
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """The row of each token of any shape, long; -1 where there is none."""
+
 
 def product_dtype(matrix: Tensor) -> torch.dtype:
     """In which dtype products with a matrix run: its own, or autocast's where that is on."""

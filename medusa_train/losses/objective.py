@@ -77,7 +77,8 @@ class ObjectiveOutput:
         head_sums: [K], sum of cross-entropies against the labels in nats, soft targets or not; detached.
         head_kl_sums: [K], sum of KL to the teacher in nats, 0 where the heads have none; detached.
         head_correct: long [K], top-1 hits.
-        head_counts: long [K], valid targets in this micro-batch.
+        head_counts: long [K], valid targets in this micro-batch, each a hit or a miss.
+        head_known: long [K], those among them that the head's vocabulary holds: what has a loss.
         lm: the language model's, None where it is not trained.
     """
 
@@ -86,6 +87,7 @@ class ObjectiveOutput:
     head_kl_sums: Tensor
     head_correct: Tensor
     head_counts: Tensor
+    head_known: Tensor
     lm: LMSums | None
 
 
@@ -97,6 +99,11 @@ class Objective:
     that at t + 1. Targets never cross a document's end; nor does a teacher's position t + k, which lies between.
 
     Without a language model's loss (the backbone frozen) lambda0 does not apply: Medusa-1's is L = sum_k c^k * L_k.
+
+    A head over a reduced vocabulary S has no loss where its target y is not in S, and divides by the targets that are:
+    `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S. With a share s of the
+    teacher `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S
+    is the teacher's distribution restricted to S.
     """
 
     def __init__(
@@ -149,13 +156,13 @@ class Objective:
         return self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
 
     def counts(self, batch: Labelled) -> Tensor:
-        """Valid targets of each term, long: [K] the heads', or [1 + K] with the language model's first.
+        """Targets of each term that have a loss, long: [K] the heads', or [1 + K] with the language model's first.
 
         Summed over a global batch (micro-batches and processes) they are `loss`'s `counts_total`.
         """
-        first = 1 if self.lm is None else 0
-        shifted = (self._targets(batch, k) for k in range(first, self.draft.trained_heads + 1))
-        return torch.stack([(target != IGNORE).sum() for target in shifted])
+        heads = [self._known(batch, k, self.draft.unembed(k)) for k in range(1, self.draft.trained_heads + 1)]
+        own = [] if self.lm is None else [self._targets(batch, 0)]
+        return torch.stack([(target != IGNORE).sum() for target in (*own, *heads)])
 
     def loss(
         self,
@@ -183,22 +190,26 @@ class Objective:
         Raises:
             ValueError: an argument that this objective needs is missing.
         """
-        judge = None
+        judge: _Judge | None = None
         if teacher is not None and teacher_unembedding is not None:
             judge = _Judge(teacher.hidden, teacher_unembedding)
         elif self.needs_teacher:
             raise ValueError("this objective compares with a teacher: pass teacher and teacher_unembedding")
-        terms = []
+        terms: list[LinearSums] = []
         if self.lm is not None:
             if student_unembedding is None:
                 raise ValueError("this objective trains the language model: pass student_unembedding")
             target = self._targets(batch, 0)
             terms.append(_term(feats.hidden, student_unembedding, target, 0, judge, self.rho, self.lm == "kl"))
         for k, hidden in enumerate(self.draft.hidden(feats, batch), start=1):
-            terms.append(_term(hidden, self.draft.unembed(k), self._targets(batch, k), k, judge, self.soft_heads))
-        return self._weigh(terms, self.counts(batch), counts_total, progress)
+            head = self.draft.unembed(k)
+            terms.append(_term(hidden, head, self._known(batch, k, head), k, judge, self.soft_heads))
+        valid = [(self._targets(batch, k) != IGNORE).sum() for k in range(1, self.draft.trained_heads + 1)]
+        return self._weigh(terms, torch.stack(valid), self.counts(batch), counts_total, progress)
 
-    def _weigh(self, terms: list[LinearSums], counts: Tensor, totals: Tensor, progress: float) -> ObjectiveOutput:
+    def _weigh(
+        self, terms: list[LinearSums], valid: Tensor, counts: Tensor, totals: Tensor, progress: float
+    ) -> ObjectiveOutput:
         first = 0 if self.lm is None else 1  # where the heads begin
         scale = self.heads_weight(progress)
         weights = [1.0] * first + [scale * head_weight(k, self.decay) for k in range(1, self.draft.trained_heads + 1)]
@@ -210,13 +221,22 @@ class Objective:
             head_sums=torch.stack([term.ce_sum for term in heads]),
             head_kl_sums=torch.stack([term.kl_sum for term in heads]),
             head_correct=torch.stack([term.correct for term in heads]),
-            head_counts=counts[first:],
+            head_counts=valid,
+            head_known=counts[first:],
             lm=LMSums(lm.loss_sum.detach(), lm.ce_sum, lm.kl_sum, lm.correct, counts[0]) if first else None,
         )
 
     @staticmethod
     def _targets(batch: Labelled, k: int) -> Tensor:
         return shift(batch.labels, k, batch.segments)
+
+    def _known(self, batch: Labelled, k: int, head: UnembeddingLike) -> Tensor:
+        """Head k's targets [B, T] as rows of its matrix, IGNORE where there is none."""
+        target = self._targets(batch, k)
+        if head.token_map is None:
+            return target
+        places = head.places(target)
+        return torch.where(places < 0, IGNORE, places)
 
 
 class Medusa1Objective(Objective):
@@ -227,12 +247,20 @@ class Medusa1Objective(Objective):
         super().__init__(draft, decay, soft_heads=soft_heads)
 
 
-@dataclass(frozen=True)
 class _Judge:
     """A teacher's states [B, T, d] with the unembedding that they belong to."""
 
-    hidden: Tensor
-    unembedding: UnembeddingLike
+    def __init__(self, hidden: Tensor, unembedding: UnembeddingLike) -> None:
+        self.hidden = hidden
+        self._whole = self._part = unembedding
+        self._tokens: Tensor | None = None  # that _part is over
+
+    def over(self, tokens: Tensor | None) -> UnembeddingLike:
+        """Its unembedding over these tokens alone; None: all. The rows are copied once for all heads."""
+        if tokens is not self._tokens:
+            self._part = self._whole if tokens is None else self._whole.only(tokens)
+            self._tokens = tokens
+        return self._part
 
 
 def _term(
@@ -244,7 +272,7 @@ def _term(
     share: float,
     divergence: bool = False,
 ) -> LinearSums:
-    """Sums of the predictor of t + k + 1: states [B, T, d] against targets [B, T] and the teacher at t + k.
+    """Sums of the predictor of t + k + 1: states [B, T, d] against targets [B, T] (rows) and the teacher at t + k.
 
     The rows of a batch are laid end to end, so t + k may seem to reach into the next one; where t + k + 1 is a valid
     target it does not, for that lies in the same row and document.
@@ -252,7 +280,7 @@ def _term(
     hidden, target = hidden.flatten(0, -2), target.flatten()
     if judge is None or not (divergence or share):
         return linear_cross_entropy(hidden, unembedding, target)
-    states = judge.hidden.flatten(0, -2)
+    states, theirs = judge.hidden.flatten(0, -2), judge.over(unembedding.token_map)
     if divergence:
-        return linear_kl(hidden, unembedding, states, judge.unembedding, target, ahead=k)
-    return linear_soft_cross_entropy(hidden, unembedding, states, judge.unembedding, target, share, ahead=k)
+        return linear_kl(hidden, unembedding, states, theirs, target, ahead=k)
+    return linear_soft_cross_entropy(hidden, unembedding, states, theirs, target, share, ahead=k)

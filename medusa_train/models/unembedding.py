@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class LowRank:
     factor: float
     dropout: Callable[[Tensor], Tensor]
 
+    def only(self, rows: Tensor) -> LowRank:
+        """The branch of these rows of the matrix alone."""
+        return replace(self, b=self.b[rows])
+
     def down(self, hidden: Tensor) -> Tensor:
         """`factor * A dropout(h)`, [..., d] -> [..., r]: what b multiplies."""
         return linear(self.dropout(hidden).to(self.a.dtype), self.a) * self.factor
@@ -39,6 +43,7 @@ class Unembedding:
         softcap: Gemma's `final_logit_softcapping`, or None.
         scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`).
         low_rank: a LoRA branch that adds to W h, or None.
+        token_map: which token each row stands for, long [V], where that is not its number: a reduced vocabulary.
     """
 
     weight: Tensor
@@ -46,6 +51,29 @@ class Unembedding:
     softcap: float | None = None
     scale: float = 1.0
     low_rank: LowRank | None = None
+    token_map: Tensor | None = None
+
+    def only(self, tokens: Tensor) -> Unembedding:
+        """A copy of the rows of `tokens` (long [N]), in that order.
+
+        Its softmax is this one's restricted to them: `exp(l_i) / sum_j exp(l_j)` over `tokens` alone.
+        """
+        rows = tokens.to(self.weight.device)
+        return replace(
+            self,
+            weight=self.weight[rows],
+            bias=None if self.bias is None else self.bias[rows],
+            low_rank=None if self.low_rank is None else self.low_rank.only(rows),
+            token_map=rows if self.token_map is None else self.token_map[rows],
+        )
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """The row of each token of any shape, long; -1 where a reduced vocabulary has none for it."""
+        if self.token_map is None:
+            return tokens
+        known, order = self.token_map.sort()
+        near = torch.searchsorted(known, tokens.contiguous()).clamp_(max=len(known) - 1)
+        return torch.where(known[near] == tokens, order[near], -1)
 
     def transform(self, logits: Tensor) -> Tensor:
         """Scale and soft-cap raw logits of any shape [..., V]."""

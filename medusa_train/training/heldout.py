@@ -36,9 +36,9 @@ class HeldOut:
     Attributes:
         loss: the heads', `sum_k c^k * head_loss[k]`, nats; comparable with the training loss of a frozen backbone.
         objective: what evaluations are compared by, nats: `loss` where the backbone is frozen, see `whole_objective`.
-        head_loss: mean cross-entropy per head, nats per valid target.
+        head_loss: mean cross-entropy per head, nats per valid target that the head's vocabulary holds.
         top: per head the share of valid targets among its best 1, 2, ..., 10 guesses.
-        targets: valid targets per head.
+        targets: valid targets per head. known: those of them that the head's vocabulary holds.
         lm_loss: mean cross-entropy of the backbone itself, nats per token; None where it is frozen.
         lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
         conversations: the ranks of what came next, see `ranked_conversations`.
@@ -49,6 +49,7 @@ class HeldOut:
     head_loss: list[float]
     top: list[list[float]]
     targets: list[int]
+    known: list[int]
     lm_loss: float | None = None
     lm_kl: float | None = None
     conversations: list[RankedConversation] = field(default_factory=list, repr=False, compare=False)
@@ -68,6 +69,7 @@ class HeldOut:
             "head_top1": [shares[0] for shares in self.top],
             "head_top": self.top,
             "targets": self.targets,
+            **({} if self.known == self.targets else {"targets_in_vocabulary": self.known}),
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
             **({} if accepted is None else {"acceptance_length": accepted.length}),
@@ -101,6 +103,7 @@ def evaluate_held_out(
     sums = torch.zeros(draft.num_heads, dtype=torch.float64)
     hits = torch.zeros(draft.num_heads, MAX_RANK, dtype=torch.long)
     targets = torch.zeros(draft.num_heads, dtype=torch.long)
+    known = torch.zeros(draft.num_heads, dtype=torch.long)
     own = _OwnLoss()
     conversations: list[list[RankedConversation]] = []  # of each batch
     was_training = draft.training
@@ -117,8 +120,11 @@ def evaluate_held_out(
                 for i, hidden in enumerate(draft.traced(feats, batch)):
                     wanted = shift(batch.labels, i + 1, batch.segments)
                     valid = wanted != IGNORE
-                    loss, places = _score(hidden[valid], wanted[valid], draft.unembed(i + 1))
+                    head = draft.unembed(i + 1)
+                    rows = head.places(wanted[valid])
+                    loss, places = _score(hidden[valid], rows, head)
                     sums[i] += loss
+                    known[i] += int((rows >= 0).sum())
                     hits[i] += torch.bincount(places[places >= 0], minlength=MAX_RANK).cumsum(dim=0)
                     targets[i] += len(places)
                     ranks[..., i][valid.cpu()] = places.to(ranks.dtype)
@@ -128,9 +134,9 @@ def evaluate_held_out(
     finally:
         student.train()
         draft.train(was_training)
-    sums, hits, targets = world.sum(sums), world.sum(hits), world.sum(targets)
+    sums, hits, targets, known = (world.sum(found) for found in (sums, hits, targets, known))
     own.add_up(world)
-    means = sums / targets.clamp(min=1)
+    means = sums / known.clamp(min=1)
     trained = means[: draft.trained_heads]
     weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(trained, start=1))
     whole = whole_objective(objective, weighted, own.loss, own.kl)
@@ -141,6 +147,7 @@ def evaluate_held_out(
         means.tolist(),
         shares.tolist(),
         targets.tolist(),
+        known.tolist(),
         own.loss,
         own.kl,
         _in_order(world.gather(conversations)),
@@ -224,12 +231,15 @@ class _OwnLoss:
 
 
 def _score(hidden: Tensor, wanted: Tensor, unembedding: Unembedding) -> tuple[float, Tensor]:
-    """Summed cross-entropy of hidden states [N, d] against tokens [N], and the tokens' ranks [N] (CPU), by chunks."""
+    """Summed cross-entropy of hidden states [N, d] against rows [N] of the matrix, and the ranks [N] (CPU), by chunks.
+
+    A row of -1, for a token that the head lacks, has no loss and no rank.
+    """
     loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
     for rows, tokens in zip(hidden.split(ROWS), wanted.split(ROWS), strict=True):
         if not len(tokens):
             continue
         logits = unembedding.logits(rows).float()
-        loss += float(cross_entropy(logits, tokens, reduction="sum"))
+        loss += float(cross_entropy(logits, tokens, reduction="sum", ignore_index=-1))
         ranks.append(rank_of(logits, tokens).cpu())
     return loss, torch.cat(ranks)

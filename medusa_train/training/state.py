@@ -23,6 +23,7 @@ class Window:
     seconds: float = 0.0
     correct: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
     lm_ce: float = 0.0
     lm_kl: float = 0.0
     lm_count: int = 0
@@ -40,10 +41,16 @@ class Window:
             return {}
         return {"lm_loss": self.lm_ce / self.lm_count, "lm_kl": self.lm_kl / self.lm_count}
 
-    def add_heads(self, correct: Sequence[int], counts: Sequence[int]) -> None:
-        """Add one step's right top-1 guesses and valid targets, per head."""
+    def add_heads(self, correct: Sequence[int], counts: Sequence[int], known: Sequence[int]) -> None:
+        """Add one step's right top-1 guesses, valid targets, and those of them that the vocabulary holds, per head."""
         self.correct = _added(self.correct, correct)
         self.counts = _added(self.counts, counts)
+        self.known = _added(self.known, known)
+
+    def outside(self) -> dict[str, float]:
+        """Share of valid targets that a reduced vocabulary lacks, so that no head learnt them; nothing if none."""
+        total, known = sum(self.counts), sum(self.known)
+        return {"outside_vocabulary": 1.0 - known / total} if known < total else {}
 
     def top1(self) -> list[float]:
         """Share of valid targets that each head's first guess hits; 0 where there were none."""

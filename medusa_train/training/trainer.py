@@ -166,7 +166,8 @@ class Trainer:
         self.engine.backward(self.engine.forward(share))
         out = outputs[0]
         tokens = int((batch.segments >= 0).sum())
-        return MicroStep(batch.records, out.loss.detach(), out.head_correct, out.head_counts, tokens, out.lm)
+        hits = (out.head_correct, out.head_counts, out.head_known)
+        return MicroStep(batch.records, out.loss.detach(), *hits, tokens, out.lm)
 
     def _compare(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
         """Run backbone, teacher and heads on one micro-batch; `counts` are the targets of the global batch."""
@@ -198,7 +199,7 @@ class Trainer:
         window.grad_norm += norm
         window.tokens += sums.tokens
         window.seconds += seconds
-        window.add_heads(sums.correct, sums.counts)
+        window.add_heads(sums.correct, sums.counts, sums.known)
         window.add_lm(sums.lm_ce, sums.lm_kl, sums.lm_count)
 
     def _skip(self, done: list[MicroStep], sums: StepSums, seconds: float) -> None:
@@ -234,6 +235,7 @@ class Trainer:
             "tokens_per_s": window.tokens / max(window.seconds, 1e-9),
             "tokens": self.state.tokens,
             **window.lm(),
+            **window.outside(),
             **({"overscaled_steps": window.overscaled} if window.overscaled else {}),
             **({"skipped_steps": self.state.skipped} if self.state.skipped else {}),
         }

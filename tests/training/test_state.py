@@ -26,6 +26,9 @@ def test_best_and_patience():
 
 def test_window_adds_per_head():
     window = Window()
-    window.add_heads([1, 0], [4, 0])
-    window.add_heads([2, 0], [2, 0])
+    window.add_heads([1, 0], [4, 0], [4, 0])
+    window.add_heads([2, 0], [2, 0], [2, 0])
     assert window.top1() == [pytest.approx(0.5), 0.0]
+    assert window.outside() == {}
+    window.add_heads([0, 0], [3, 1], [1, 0])
+    assert window.outside() == {"outside_vocabulary": pytest.approx(0.3)}

@@ -13,14 +13,15 @@ from medusa_train.training.student import make_student
 
 
 def micro(loss, correct, counts, lm=None):
-    return MicroStep(["a"], torch.tensor(loss), torch.tensor(correct), torch.tensor(counts), 7, lm)
+    counts = torch.tensor(counts)
+    return MicroStep(["a"], torch.tensor(loss), torch.tensor(correct), counts, counts - 1, 7, lm)
 
 
 def test_rows_add_up_to_the_step():
     ce, kl, count = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(4)
     rows = [micro(0.25, [1, 0], [3, 2]).row(), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count)).row()]
     sums = StepSums.of(torch.stack(rows).sum(dim=0))
-    assert sums == StepSums(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5])
+    assert sums == StepSums(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
 
 
 def test_counts_beyond_float32_stay_whole():
