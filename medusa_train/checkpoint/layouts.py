@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def save_heads(draft: MedusaDraft, directory: Path | str, base_model: str) -> Pa
     Raises:
         CheckpointError: the directory can't be written.
     """
-    heads = HeadTensors(draft.num_heads, draft.num_layers, dict(draft.state_dict()), base_model)
+    tokens = None if draft.token_map is None else draft.vocab_size
+    heads = HeadTensors(draft.num_heads, draft.num_layers, dict(draft.state_dict()), base_model, tokens)
     return write_heads(heads, directory)
 
 
@@ -47,7 +49,8 @@ def write_heads(
 ) -> Path:
     """Write medusa_lm_head.safetensors and config.json, with `pickled` also the medusa_lm_head.pt of the public code.
 
-    `config` holds further keys of config.json (TensorRT-LLM wants the backbone's there).
+    `config` holds further keys of config.json (TensorRT-LLM wants the backbone's there). Heads over a reduced
+    vocabulary are written with their token_map, for nobody but this program.
 
     Raises:
         CheckpointError: the directory can't be written.
@@ -60,6 +63,8 @@ def write_heads(
         "medusa_num_layers": heads.num_layers,
         "base_model_name_or_path": heads.base_model,
     }
+    if heads.token_map is not None:
+        keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / SAFETENSORS, lambda path: write_tensors(path, tensors))
@@ -76,7 +81,7 @@ def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None
     """Write the directory that vLLM loads: model.safetensors and config.json.
 
     Args:
-        lm_head: the backbone's matrix [V, d], for heads that share it.
+        lm_head: the backbone's matrix [V, d], for heads that share it; of a reduced vocabulary its rows are taken.
 
     Raises:
         CheckpointError: the directory can't be written, or the heads share a matrix that is not given.
@@ -131,6 +136,8 @@ def read_heads(directory: Path | str) -> HeadTensors:
     source = str(files[0] if len(files) == 1 else directory)
     heads = from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
     _correct(config, directory, heads, vllm=layout == "vllm")
+    if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
+        heads = replace(heads, backbone_tokens=config["vocab_size"])
     return heads.with_base_model(base if isinstance(base, str) else None)
 
 
@@ -162,6 +169,8 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
     """
     heads = read_heads(directory)
     vocab_size = backbone.vocab_size if heads.vocab_size is None else heads.vocab_size
+    if heads.token_map is not None:
+        vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
     if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
         raise CheckpointError(
             f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of {vocab_size}, but "
@@ -178,6 +187,7 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         softcap=transform.softcap,
         scale=transform.scale,
         shared=transform if heads.shared else None,
+        token_map=heads.token_map,
         dtype=dtype or backbone.dtype,
     )
     draft.load_state_dict(heads.state)

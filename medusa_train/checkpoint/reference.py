@@ -5,6 +5,7 @@
 {i}.{n}.bias                 only where the backbone's lm_head has one; our extension, others skip it
 
 "Version 2" has no {i}.{n}.weight: its heads share the backbone's lm_head.
+token_map, [N], stands in our own files alone: of heads over a reduced vocabulary, whose matrices are N x d.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from medusa_train.errors import CheckpointError
 
+TOKEN_MAP = "token_map"
+"""Which token each of the N rows of a reduced vocabulary stands for: the name in our files and in vLLM's."""
+
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _HEAD = re.compile(r"(\d+)\.(\d+)\.(weight|bias)")
@@ -30,14 +34,22 @@ class HeadTensors:
 
     Attributes:
         num_heads: K. num_layers: residual blocks per head.
-        state: `MedusaDraft`'s own state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`.
+        state: `MedusaDraft`'s own state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`, and
+            `token_map` where the vocabulary is reduced.
         base_model: the backbone that they were trained on, as config.json names it.
+        backbone_tokens: V as config.json says, for a reduced vocabulary, of which the tensors know only N.
     """
 
     num_heads: int
     num_layers: int
     state: dict[str, Tensor]
     base_model: str | None = None
+    backbone_tokens: int | None = None
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """Long [N], the tokens that the heads know; None: all."""
+        return self.state.get(TOKEN_MAP)
 
     @property
     def shared(self) -> bool:
@@ -51,7 +63,9 @@ class HeadTensors:
 
     @property
     def vocab_size(self) -> int | None:
-        """V; None where the backbone's lm_head is shared."""
+        """V of the backbone; None where nothing says it, since its lm_head is shared."""
+        if self.token_map is not None:
+            return self.backbone_tokens
         return None if self.shared else self.state["lm_heads.0.weight"].shape[0]
 
     def with_base_model(self, name: str | None) -> HeadTensors:
@@ -67,6 +81,9 @@ def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tens
     """
     renamed = {}
     for name, tensor in state.items():
+        if name == TOKEN_MAP:
+            renamed[name] = tensor
+            continue
         match = _OURS.fullmatch(name)
         if match is None:
             raise CheckpointError(f"{name}: no such weight in Medusa heads")
@@ -90,6 +107,8 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
         name = _PREFIX.sub("", full_name)
         if match := _BLOCK.fullmatch(name):
             state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
+        elif name == TOKEN_MAP:
+            state[name] = tensor
         elif match := _HEAD.fullmatch(name):
             if tops.setdefault(match[1], int(match[2])) != int(match[2]):
                 raise CheckpointError(f"{source}: {full_name}: a head has its unembedding in two places")
@@ -117,6 +136,8 @@ def complete_heads(state: dict[str, Tensor], source: str, num_layers: int | None
         raise CheckpointError(f"{source}: holds no heads")
     if num_layers is None:
         num_layers = len({match[2] for match in blocks})
+    if TOKEN_MAP in state:
+        state[TOKEN_MAP] = _checked_tokens(state, source)
     heads = HeadTensors(len(numbers), num_layers, state)
     _check_complete(heads, source)
     _check_shapes(heads, source)
@@ -153,7 +174,7 @@ def _check_complete(heads: HeadTensors, source: str) -> None:
     missing = list(to_reference(dict.fromkeys(sorted(wanted - set(heads.state)), torch.empty(0)), heads.num_layers))
     if missing:
         raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
-    if extra := set(heads.state) - wanted:
+    if extra := set(heads.state) - wanted - {TOKEN_MAP}:
         names = to_reference({name: heads.state[name] for name in sorted(extra)}, heads.num_layers)
         raise CheckpointError(f"{source}: weights that belong to no head: {', '.join(names)}")
 
@@ -166,8 +187,24 @@ def _check_shapes(heads: HeadTensors, source: str) -> None:
         raise CheckpointError(f"{source}: {key} is no matrix: {list(first.shape)}")
     vocab, width = first.shape
     for name, tensor in heads.state.items():
+        if name == TOKEN_MAP:
+            continue
         rows = vocab if name.startswith("lm_heads.") else width
         shape = (rows,) if name.endswith(".bias") else (rows, width)
         if tuple(tensor.shape) != shape:
             (key,) = to_reference({name: tensor}, heads.num_layers)
             raise CheckpointError(f"{source}: {key} is {list(tensor.shape)}, expected {list(shape)}")
+
+
+def _checked_tokens(state: Mapping[str, Tensor], source: str) -> Tensor:
+    """The token map as long [N], each token once, beside matrices of N rows."""
+    tokens = state[TOKEN_MAP]
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool or not len(tokens):
+        raise CheckpointError(f"{source}: {TOKEN_MAP} is no list of tokens: {list(tokens.shape)} of {tokens.dtype}")
+    tokens = tokens.long()
+    if int(tokens.min()) < 0 or len(tokens.unique()) < len(tokens):
+        raise CheckpointError(f"{source}: {TOKEN_MAP} names a token twice, or one below 0")
+    own = state.get("lm_heads.0.weight")
+    if own is not None and len(own) != len(tokens):
+        raise CheckpointError(f"{source}: {TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(own)} rows")
+    return tokens

@@ -1,7 +1,8 @@
 """The layout of Medusa heads that vLLM loads: its names, its config.json, and the rules of its loader.
 
 Knows no files and no model. blocks.{i}.layers.{j}.weight|bias, lm_heads.{i}.weight; heads on the backbone's own lm_head
-("version 2") say `original_lm_head: true` and carry that one matrix as lm_heads.0.weight.
+("version 2") say `original_lm_head: true` and carry that one matrix as lm_heads.0.weight. Heads over a reduced
+vocabulary say `truncated_vocab_size: N`, less than `vocab_size`, and carry token_map [N] beside matrices of N rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.reference import HeadTensors, complete_heads
+from medusa_train.checkpoint.reference import TOKEN_MAP, HeadTensors, complete_heads
 from medusa_train.errors import CheckpointError
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -31,25 +32,35 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
         heads: what to write. lm_head: the backbone's matrix [V, d], for heads that share it.
 
     Raises:
-        CheckpointError: heads that share lm_head, and none is given.
+        CheckpointError: heads that share lm_head, and none is given; or a reduced vocabulary, and nothing says of how
+            many tokens.
     """
     tensors = {}
     for name, tensor in heads.state.items():
         if match := _OURS.fullmatch(name):
             tensors[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
-        elif name.endswith(".weight"):
+        elif name.endswith(".weight") or name == TOKEN_MAP:
             tensors[name] = tensor
     if heads.shared:
         if lm_head is None:
             raise CheckpointError("the heads share the backbone's lm_head, which vLLM wants beside them")
         tensors[_SHARED] = lm_head
     vocab_size = tensors[_SHARED].shape[0]
+    if heads.token_map is not None:
+        if heads.shared:
+            tensors[_SHARED] = tensors[_SHARED][heads.token_map]
+        elif heads.vocab_size is None:
+            raise CheckpointError(
+                "config.json does not say to how many tokens (vocab_size) the heads' token_map points"
+            )
+        else:
+            vocab_size = heads.vocab_size
     config: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "hidden_size": heads.hidden_size,
         "vocab_size": vocab_size,
-        "truncated_vocab_size": vocab_size,
+        "truncated_vocab_size": tensors[_SHARED].shape[0],
         # no other key may hold "num" and "heads" (or "layers"): the loader would take it for one of these two
         "num_heads": heads.num_heads,
         "num_hidden_layers": heads.num_layers,
@@ -64,32 +75,50 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
 def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> HeadTensors:
     """Read vLLM's names; the numbers of heads and blocks are those of the tensors.
 
-    Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros, which is the same.
+    Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros, which is the same. A token_map counts only
+    where `truncated_vocab_size` is less than `vocab_size`; of whole matrices beside it its rows are taken.
 
     Raises:
-        CheckpointError: unknown, missing or misshapen tensors, or a vocabulary cut down to the draft's own.
+        CheckpointError: unknown, missing or misshapen tensors, or a token_map that is missing or of another size.
     """
     state: dict[str, Tensor] = {}
     for full_name, tensor in tensors.items():
         name = full_name.replace("medusa_heads.", "")  # as vLLM's loader does
-        if name == "token_map":
-            raise CheckpointError(
-                f"{source}: these heads know a reduced vocabulary of {len(tensor)} tokens (token_map); "
-                "only heads over the backbone's whole vocabulary can be read"
-            )
         if match := _BLOCK.fullmatch(name):
             state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
-        elif _HEAD.fullmatch(name):
+        elif _HEAD.fullmatch(name) or name == TOKEN_MAP:
             state[name] = tensor
         else:
             raise CheckpointError(f"{source}: {full_name} is no weight of Medusa heads in vLLM's layout")
     if config.get("original_lm_head") is True:
         state.pop(_SHARED, None)
+    _reduce(state, config, source)
     if not config.get("medusa_fc_bias", False):
         weights = [name for name in state if name.startswith("blocks.") and name.endswith(".weight")]
         for name in weights:  # the loader drops biases then, whether the file has them or not
             state[name.removesuffix("weight") + "bias"] = state[name].new_zeros(len(state[name]))
     return complete_heads(state, source)
+
+
+def _reduce(state: dict[str, Tensor], config: Mapping[str, Any], source: str) -> None:
+    """Make of the matrices and token_map what the loader would: a reduced vocabulary, or none."""
+    size = _reduced_size(config)
+    tokens = state.pop(TOKEN_MAP, None)
+    if size is None:
+        return
+    if tokens is None or len(tokens) != size:
+        found = "there is no token_map" if tokens is None else f"token_map has {len(tokens)}"
+        raise CheckpointError(f"{source}: config.json says truncated_vocab_size: {size}, but {found}")
+    for name in [name for name in state if _HEAD.fullmatch(name)]:
+        if len(state[name]) > size:
+            state[name] = state[name][tokens.long()]
+    state[TOKEN_MAP] = tokens
+
+
+def _reduced_size(config: Mapping[str, Any]) -> int | None:
+    """N; None where the heads know all tokens."""
+    size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
+    return size if isinstance(size, int) and isinstance(whole, int) and size < whole else None
 
 
 def loader_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[str]:
@@ -140,6 +169,8 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                 expected[f"blocks.{i}.layers.{j}.bias"] = (width,)
         if i == 0 or not config.get("original_lm_head", False):
             expected[f"lm_heads.{i}.weight"] = (rows, width)
+    if rows < config["vocab_size"]:
+        expected[TOKEN_MAP] = (rows,)
     return expected
 
 

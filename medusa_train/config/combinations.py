@@ -33,6 +33,7 @@ _HEAD_KEYS = (
     "medusa_decay_coefficient",
     "medusa_soft_targets",
     "medusa_share_lm_head",
+    "medusa_vocab_size",
 )
 _JOINT_KEYS = (
     "adapter",
@@ -188,6 +189,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         ("export", "medusa_share_lm_head"),
         lambda cfg: "reference-v2" in (cfg.export or ()) and not cfg.medusa_share_lm_head,
         "reference-v2 is the layout of heads that share the backbone's lm_head; set medusa_share_lm_head: true",
+    ),
+    Impossible(
+        ("export", "medusa_vocab_size"),
+        lambda cfg: cfg.medusa_vocab_size is not None and bool(set(cfg.export or ()) - {"vllm", "merged"}),
+        "of the layouts of others only vLLM's holds heads over a reduced vocabulary (medusa_vocab_size); export vllm",
     ),
     Impossible(
         ("warmup_steps", "warmup_ratio"),

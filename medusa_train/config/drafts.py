@@ -70,6 +70,7 @@ class MedusaConfig(DraftConfig):
 
     num_layers: Int = 1
     share_lm_head: Bool = False
+    vocab_size: Int | None = None
     decay_coefficient: Float = 0.8
     soft_targets: Float = 0.0
 
@@ -85,7 +86,8 @@ class MedusaConfig(DraftConfig):
 
     def describe(self) -> str:
         """Heads x layers."""
-        return f"{self.num_heads} Medusa heads x {self.num_layers} layer{'' if self.num_layers == 1 else 's'}"
+        known = f" over {self.vocab_size:,} tokens" if self.vocab_size else ""
+        return f"{self.num_heads} Medusa heads x {self.num_layers} layer{'' if self.num_layers == 1 else 's'}{known}"
 
 
 class HydraConfig(DraftConfig):

@@ -138,6 +138,9 @@ class TrainConfig(Config):
     medusa_num_unfreeze_layers: Int = key(0, "train the last N layers, final norm and lm_head too", ge=0)
     medusa_logging: Bool = key(False, "log the top-k accuracy of each head while training")
     medusa_share_lm_head: Bool = key(False, "heads use the backbone's lm_head, without a matrix of their own")
+    medusa_vocab_size: Int | None = key(
+        None, "N: heads guess only the N most frequent tokens of the training text; default: all tokens", ge=16
+    )
     calibration_tokens: Int = key(6000, "greedy tokens on held-out prompts that fit the tree; 0: no tree", ge=0)
 
     # Adapter

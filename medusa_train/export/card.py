@@ -86,6 +86,9 @@ def _what(heads: HeadTensors, to: ExportTarget) -> str:
     if to == "merged":
         return "The backbone of a Medusa-2 run, with everything folded in that it learnt beside its draft heads."
     matrix = "the backbone's lm_head, shared" if heads.shared else f"{heads.vocab_size:,} tokens"
+    if heads.token_map is not None:
+        known = f"the {len(heads.token_map):,} most frequent tokens"
+        matrix = f"{matrix}, {known}" if heads.shared else known
     layers = f"{heads.num_layers} residual block{'' if heads.num_layers == 1 else 's'}"
     return (
         f"{heads.num_heads} draft heads with {layers} each (hidden size {heads.hidden_size:,}, {matrix}): head k "

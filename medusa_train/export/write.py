@@ -66,6 +66,7 @@ def export_run(
     done = Exported(target or paths.home / "export" / to)
     named = base_model or _backbone_name(paths)
     heads = read_heads(paths.heads).with_base_model(named)
+    _check_vocabulary(paths, heads, to)
     _WRITERS[to](paths, heads, done)
     done.warnings += warnings_for(to, heads)
     if to != MERGED:
@@ -82,9 +83,19 @@ def export_run(
     return done
 
 
+def _check_vocabulary(paths: SubjectPaths, heads: HeadTensors, to: ExportTarget) -> None:
+    if heads.token_map is not None and to not in ("vllm", MERGED):
+        raise CheckpointError(
+            f"{paths.heads}: these heads know {len(heads.token_map):,} tokens only (medusa_vocab_size), and the layout "
+            f"of {to} has no place for which ones; export --to vllm, or train without medusa_vocab_size"
+        )
+
+
 def describe(heads: HeadTensors) -> str:
     """Heads in one line."""
     matrix = "the lm_head of the backbone" if heads.shared else f"V {heads.vocab_size}"
+    if heads.token_map is not None:
+        matrix += f", {len(heads.token_map):,} tokens of it"
     blocks = f"{heads.num_layers} block{'' if heads.num_layers == 1 else 's'}"
     return f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; backbone {heads.base_model}"
 

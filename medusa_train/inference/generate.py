@@ -12,7 +12,7 @@ import torch
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import BLOCK
+from medusa_train.models.compiled import block_end
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import TreeCache
@@ -191,10 +191,11 @@ class Decoder:
             # nodes past the context are never kept; no position table must be asked for them either
             positions = positions.clamp(max=self.backbone.max_context - 1)
         compiled = self.backbone.compiled
-        if compiled is not None and self._need == PLAIN and cache.capacity % BLOCK == 0:
-            stored = cache.expect(proposal.tree.size + 1, BLOCK)
-            mask = masks.at(proposal.tree, cache.length, stored.shape[4])
-            hidden, logits = compiled(proposal.tokens, positions, mask, stored, cache.length)
+        count = proposal.tree.size + 1
+        upto = block_end(cache.length + count)
+        if compiled is not None and self._need == PLAIN and upto < cache.capacity:
+            mask = masks.at(proposal.tree, cache.length, upto)
+            hidden, logits = compiled(proposal.tokens, positions, mask, cache.expect(count), cache.length)
             feats = Features(hidden)
         else:
             feats = self.backbone.run(
@@ -210,8 +211,6 @@ class Decoder:
 
     def _fresh_cache(self, capacity: int) -> TreeCache:
         """The cache of the last question where it is large enough, else a new one."""
-        if self.backbone.compiled is not None:
-            capacity = -(-capacity // BLOCK) * BLOCK
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = self.backbone.new_cache(capacity)
         self._cache.reset()
@@ -222,13 +221,14 @@ def usable_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> T
     """The tree to decode with, on the backbone's device: empty without a draft.
 
     Raises:
-        MedusaError: it is deeper than the draft, or wider than the vocabulary.
+        MedusaError: it is deeper than the draft, or wider than the vocabulary of either.
     """
     tree = tree if tree is not None and draft is not None else Tree.empty()
     if draft is not None and tree.max_depth > draft.num_heads:
         raise MedusaError(f"the tree is {tree.max_depth} deep, the draft has {draft.num_heads} heads")
-    if tree.width > backbone.vocab_size:
-        raise MedusaError(f"the tree reads rank {tree.width - 1} of {backbone.vocab_size} tokens")
+    known = backbone.vocab_size if draft is None or draft.widest is None else draft.widest
+    if tree.width > known:
+        raise MedusaError(f"the tree reads rank {tree.width - 1} of {known} tokens")
     return tree.to(backbone.device)
 
 

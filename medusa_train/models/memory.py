@@ -66,6 +66,7 @@ def estimate_memory(
         "backbone, trained": joint * _MASTER,
         "adapter": adapter * _MASTER,
         "heads": heads * _MASTER,
+        "lm_head's rows that shared heads know": _shared_rows(cfg, text.hidden_size) * dtype.itemsize,
         "gradients": trained * _MASTER,
         f"optimizer states ({cfg.optimizer})": round(trained * state),
         "activations (estimate)": _activations(cfg, model, text, rows, width, dtype, device),
@@ -139,20 +140,30 @@ def _activations(
     return body + copies + heads + mask + _losses(cfg, model, tokens, item, device)
 
 
+def _shared_rows(cfg: TrainConfig, hidden: int) -> int:
+    """Numbers of the rows of lm_head that heads over a reduced vocabulary copy once to share."""
+    settings = cfg.drafted.settings
+    return (settings.get("vocab_size") or 0) * hidden if settings.get("share_lm_head") else 0
+
+
 def _losses(cfg: TrainConfig, model: Any, tokens: int, item: int, device: str) -> int:
     """A chunk's logits (and the teacher's), blocks of it in float32, a matrix in the products' dtype, and gradients.
 
     Matrices get their gradients in the forward pass. With gradient accumulation they lie beside the sums of earlier
-    micro-steps until the backward pass; without it they become the gradients, which are counted elsewhere.
+    micro-steps until the backward pass; without it they become the gradients, which are counted elsewhere. Over a
+    reduced vocabulary all is smaller, unless the backbone's own loss is there; of a teacher the rows are copied.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
+    known = cfg.drafted.settings.get("vocab_size") or vocab
+    rows_of_teacher = known * hidden * item if known < vocab and cfg.drafted.loss.soft else 0
+    vocab = known if cfg.resolved().recipe == "medusa1" else vocab
     taught = cfg.medusa_self_distillation or cfg.drafted.loss.soft or cfg.medusa_distillation_regularization
     logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
     blocks = 4 * min(block_rows(vocab, device), tokens) * vocab * _MASTER
     matrix = vocab * hidden * item if item < _MASTER else 0
     own = 0 if cfg.drafted.settings.get("share_lm_head") else cfg.drafted.num_heads
     beside = own if cfg.gradient_accumulation_steps > 1 else 0
-    return logits + blocks + 2 * matrix + beside * vocab * hidden * _MASTER
+    return logits + blocks + 2 * matrix + rows_of_teacher + beside * known * hidden * _MASTER
 
 
 def _layer_width(text: Any) -> int:

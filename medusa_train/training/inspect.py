@@ -19,6 +19,7 @@ from medusa_train.models.backbone import resolve_backbone
 from medusa_train.models.memory import Memory, estimate_memory
 from medusa_train.training.precision import choose_precision
 from medusa_train.training.prepare import load_data, load_tokenizer, make_plan
+from medusa_train.training.vocabulary import describe_vocabulary, draft_vocabulary
 
 SAMPLES = 3
 TOKENS = 400  # shown of a sample
@@ -60,7 +61,9 @@ def inspect(
     return Group(
         Text.assemble("learnt tokens are ", ("«green»", LEARNT), ", those only read are ", ("dim", GIVEN), "\n"),
         *_samples(train, tokenizer),
-        Padding(_figures(cfg, train, held_out, loader), (0, 0, 1, 0)),
+        Padding(
+            _figures(cfg, train, held_out, loader, _known(cfg, train, held_out, tokenizer, model_config)), (0, 0, 1, 0)
+        ),
         _memory_table(_memory(cfg, train, loader, model_config), cfg),
     )
 
@@ -90,7 +93,18 @@ def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
         yield Padding(masked_text(example, tokenizer), (0, 0, 1, 2))
 
 
-def _figures(cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, loader: BatchLoader) -> Table:
+def _known(
+    cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, tokenizer: Any, model_config: Any
+) -> str | None:
+    """What heads over a reduced vocabulary would know, in a line; None: everything."""
+    vocab_size = model_config.get_text_config().vocab_size
+    known = draft_vocabulary(cfg, train, tokenizer, vocab_size)
+    return None if known is None else describe_vocabulary(known, train, held_out, vocab_size)
+
+
+def _figures(
+    cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, loader: BatchLoader, known: str | None
+) -> Table:
     table = _grid()
     lengths = [len(example) for example in train.examples]
     table.add_row(
@@ -99,6 +113,8 @@ def _figures(cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, 
     table.add_row("lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}")
     if len(held_out):
         table.add_row("held out", f"{len(held_out):,} conversations, {held_out.tokens:,} tokens, {_percent(held_out)}")
+    if known is not None:
+        table.add_row("heads know", known)
     table.add_row("rows", _rows(train, loader))
     plan = make_plan(cfg, loader.steps_per_epoch)
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"

@@ -39,6 +39,7 @@ from medusa_train.training.snapshot import random_states, restore_place, restore
 from medusa_train.training.state import TrainState
 from medusa_train.training.student import Student, check_start, make_student, start_heads
 from medusa_train.training.trainer import Trainer
+from medusa_train.training.vocabulary import check_vocabulary, describe_vocabulary, draft_vocabulary
 
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
@@ -83,7 +84,9 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> Data:
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
     check_start(cfg)
-    context = context_length(config.get_text_config())
+    text = config.get_text_config()
+    check_vocabulary(cfg, text.vocab_size)
+    context = context_length(text)
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
         cfg = cfg.model_copy(update={"sequence_len": context})
@@ -139,7 +142,7 @@ def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) 
         BackboneError: the backbone can't be loaded.
         CheckpointError: the checkpoint to go on from is damaged, or of other heads.
     """
-    draft, student = world.together(lambda: _model(cfg, console, world.device))
+    draft, student = world.together(lambda: _model(cfg, data, console, world.device))
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
@@ -215,7 +218,7 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
     return batches
 
 
-def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[Draft, Student]:
+def _model(cfg: TrainConfig, data: Data, console: Console, device: torch.device) -> tuple[Draft, Student]:
     """Load the backbone and make of it what the recipe trains; the same in every process."""
     seed_all(cfg.seed)
     if cfg.tf32:
@@ -231,16 +234,21 @@ def _model(cfg: TrainConfig, console: Console, device: torch.device) -> tuple[Dr
         trust_remote_code=cfg.trust_remote_code,
     )
     console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
-    draft = _heads(cfg, backbone, console)
+    draft = _heads(cfg, data, backbone, console)
     return draft, make_student(cfg, backbone, precision)
 
 
-def _heads(cfg: TrainConfig, backbone: Backbone, console: Console) -> Draft:
+def _heads(cfg: TrainConfig, data: Data, backbone: Backbone, console: Console) -> Draft:
     """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
     earlier = start_heads(cfg)
     section = cfg.drafted
     if earlier is None:
-        return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **section.settings)
+        known = draft_vocabulary(cfg, data.train, backbone.tokenizer, backbone.vocab_size)
+        if known is None:
+            return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **section.settings)
+        line = describe_vocabulary(known, data.train, data.held_out, backbone.vocab_size)
+        console.print(f"draft vocabulary: {line}", highlight=False)
+        return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, token_map=known, **section.settings)
     draft = load_draft(earlier, backbone, torch.float32)
     if kind_of(draft) != cfg.draft:
         raise ConfigError(f"lora_model_dir: {earlier} holds a {kind_of(draft)} draft; set draft: {kind_of(draft)}")

@@ -73,6 +73,6 @@ def _fitting(where: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{where}: does not fit this run ({reason}).\n"
-            "A run goes on with the base_model, draft, heads (medusa_num_heads, medusa_num_layers; other drafts: their "
-            "section), adapter and optimizer it began with."
+            "A run goes on with the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size; "
+            "other drafts: their section), adapter and optimizer it began with."
         ) from error

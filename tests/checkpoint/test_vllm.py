@@ -63,6 +63,8 @@ def test_names_and_config_are_vllm_s() -> None:
         ({}, {"num_heads": 4}, "lm_heads.3.weight: missing"),
         ({"lm_heads.0.weight": torch.zeros(V + 1, D)}, {}, "lm_heads.0.weight: [12, 6], expected [11, 6]"),
         ({}, {"original_lm_head": True}, "lm_heads.1.weight: dropped in silence"),
+        ({"token_map": torch.arange(V)}, {}, "token_map: dropped in silence"),
+        ({}, {"truncated_vocab_size": V - 1}, "token_map: missing"),
     ],
 )
 def test_what_vllm_would_do_in_silence_is_found(
@@ -111,7 +113,6 @@ def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"token_map": torch.arange(4)}, "reduced vocabulary of 4 tokens"),
         ({"fc.weight": torch.zeros(1)}, r"fc\.weight is no weight"),
         ({"lm_heads.1.weight": None}, "missing"),
         ({"blocks.1.layers.0.bias": torch.zeros(2)}, "expected"),

@@ -18,8 +18,11 @@ def train(*overrides: str) -> TrainConfig:
 
 def test_medusas_flat_keys_are_its_section() -> None:
     section = train("medusa_num_heads=3", "medusa_soft_targets=0.5").drafted
-    assert section.settings == {"num_heads": 3, "num_layers": 1, "share_lm_head": False}
+    assert section.settings == {"num_heads": 3, "num_layers": 1, "share_lm_head": False, "vocab_size": None}
     assert section.loss == HeadsLoss(0.8, 0.5)
+    section = train("medusa_vocab_size=1024").drafted
+    assert section.settings["vocab_size"] == 1024
+    assert section.describe() == "5 Medusa heads x 1 layer over 1,024 tokens"
 
 
 @pytest.mark.parametrize("kind", SECTIONS)

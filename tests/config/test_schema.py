@@ -164,6 +164,7 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
         (["medusa_share_lm_head=true", "adapter=lora"], "leave it frozen"),
         (["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q_proj, lm_head]"], "leave it frozen"),
         (["medusa_share_lm_head=true", "recipe=medusa2"], "leave it frozen"),
+        (["medusa_vocab_size=1024", "export=[vllm, tgi]"], "only vLLM's holds heads over a reduced vocabulary"),
     ],
 )
 def test_impossible_combinations(overrides: list[str], words: str) -> None:
@@ -186,6 +187,8 @@ def test_impossible_combinations(overrides: list[str], words: str) -> None:
         ["resume_from_checkpoint=false", "overwrite_output_dir=true"],
         ["medusa_share_lm_head=true"],
         ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q_proj]"],
+        ["medusa_vocab_size=1024", "export=vllm"],
+        ["medusa_vocab_size=1024", "export=[merged, vllm]", "adapter=lora"],
     ],
 )
 def test_possible_combinations(overrides: list[str]) -> None:

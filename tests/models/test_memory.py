@@ -115,3 +115,15 @@ def test_activations_follow_the_settings() -> None:
     assert size(gradient_accumulation_steps=2) == frozen + 3 * 61 * 32 * 4
     assert size(gradient_accumulation_steps=2, medusa_share_lm_head=True) == size(medusa_share_lm_head=True)
     assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 61 * 2
+
+
+def test_a_reduced_vocabulary_needs_less() -> None:
+    whole, part = estimate(), estimate(medusa_vocab_size=20)
+    assert whole.trained - part.trained == 3 * 41 * 32
+    assert part.total < whole.total
+    shared = estimate(medusa_vocab_size=20, medusa_share_lm_head=True)
+    assert shared.parts["lm_head's rows that shared heads know"] == 20 * 32 * 2
+    taught = estimate(medusa_vocab_size=20, medusa_soft_targets=0.5).parts[ACTIVATIONS]
+    assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 20 * 2 + 20 * 32 * 2
+    joint, joint_part = (estimate(recipe="medusa2", **keys) for keys in ({}, {"medusa_vocab_size": 20}))
+    assert joint.parts[ACTIVATIONS] == joint_part.parts[ACTIVATIONS]  # the backbone's own loss is over all tokens

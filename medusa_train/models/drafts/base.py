@@ -81,6 +81,11 @@ class Draft(nn.Module):
         """For how many k `hidden` yields; fewer than K where one head drafts all depths."""
         return self.num_heads
 
+    @property
+    def widest(self) -> int | None:
+        """How many different tokens it can guess at a place; None: all that the backbone knows."""
+        return None
+
     @abstractmethod
     def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """Training: for k = 1..trained_heads the state [B, T, d] that head k's unembedding reads.

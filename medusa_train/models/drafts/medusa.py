@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,11 @@ class MedusaDraft(Draft):
         softcap, scale: the backbone's logit transform, see `Unembedding`.
         shared: the backbone's own unembedding, for heads without a matrix of their own ("version 2": about 11 % of
             the parameters at the shape of a 7B model); it is read, never trained or saved by the heads.
+        token_map: long [N], for heads over a reduced vocabulary: logit i is that of the token token_map[i], and other
+            tokens are never guessed. With `shared` its rows are copied once.
     """
+
+    token_map: Tensor | None
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class MedusaDraft(Draft):
         softcap: float | None = None,
         scale: float = 1.0,
         shared: Unembedding | None = None,
+        token_map: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -92,12 +97,14 @@ class MedusaDraft(Draft):
         self.vocab_size = vocab_size
         self.softcap = softcap
         self.scale = scale
-        self.shared = shared
+        self.register_buffer("token_map", None if token_map is None else token_map.long())
+        self._whole = shared
+        self.shared = self._known_part()
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers))) for _ in range(num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, vocab_size, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
+            nn.Linear(hidden_size, self.widest, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
         )
         self._packed: PackedHeads | None = None
         self._lay_side_by_side()
@@ -108,6 +115,27 @@ class MedusaDraft(Draft):
         super()._apply(fn, recurse)
         self._lay_side_by_side()
         return self
+
+    def _known_part(self) -> Unembedding | None:
+        """What shared heads unembed with: the backbone's matrix, or a copy of the rows that they know."""
+        if self._whole is None or self.token_map is None:
+            return self._whole
+        with torch.no_grad():
+            return self._whole.only(self.token_map)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take back weights, and with them the vocabulary that they are for."""
+        before = self.token_map
+        known = None if before is None else before.clone()
+        done = super().load_state_dict(state_dict, strict, assign)
+        if known is not None and self.token_map is not None and not torch.equal(known, self.token_map):
+            self.shared = self._known_part()
+        return done
+
+    @property
+    def widest(self) -> int:
+        """N, of a reduced vocabulary, or V."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
 
     def pack(self) -> bool:
         """Lay the weights out for decoding on a CPU where that is faster, see `models.packed`; says whether."""
@@ -155,9 +183,20 @@ class MedusaDraft(Draft):
         num_layers: int = 1,
         *,
         share_lm_head: bool = False,
+        vocab_size: int | None = None,
+        token_map: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
-        """Untrained heads that predict what `backbone` predicts, on its device; dtype by default its own."""
+        """Untrained heads that predict what `backbone` predicts, on its device; dtype by default its own.
+
+        Args:
+            vocab_size: N, for heads over the `token_map` (long [N]) alone, which begin as these rows of lm_head.
+
+        Raises:
+            ValueError: one of the two does not fit the other.
+        """
+        if vocab_size != (None if token_map is None else len(token_map)):
+            raise ValueError(f"heads over {vocab_size} tokens want a token_map of as many")
         own = backbone.unembedding()
         draft = cls(
             backbone.hidden_size,
@@ -168,8 +207,11 @@ class MedusaDraft(Draft):
             softcap=own.softcap,
             scale=own.scale,
             shared=own if share_lm_head else None,
+            token_map=token_map,
             dtype=dtype or backbone.dtype,
         ).to(backbone.device)
+        if token_map is not None and draft.lm_heads:
+            own = own.only(token_map)
         with torch.no_grad():
             for head in draft.lm_heads:
                 assert isinstance(head, nn.Linear)
@@ -185,14 +227,18 @@ class MedusaDraft(Draft):
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
             "share_lm_head": self.shared is not None,
+            "vocab_size": None if self.token_map is None else len(self.token_map),
         }
 
     @classmethod
-    def count(cls, model: Any, *, num_heads: int, num_layers: int, share_lm_head: bool) -> int:
-        """`d x d` and a bias for each block, and a copy of lm_head for each head."""
+    def count(
+        cls, model: Any, *, num_heads: int, num_layers: int, share_lm_head: bool, vocab_size: int | None = None
+    ) -> int:
+        """`d x d` and a bias for each block, and a copy of lm_head, or of N rows of it, for each head."""
         head = model.get_output_embeddings()
-        hidden = head.weight.shape[1]
-        own = 0 if share_lm_head else sum(p.numel() for p in head.parameters())
+        rows, hidden = head.weight.shape
+        row = sum(p.numel() for p in head.parameters()) // rows
+        own = 0 if share_lm_head else row * (vocab_size or rows)
         return num_heads * (num_layers * (hidden * hidden + hidden) + own)
 
     def check_fits(self, backbone: Backbone) -> None:
@@ -218,10 +264,10 @@ class MedusaDraft(Draft):
             return self.shared
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
-        return Unembedding(head.weight, head.bias, self.softcap, self.scale)
+        return Unembedding(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Head k's logits [..., V] at the backbone's states [..., d]."""
+        """Head k's logits [..., V] (reduced: [..., N]) at the backbone's states [..., d]."""
         return self.unembed(k).logits(self.hidden_at(states, k))
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MedusaState:
@@ -238,6 +284,8 @@ class MedusaDraft(Draft):
         else:
             logits = self._all_orders(state.hidden, state.stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
+        if self.token_map is not None:
+            best = self.token_map[best]
         return Proposal(torch.cat([roots[:, None], best[:, tree.guess_index]], dim=1), tree)
 
     def _order(self, states: Tensor, k: int) -> Tensor:

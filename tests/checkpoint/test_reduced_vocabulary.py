@@ -1,0 +1,120 @@
+"""Heads over a reduced vocabulary on disk: ours, vLLM's, and what is no such thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from medusa_train.checkpoint.drafts import load_draft, save_draft
+from medusa_train.checkpoint.layouts import read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.reference import from_reference
+from medusa_train.checkpoint.vllm import config_as_loaded, from_vllm, loader_problems, to_vllm
+from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts.medusa import MedusaDraft
+from tests.checkpoint.others import D, V, vllm_config, vllm_tensors
+from tests.checkpoint.test_vllm import same
+from tests.families import random_backbone
+
+KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
+
+
+def draft(*, share: bool, dtype: torch.dtype = torch.float32) -> MedusaDraft:
+    backbone = random_backbone("llama", dtype=dtype)
+    made = MedusaDraft.from_backbone(backbone, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.1)
+    return made
+
+
+def reduced(**more: Tensor | None) -> dict[str, Tensor]:
+    """vLLM's tensors with the first four rows of each matrix, for tokens of some numbers."""
+    tensors = {name: t[:4] if name.startswith("lm_heads") else t for name, t in vllm_tensors().items()}
+    tensors["token_map"] = torch.tensor([10, 2, 0, 7])
+    return {name: t for name, t in {**tensors, **more}.items() if t is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [False, True])
+def test_saved_and_loaded_they_are_the_same(tmp_path: Path, share: bool, dtype: torch.dtype) -> None:
+    made, backbone = draft(share=share, dtype=dtype), random_backbone("llama", dtype=dtype)
+    save_draft(made, tmp_path, "m")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["medusa_vocab_size"], config["vocab_size"]) == (8, 61)
+    again = load_draft(tmp_path, backbone)
+    assert isinstance(again, MedusaDraft)
+    assert same(again.state_dict(), made.state_dict())
+    assert again.settings == made.settings
+    states = torch.randn(4, backbone.hidden_size).to(dtype)
+    assert torch.equal(again.head_logits(states, 3), made.head_logits(states, 3))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None:
+    made, backbone = draft(share=share), random_backbone("llama", dtype=torch.float32)
+    heads = read_heads(save_draft(made, tmp_path / "ours", "m"))
+    write_vllm(heads, tmp_path / "vllm", backbone.head.weight if share else None)
+    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (61, 8)
+    assert torch.equal(tensors["token_map"], KEPT)
+    assert config_as_loaded(config) == config
+    assert loader_problems(tensors, config) == []
+    if share:
+        assert torch.equal(tensors["lm_heads.0.weight"], backbone.head.weight[KEPT])
+    again = read_heads(tmp_path / "vllm")
+    assert (again.shared, again.vocab_size) == (share, 61)
+    write_heads(again, tmp_path / "last")
+    for name in ("medusa_lm_head.safetensors", "config.json"):
+        assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+
+
+def test_whole_matrices_beside_a_token_map_give_their_rows_as_vllm_takes_them() -> None:
+    whole = {**vllm_tensors(), "token_map": torch.tensor([10, 2, 0, 7], dtype=torch.int32)}
+    heads = from_vllm(whole, vllm_config(truncated_vocab_size=4), "x")
+    assert torch.equal(heads.state["lm_heads.1.weight"], whole["lm_heads.1.weight"][[10, 2, 0, 7]])
+    assert heads.token_map is not None
+    assert heads.token_map.dtype == torch.int64
+
+
+def test_a_token_map_that_vllm_drops_does_not_count() -> None:
+    heads = from_vllm({**vllm_tensors(), "token_map": torch.arange(4)}, vllm_config(), "x")
+    assert heads.token_map is None
+    assert heads.vocab_size == V
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (reduced(token_map=None), "there is no token_map"),
+        (reduced(token_map=torch.arange(3)), "token_map has 3"),
+        (reduced(token_map=torch.tensor([1, 2, 1, 4])), "twice"),
+        (reduced(token_map=torch.tensor([1, 2, -1, 4])), "below 0"),
+        (reduced(token_map=torch.rand(4)), "no list of tokens"),
+        (reduced(**{f"lm_heads.{i}.weight": torch.zeros(3, D) for i in range(3)}), "4 tokens for matrices of 3 rows"),
+    ],
+)
+def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        from_vllm(tensors, vllm_config(truncated_vocab_size=4), "some/file")
+    assert "some/file" in str(caught.value)
+
+
+def test_nobody_guesses_how_many_tokens_there_are() -> None:
+    heads = from_reference({**{f"0.0.linear.{kind}": torch.zeros(*shape) for kind, shape in
+                               (("weight", (D, D)), ("bias", (D,)))},
+                            "0.1.weight": torch.zeros(4, D), "token_map": torch.arange(4)})  # fmt: skip
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        to_vllm(heads)
+
+
+def test_heads_for_more_tokens_than_the_backbone_has_are_refused(tmp_path: Path) -> None:
+    made = MedusaDraft(32, 90, 2, token_map=torch.tensor([3, 80]))
+    with pytest.raises(CheckpointError, match="a vocabulary of 90"):
+        load_draft(save_draft(made, tmp_path, "m"), random_backbone("llama"))
