@@ -21,7 +21,7 @@ from medusa_train.evaluation.memory import is_out_of_memory
 from medusa_train.inference.accept import accept
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import BLOCK
+from medusa_train.models.compiled import block_end
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.trees.batch_cache import BatchCache
 from medusa_train.trees.kv_cache import TreeCache
@@ -108,8 +108,6 @@ class Context:
         self.length = length
         self.batch = batch
         capacity = length + largest + 1
-        if backbone.compiled is not None:
-            capacity = -(-capacity // BLOCK) * BLOCK  # such passes look at whole blocks
         self.cache: TreeCache = (
             backbone.new_cache(capacity) if batch == 1 else BatchCache(backbone.num_layers, capacity)
         )
@@ -148,8 +146,8 @@ class Context:
                 hidden = backbone.run(tokens, positions=positions, mask=mask, cache=cache).hidden
                 logits = backbone.logits(hidden)
             else:
-                stored = cache.expect(tree.size + 1, BLOCK)
-                mask = masks.at(cache.length, stored.shape[4])
+                mask = masks.at(cache.length, block_end(cache.length + tree.size + 1))
+                stored = cache.expect(tree.size + 1)
                 _, logits = compiled(tokens, positions, mask, stored, cache.length)
             (accepted,) = accept(None, tokens, logits, tree)
             cache.keep(accepted.path)

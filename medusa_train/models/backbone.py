@@ -16,7 +16,7 @@ from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
 from medusa_train.models.attention import document_bounds
-from medusa_train.models.compiled import BLOCK, CompiledPass
+from medusa_train.models.compiled import BLOCK, CompiledPass, capacity_for
 from medusa_train.models.embedding import Embedding
 from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
@@ -310,7 +310,7 @@ class Backbone:
                 f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
             )
         compiled = CompiledPass(self.body, self.logits)
-        compiled.warm_up(self.new_cache(BLOCK), self.device, self.dtype)
+        compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled
 
     def unembedding(self) -> Unembedding:
@@ -326,8 +326,8 @@ class Backbone:
         return self.unembedding().transform(self.head(hidden))
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for `capacity` positions."""
-        return TreeCache(self.num_layers, capacity)
+        """An empty cache for `capacity` positions, or some more where passes are compiled."""
+        return TreeCache(self.num_layers, capacity if self.compiled is None else capacity_for(capacity))
 
     def windowed(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
         """AND a 4-D mask with the model's sliding windows, per mask type where layers differ.

@@ -21,6 +21,19 @@ from medusa_train.trees.kv_cache import TreeCache
 BLOCK = 128
 
 
+def block_end(positions: int) -> int:
+    """The end of the block that the last of so many positions lies in."""
+    return -(-positions // BLOCK) * BLOCK
+
+
+def capacity_for(positions: int) -> int:
+    """Of a cache for passes that look at whole blocks.
+
+    One more than they look at: what is looked at is then always a part of the memory, for one program and not two.
+    """
+    return block_end(positions) + 1
+
+
 class _Layer(CacheLayerMixin):
     """One layer's keys and values [2, batch, kv_heads, S, head_dim], written at given slots."""
 
@@ -69,11 +82,13 @@ class CompiledPass:
         def run(
             tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
         ) -> tuple[Tensor, Tensor]:
+            # cut here and not by the caller: strides of a part would be taken for constants, of each capacity others
+            seen = stored.narrow(4, 0, mask.shape[3])
             out = body(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=_Slots(stored, slots),
+                past_key_values=_Slots(seen, slots),
                 use_cache=True,
             )
             return out.last_hidden_state, logits(out.last_hidden_state)
@@ -84,7 +99,7 @@ class CompiledPass:
 
     @torch.inference_mode()
     def warm_up(self, cache: TreeCache, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile both programs, over an empty `cache` of one block.
+        """Compile both programs, over an empty `cache` with a capacity of `capacity_for` some positions.
 
         Raises:
             BackboneError: this machine can't compile, a C++ compiler missing for instance.
@@ -97,9 +112,10 @@ class CompiledPass:
         try:
             for count in (1, 3):
                 tokens = torch.zeros(1, count, dtype=torch.long, device=device)
-                mask = torch.full((1, 1, count, BLOCK), float("-inf"), dtype=dtype, device=device)
+                # a part of a larger one, as the loop's: its strides are no constants either
+                mask = torch.full((1, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device)
                 mask[..., :2] = 0
-                self(tokens, torch.ones_like(tokens), mask, cache.expect(count, BLOCK), 1)
+                self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], cache.expect(count), 1)
         except TorchDynamoException as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise BackboneError(
@@ -113,8 +129,10 @@ class CompiledPass:
         """States [1, q, d] and logits [1, q, V] of q tokens behind `length` committed positions.
 
         Args:
-            tokens, positions: [1, q]. mask: additive [1, 1, q, S], -inf behind the last token.
-            stored: the cache's memory for S positions; what the tokens add is written behind `length`.
+            tokens, positions: [1, q]. mask: additive [1, 1, q, S], a part of a larger one, -inf behind the last token;
+                S is a `block_end`.
+            stored: the cache's memory [layers, 2, 1, kv_heads, capacity, head_dim] for more than S positions; what the
+                tokens add is written behind `length`.
         """
         from torch._dynamo import mark_dynamic
 

@@ -96,10 +96,10 @@ class TreeCache(Cache):
         stored[1, :, :, start:] = values
         return stored[0], stored[1]
 
-    def expect(self, count: int, block: int) -> Tensor:
-        """The memory [layers, 2, batch, kv_heads, S, head_dim] for a pass that writes `count` positions itself.
+    def expect(self, count: int) -> Tensor:
+        """The memory [layers, 2, batch, kv_heads, capacity, head_dim] for a pass that writes `count` positions itself.
 
-        They stand behind the committed ones, pending as after `write`. S is the next multiple of `block`.
+        They stand behind the committed ones, pending as after `write`.
 
         Raises:
             MedusaError: they do not fit into the capacity, or nothing was ever written.
@@ -108,7 +108,7 @@ class TreeCache(Cache):
         if self._storage is None or end > self.capacity:
             raise MedusaError(f"the cache holds {self.capacity if self._storage is not None else 0} positions of {end}")
         self._pending = count
-        return self._storage[..., : -(-end // block) * block, :]
+        return self._storage
 
     def commit(self, count: int) -> None:
         """Take the first `count` pending positions over as they lie."""

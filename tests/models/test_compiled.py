@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
@@ -38,6 +39,21 @@ def assert_same_answers(family: str, dtype: torch.dtype) -> None:
 @needs_compiler
 def test_compiled_passes_give_the_same_tokens() -> None:
     assert_same_answers("llama", torch.float64)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_there_are_two_programs_whatever_the_tree_and_the_length() -> None:
+    torch.compiler.reset()
+    backbone = random_backbone("llama", max_position_embeddings=8 * BLOCK)
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    backbone.compile_passes()
+    made = counters["stats"]["unique_graphs"]
+    for length in (3, BLOCK - 10, 3 * BLOCK):
+        for tree in TREES:
+            decoder = Decoder(backbone, draft, tree)  # with a cache of its own, large or small
+            decoder.generate(torch.arange(length).remainder(60).tolist(), 30)
+    assert counters["stats"]["unique_graphs"] == made
 
 
 @needs_compiler
