@@ -50,7 +50,7 @@ class Case:
 #: What is set in the configuration of its kind: name, title, kind, overrides. Medusa-2 has stages and stands apart.
 PLAIN_CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("medusa1", "Medusa-1", "m1", ()),
-    # one block and the data's tokens, as Hydra was before Hydra++ (arXiv 2402.05109, sections 3 and 4)
+    # without what Hydra++ adds (SPEC 3): prefix layer, deeper heads, the teacher's distribution as the target
     ("hydra", "Hydra", "hydra", ("hydra.prefix_layer=false", "hydra.num_layers=1", "hydra.soft_targets=0.0")),
     ("hydra++", "Hydra++", "hydra", ()),
     ("amphista", "Amphista", "amphista", ()),
