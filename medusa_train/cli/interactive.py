@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 from rich.console import Console
 from rich.text import Text
@@ -84,7 +85,15 @@ class Chat:
 
 def printable(text: str) -> str:
     """What a model says, without control characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+    return "".join("\N{REPLACEMENT CHARACTER}" if _obeyed(c) else c for c in text.expandtabs(4))
+
+
+def _obeyed(character: str) -> bool:
+    """Whether a terminal acts on it: control characters but for the line's end, and those that turn writing about."""
+    turns_about = "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e"
+    return (
+        turns_about or "\u2066" <= character <= "\u2069" or (category(character) in ("Cc", "Cs") and character != "\n")
+    )
 
 
 def _figures(reply: Reply) -> str:

@@ -78,8 +78,8 @@ def _trains_lm_head(cfg: Any) -> bool:
     """Whether the backbone's own lm_head learns: through an adapter on it, or with the whole backbone."""
     if not _joint(cfg):
         return False
-    targets = cfg.lora_target_modules
-    return not cfg.adapter or cfg.lora_target_linear or not targets or "lm_head" in targets
+    targets, whole = cfg.lora_target_modules, cfg.lora_modules_to_save or ()
+    return not cfg.adapter or cfg.lora_target_linear or not targets or "lm_head" in (*targets, *whole)
 
 
 _RECIPE_KEYS = (
@@ -106,6 +106,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         ("bf16", "fp16"),
         lambda cfg: cfg.bf16 is True and cfg.fp16,
         "cannot be true together with fp16; choose one",
+    ),
+    Impossible(
+        ("medusa_num_layers", "medusa_share_lm_head"),
+        lambda cfg: cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head,
+        "without blocks and without matrices of their own the heads hold nothing to train; set 1 or more",
     ),
     Impossible(
         ("medusa_self_distillation", "adapter"),

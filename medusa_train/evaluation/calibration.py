@@ -7,6 +7,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from medusa_train.evaluation.acceptance import node_acceptance
 from medusa_train.evaluation.page.calibration_page import calibration_page
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.run_data import held_out, run_config
-from medusa_train.inference.calibrate import SIZES, step_latency, typical_prompt
+from medusa_train.inference.calibrate import SIZES, shallower, step_latency, typical_prompt
 from medusa_train.inference.ranks import Trace, head_accuracy, tokens_per_step, trace_answers
-from medusa_train.inference.search import SEARCHES, compare_searches
+from medusa_train.inference.search import SEARCHES, compare_searches, joint_trees
 from medusa_train.trees.tree import Tree
 
 LARGEST = 63  # TensorRT-LLM takes no more
@@ -210,15 +211,29 @@ def search(
         exact = [nodes for nodes in sizes if trees[name][nodes].size == nodes]
         return max(exact, key=lambda nodes: curves[name][nodes] / interpolate(latency, nodes))
 
+    nodes = best("joint")
+    flat = _shallower(talks, trees["joint"][nodes])
     sides = [(name, trees[name][best(name)], curves[name][best(name)]) for name in SEARCHES]
+    sides += [("joint", tree, rate) for tree, rate in flat]
     if own is not None:
         sides.append(("named", own, tokens_per_step(everything, own)))
     steps = step_latency(subject.backbone, subject.draft, [tree for _, tree, _ in sides], prompt)
     candidates = [Candidate(name, tree, rate, ms) for (name, tree, rate), ms in zip(sides, steps, strict=True)]
+    joint = max((one for one in candidates if one.name == "joint"), key=lambda one: one.tokens_per_s)
+    candidates = [joint, *(one for one in candidates if one.name != "joint")]
+    trees["joint"][nodes], curves["joint"][nodes] = joint.tree, joint.tokens_per_step
     about = {"conversations": len(talks), "answers": len(everything), "tokens": sum(len(t.ranks) for t in everything)}
-    nodes = best("joint")
-    accepted = node_acceptance(everything, trees["joint"][nodes])
+    accepted = node_acceptance(everything, joint.tree)
     return Found(trees, curves, latency, nodes, candidates, head_accuracy(everything), accepted, about)
+
+
+def _shallower(talks: Sequence[Sequence[Trace]], tree: Tree) -> list[tuple[Tree, float]]:
+    """Joint trees as large as `tree` and less deep, with tokens per step on new text: a level costs time of its own."""
+    everything = [trace for talk in talks for trace in talk]
+    found = shallower(tree, lambda size, depth: joint_trees(everything, [size], depth)[size])
+    limits = {str(flat.max_depth): partial(joint_trees, depth=flat.max_depth) for flat in found}
+    rates = {one.search: one.by_size[tree.size] for one in compare_searches(talks, [tree.size], limits)}
+    return [(flat, rates[str(flat.max_depth)]) for flat in found]
 
 
 def table(found: Found) -> Table:

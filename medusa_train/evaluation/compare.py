@@ -23,6 +23,11 @@ CONDITIONS = {
     "questions": "number of questions",
     "max_new_tokens": "max_new_tokens",
     "dtype": "dtype",
+    "compiled": "compile",
+    "packed": "layout of the weights",
+    "backbone": "form of the backbone",
+    "torch": "version of torch",
+    "transformers": "version of transformers",
     "device": "device",
     "threads": "number of threads",
 }

@@ -8,7 +8,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_train.evaluation.records import TurnRecord
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+
+
+def _step_lengths(answer: TimedAnswer) -> list[int]:
+    """Tokens of every step: what was accepted and the backbone's own, which a last step may end before."""
+    lengths = [accepted + 1 for accepted in answer.accepted]
+    if lengths:
+        lengths[-1] -= sum(lengths) + 1 - len(answer.tokens)  # the first token is the prefill's
+    return lengths
 
 
 def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str, Any]]:
@@ -29,7 +37,7 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
             "decoding_steps": [turn.answer.steps for turn in turns],
             "new_tokens": [len(turn.answer.tokens) for turn in turns],
             "wall_time": [turn.answer.seconds for turn in turns],
-            "accept_lengths": [length + 1 for turn in turns for length in turn.answer.accepted],
+            "accept_lengths": [length for turn in turns for length in _step_lengths(turn.answer)],
         }
         lines.append(
             {

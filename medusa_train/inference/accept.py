@@ -147,7 +147,7 @@ def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree, rule: Typica
     own[:, 0] = 0.0
     ancestors = tree.ancestors.to(logits.device)
     whole_path = (passed[:, None] | ~ancestors).all(-1)
-    score = (ancestors * own[:, None]).sum(-1)
+    score = torch.where(ancestors, own[:, None], 0.0).sum(-1)  # a product would make NaN of a token that can't come
     sent = torch.stack([_best(logits).double(), node_tokens.double(), whole_path.double(), score], dim=1)
     return [_longest(best, tokens, passed, sums, tree) for best, tokens, passed, sums in sent.tolist()]
 

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from medusa_train.errors import MedusaError
@@ -101,27 +102,28 @@ def count_paths(traces: Sequence[Trace], starts: Iterable[Sequence[int]] | None 
     return counts
 
 
-def most_frequent(counts: Counter[Ranks], size: int) -> Tree:
-    """The `size` most frequent paths, ties to the shallower.
+def most_frequent(counts: Counter[Ranks], size: int, depth: int | None = None) -> Tree:
+    """The `size` most frequent paths, of `depth` tokens at most, ties to the shallower.
 
     A path is counted whenever a longer one below it is, so the result is prefix-closed, and it maximises the mean
     accepted length over the counted positions without assuming that heads err independently.
     """
-    ranked = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    within = counts if depth is None else [path for path in counts if len(path) <= depth]
+    ranked = sorted(within, key=lambda path: (-counts[path], len(path), path))
     return Tree.from_paths(ranked[:size])
 
 
-def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int) -> Tree:
-    """The best tree of `size` nodes found from `fit`, chosen on `held_out`.
+def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, depth: int | None = None) -> Tree:
+    """The best tree of `size` nodes, and of `depth` at most, found from `fit`, chosen on `held_out`.
 
     Steps start only where the step before ended, so after a first count over all positions the paths are counted
     again where decoding with the last tree would start. Rare paths overfit, so held-out steps decide.
     """
-    tree = most_frequent(count_paths(fit), size)
+    tree = most_frequent(count_paths(fit), size, depth)
     found = [tree]
     for _ in range(_REFITS - 1):
         reach = Reach(tree)
-        tree = most_frequent(count_paths(fit, [trace.walk(reach) for trace in fit]), size)
+        tree = most_frequent(count_paths(fit, [trace.walk(reach) for trace in fit]), size, depth)
         if tree.size == size and tree not in found:
             found.append(tree)
     return max(found, key=lambda candidate: tokens_per_step(held_out, candidate))
@@ -169,7 +171,9 @@ def calibrate(
 ) -> Calibration:
     """Find the tree with the most expected tokens per second for `draft` on this machine.
 
-    Two of three answers are fitted to, the third judges (DESIGN: joint rank paths, SPEC 1: sparse tree search).
+    Two of three answers are fitted to, the third judges (DESIGN: joint rank paths, SPEC 1: sparse tree search). The
+    most frequent paths make deep trees, and each level costs time beyond its nodes' (a head more, or with other drafts
+    than Medusa a pass); so shallower trees are timed too, of the best size and of its neighbours.
 
     Raises:
         MedusaError: fewer than three prompts with an answer of two tokens or more.
@@ -181,8 +185,33 @@ def calibrate(
         raise MedusaError(f"only {len(traces)} answers to choose a tree from; it takes three or more held-out prompts")
     held_out = traces[2::3]
     fit = [trace for i, trace in enumerate(traces) if i % 3 != 2]
-    trees = {tree.size: tree for tree in (fit_tree(fit, held_out, size) for size in sizes)}
-    ordered = [trees[size] for size in sorted(trees)]
-    latency = step_latency(backbone, draft, ordered, typical_prompt(backbone, prompts))
-    choices = [TreeChoice(tree, tokens_per_step(held_out, tree), ms) for tree, ms in zip(ordered, latency, strict=True)]
-    return Calibration(choices, head_accuracy(traces), len(traces), sum(len(trace.ranks) for trace in traces))
+    prompt = typical_prompt(backbone, prompts)
+
+    def timed(trees: Sequence[Tree]) -> list[TreeChoice]:
+        latency = step_latency(backbone, draft, trees, prompt)
+        return [TreeChoice(tree, tokens_per_step(held_out, tree), ms) for tree, ms in zip(trees, latency, strict=True)]
+
+    deep = {tree.size: tree for tree in (fit_tree(fit, held_out, size) for size in sizes)}
+    about = (len(traces), sum(len(trace.ranks) for trace in traces))
+    accuracy = head_accuracy(traces)
+    found = Calibration(timed([deep[size] for size in sorted(deep)]), accuracy, *about)
+    near = neighbours(sorted(deep), found.best.tree.size)
+    flat = [tree for size in near for tree in shallower(deep[size], partial(fit_tree, fit, held_out))]
+    if not flat:
+        return found
+    again = timed([*(deep[size] for size in near), *flat])  # in the same turns, to compare like with like
+    best = {choice.tree.size: choice for choice in found.choices}
+    best |= {size: max((c for c in again if c.tree.size == size), key=lambda c: c.tokens_per_s) for size in near}
+    return Calibration([best[size] for size in sorted(best)], accuracy, *about)
+
+
+def neighbours(sizes: Sequence[int], best: int) -> list[int]:
+    """`best` with the size before and the one behind it; `sizes` ascend."""
+    place = sizes.index(best)
+    return list(sizes[max(place - 1, 0) : place + 2])
+
+
+def shallower(tree: Tree, fit: Callable[[int, int], Tree]) -> list[Tree]:
+    """Trees of the same size and of every smaller depth that holds so many nodes; `fit` makes them of both."""
+    found = [fit(tree.size, depth) for depth in range(1, tree.max_depth)]
+    return [flat for flat in found if flat.size == tree.size]

@@ -188,6 +188,6 @@ class Model:
 
 
 def _rule(temperature: float, top_p: float, top_k: int, typical: bool) -> Rule:
-    if typical:
-        return Typical(temperature)
-    return Sampling(temperature, top_k, top_p) if temperature else None
+    if not temperature:
+        return None  # where both rules end as it falls
+    return Typical(temperature) if typical else Sampling(temperature, top_k, top_p)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from medusa_train.inference.calibrate import fit_tree
@@ -19,27 +19,27 @@ Search = Callable[[Sequence[Trace], Sequence[int]], dict[int, Tree]]
 FOLDS = 4
 
 
-def joint_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
-    """The best trees that are known here: from counts of whole rank paths (`calibrate.fit_tree`).
+def joint_trees(traces: Sequence[Trace], sizes: Sequence[int], depth: int | None = None) -> dict[int, Tree]:
+    """The best trees, of `depth` at most, that are known here: from counts of rank paths (`calibrate.fit_tree`).
 
     The independent tree of the same size competes, so that few data do no harm: its products of accuracies rest on
     more of them than the counts of rare paths do.
     """
-    others = independent_trees(traces, sizes)
+    others = independent_trees(traces, sizes, depth)
     found = {}
     for size in sizes:
-        tree = fit_tree(traces, traces, size)
+        tree = fit_tree(traces, traces, size, depth)
         found[size] = max(tree, others[size], key=lambda candidate: tokens_per_step(traces, candidate))
     return found
 
 
-def independent_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
+def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], depth: int | None = None) -> dict[int, Tree]:
     """The paper's sparse trees: nodes by the product of their heads' accuracies (Medusa, section 2.3.3; SPEC 1).
 
     a_k(i) is how often head k's i-th guess is right. Node after node, the one with the largest product of all that
     are connected is added, as if heads erred independently of each other.
     """
-    best = list(itertools.islice(_by_product(head_accuracy(traces)), max(sizes, default=0)))
+    best = list(itertools.islice(_by_product(head_accuracy(traces)[:depth]), max(sizes, default=0)))
     return {size: Tree.from_paths(best[:size]) for size in sizes}
 
 
@@ -115,7 +115,7 @@ class Simulated:
 def compare_searches(
     talks: Sequence[Talk],
     sizes: Iterable[int] = range(4, 64),
-    searches: Sequence[str] = tuple(SEARCHES),
+    searches: Mapping[str, Search] = SEARCHES,
     folds: int = FOLDS,
 ) -> list[Simulated]:
     """What each search's trees are worth on new text, by cross-fitting.
@@ -136,8 +136,8 @@ def compare_searches(
         judge = [trace for talk in part for trace in talk]
         fit = [trace for other, talks_ in enumerate(parts) if other != place for talk in talks_ for trace in talk]
         tokens += sum(len(trace.ranks) - 1 for trace in judge)
-        for name in searches:
-            for size, tree in SEARCHES[name](fit, wanted).items():
+        for name, find in searches.items():
+            for size, tree in find(fit, wanted).items():
                 reach = Reach(tree)
                 steps[name][size] += sum(len(trace.walk(reach)) for trace in judge)
     return [Simulated(name, {size: tokens / max(count, 1) for size, count in steps[name].items()}) for name in searches]

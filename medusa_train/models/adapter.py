@@ -56,6 +56,17 @@ def low_rank_of(module: Any) -> LowRank | None:
     )
 
 
+def _with_masters(peft: Any) -> Any:
+    """`peft` with all that it trains in float32: whole modules (modules_to_save) come in the backbone's own dtype.
+
+    In half precision an optimizer's small steps round to nothing.
+    """
+    for parameter in peft.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return peft
+
+
 class Adapter:
     """A PEFT LoRA adapter inside a backbone's layers.
 
@@ -88,7 +99,7 @@ class Adapter:
             modules_to_save=list(spec.modules_to_save) or None,
             task_type="CAUSAL_LM",
         )
-        return cls(backbone, get_peft_model(backbone.model, config))
+        return cls(backbone, _with_masters(get_peft_model(backbone.model, config)))
 
     @classmethod
     def load(cls, backbone: Backbone, directory: Path, *, trainable: bool = False) -> Adapter:
@@ -109,7 +120,7 @@ class Adapter:
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{directory}: this adapter can't be put on {backbone.name}: {error}") from error
-        adapter = cls(backbone, peft)
+        adapter = cls(backbone, _with_masters(peft))
         backbone.model.eval()
         return adapter
 

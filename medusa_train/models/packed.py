@@ -85,6 +85,8 @@ def is_packed(module: nn.Module) -> bool:
 
 def worth_packing(weights: Sequence[Tensor]) -> bool:
     """Whether these weights can be laid out, fit into memory a second time, and one-row products are faster so."""
+    if not weights:
+        return False
     device, dtype = weights[0].device, weights[0].dtype
     if device.type != "cpu" or dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
         return False

@@ -85,6 +85,9 @@ def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPa
 
 def test_a_terminal_obeys_no_model() -> None:
     assert printable("a\tb\x1b[2J\r\nü世") == "a   b\ufffd[2J\ufffd\nü世"
+    spaces = "a\u00a0b\u3000c\u202fd, \U0001f469\u200d\U0001f52c"  # of several scripts, and what joins an emoji
+    assert printable(spaces) == spaces
+    assert printable("\u202egnp.exe\u2066") == "\ufffdgnp.exe\ufffd"  # writing turned about
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,16 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
         (["medusa_share_lm_head=true", "adapter=lora"], "leave it frozen"),
         (["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q_proj, lm_head]"], "leave it frozen"),
         (["medusa_share_lm_head=true", "recipe=medusa2"], "leave it frozen"),
+        (
+            [
+                "medusa_share_lm_head=true",
+                "adapter=lora",
+                "lora_target_modules=[q_proj]",
+                "lora_modules_to_save=[lm_head]",
+            ],
+            "leave it frozen",
+        ),
+        (["medusa_share_lm_head=true", "medusa_num_layers=0"], "nothing to train"),
         (["medusa_vocab_size=1024", "export=[vllm, tgi]"], "only vLLM's holds heads over a reduced vocabulary"),
     ],
 )

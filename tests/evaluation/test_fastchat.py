@@ -16,6 +16,10 @@ def test_a_question_is_one_line_with_all_its_turns() -> None:
     assert (choice["index"], choice["turns"]) == (0, ["One.", "Two."])
     assert (choice["new_tokens"], choice["decoding_steps"], choice["wall_time"]) == ([4, 4], [2, 2], [0.5, 0.5])
     assert choice["accept_lengths"] == [2, 1, 2, 1]
+    # an eos among the drafted tokens ends a step before the backbone's own one
+    cut = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
+    (line,) = model_answers([TurnRecord(1, "math", 1, (1,), cut, cut, cut, "Four.")], "mine")
+    assert line["choices"][0]["accept_lengths"] == [1, 2]
     assert second["choices"][0]["turns"] == ["Three."]
     assert first["answer_id"] != second["answer_id"]
     assert first["answer_id"] == model_answers(made, "mine")[0]["answer_id"]

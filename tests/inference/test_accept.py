@@ -92,6 +92,13 @@ def test_typical_scores_equal_lengths_by_probability() -> None:
     assert accept_typical(torch.tensor([[2, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[0].path == [0, 2]
 
 
+def test_tokens_that_cannot_come_leave_the_others_their_order() -> None:
+    """Their log probability is -inf, which times 0 would be no number in the sums of all other nodes."""
+    tree = Tree.from_paths([(0,), (1,), (2,)])
+    logits = torch.tensor([0.3, 0.6, 0.1, 0.0]).log().expand(1, 4, 4)
+    assert accept_typical(torch.tensor([[2, 3, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[0].path == [0, 3]
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"temperature is 0(.|\n)*delta is -1"):
         Typical(0, 0.1, -1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from medusa_train.errors import MedusaError
+from medusa_train.inference import calibrate as calibrate_module
 from medusa_train.inference.calibrate import (
     Calibration,
     TreeChoice,
@@ -18,6 +19,7 @@ from medusa_train.inference.calibrate import (
     count_paths,
     fit_tree,
     most_frequent,
+    shallower,
     step_latency,
     typical_prompt,
 )
@@ -60,6 +62,34 @@ def test_path_counts_and_the_most_frequent() -> None:
     assert counts == Counter({(0,): 3, (0, 1): 1, (0, 0): 1, (0, 0, 2): 1, (1,): 1, (1, 0): 1})
     assert most_frequent(counts, 4).paths == ((0,), (1,), (0, 0), (0, 1))
     assert count_paths([TRACE], [[3, 4]]) == Counter({(0,): 1, (1,): 1, (1, 0): 1})
+
+
+def test_depth_limits_the_most_frequent_and_flat_trees_are_as_large() -> None:
+    counts = count_paths([TRACE])
+    assert most_frequent(counts, 4, depth=1).paths == ((0,), (1,))
+    assert most_frequent(counts, 4, depth=2) == most_frequent(counts, 4)
+    wide = Trace([[0, 0, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0], [0, 1, 2]] * 4, [3] * 20)
+    deep = fit_tree([wide], [wide], 5)
+    assert deep.max_depth == 3
+    flat = shallower(deep, lambda size, depth: fit_tree([wide], [wide], size, depth))
+    assert [(tree.size, tree.max_depth) for tree in flat] == [(5, 2)]  # there are three first tokens only
+
+
+@pytest.mark.parametrize(("level_ms", "deepest"), [(0.0, True), (5.0, False)])
+def test_a_level_that_costs_much_makes_trees_flat(
+    monkeypatch: pytest.MonkeyPatch, level_ms: float, deepest: bool
+) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    monkeypatch.setattr(
+        calibrate_module,
+        "step_latency",
+        lambda backbone, draft, trees, prompt: [1 + 0.01 * tree.size + level_ms * tree.max_depth for tree in trees],
+    )
+    answer = Trace([[0, 0, 0], [1, 0, -1], [0, 1, -1]] * 10, [3] * 30)
+    monkeypatch.setattr(calibrate_module, "trace_answers", lambda *given, **options: [answer] * 6)
+    result = calibrate(backbone, MedusaDraft.from_backbone(backbone, 3), [[1, 2, 3]], sizes=(2, 3, 5))
+    assert [choice.tree.size for choice in result.choices] == sorted({choice.tree.size for choice in result.choices})
+    assert (result.best.tree.max_depth > 1) == deepest
 
 
 def test_the_most_frequent_paths_are_the_best_tree_of_their_size() -> None:

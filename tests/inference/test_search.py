@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -102,7 +103,9 @@ def test_every_search_answers_for_every_size(talks: list[list[Trace]]) -> None:
 
 def test_the_joint_tree_is_worth_at_least_the_independent_one_on_new_text(talks: list[list[Trace]]) -> None:
     """Expected tokens per step for every n in 4..63, on conversations that neither tree was fitted to."""
-    joint, independent = compare_searches(talks, range(4, 64), ["joint", "independent"])
+    joint, independent = compare_searches(
+        talks, range(4, 64), {name: SEARCHES[name] for name in ("joint", "independent")}
+    )
     worse = {
         n: (joint.by_size[n], independent.by_size[n]) for n in range(4, 64) if joint.by_size[n] < independent.by_size[n]
     }
@@ -117,7 +120,7 @@ def test_no_talk_is_judged_by_a_tree_that_saw_it(monkeypatch: pytest.MonkeyPatch
     seen: list[set[int]] = []
     judged: list[int] = []
 
-    def spy(traces: list[Trace], sizes: list[int]) -> dict[int, Tree]:
+    def spy(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
         seen.append({id(trace) for trace in traces})
         return {size: Tree.empty() for size in sizes}
 
@@ -128,9 +131,8 @@ def test_no_talk_is_judged_by_a_tree_that_saw_it(monkeypatch: pytest.MonkeyPatch
         assert id(self) not in seen[-1]
         return walk(self, tree)
 
-    monkeypatch.setitem(SEARCHES, "joint", spy)
     monkeypatch.setattr(Trace, "walk", watched)
-    (found,) = compare_searches(talks, [4], ["joint"], folds=3)
+    (found,) = compare_searches(talks, [4], {"joint": spy}, folds=3)
     assert sorted(judged) == sorted(id(one[0]) for one in talks)
     assert found.by_size[4] == 1.0
 

@@ -76,6 +76,17 @@ def test_a_tied_lm_head_is_left_out_or_refused() -> None:
     assert backbone.unembedding().low_rank is None
 
 
+def test_whole_modules_learn_in_float32(tmp_path: Path) -> None:
+    """PEFT copies them in the backbone's dtype, in which small steps would round to nothing."""
+    spec = LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
+    adapter = Adapter.attach(random_backbone("llama", dtype=torch.bfloat16), spec)
+    assert {parameter.dtype for parameter in adapter.parameters()} == {torch.float32}
+    assert sum(parameter.dim() == 2 and 61 in parameter.shape for parameter in adapter.parameters()) == 1
+    adapter.save(tmp_path)
+    loaded = Adapter.load(random_backbone("llama", dtype=torch.bfloat16), tmp_path, trainable=True)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
 def test_adapters_are_saved_small_loaded_frozen_and_merged(tmp_path: Path) -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.1))

@@ -87,7 +87,9 @@ def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize(("layers", "bias", "shared"), [(1, False, False), (2, True, False), (1, False, True)])
+@pytest.mark.parametrize(
+    ("layers", "bias", "shared"), [(1, False, False), (2, True, False), (1, False, True), (0, True, False)]
+)
 def test_packed_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
     torch.manual_seed(1)
     own = MedusaDraft(16, 50, 1).unembed(1) if shared else None
