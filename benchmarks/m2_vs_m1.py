@@ -57,7 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description="Compare Medusa-2 with Medusa-1 at equal head-training tokens.")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/m2_vs_m1"), metavar="DIR", help="results")
     parser.add_argument("--epochs", type=float, default=5, help="passes over the data in which heads learn (5)")
-    parser.add_argument("--stage-one", type=float, default=1, help="of these, as Medusa-1 before Medusa-2 begins (1)")
+    parser.add_argument("--stage-one", type=float, default=2, help="of these, as Medusa-1 before Medusa-2 begins (2)")
     parser.add_argument("--longer", type=float, metavar="EPOCHS", help="both recipes with so many epochs as well")
     problems = "its train.jsonl, of which what the tiny backbone did not learn is taken; default: the hub's test split"
     parser.add_argument("--gsm8k", type=Path, metavar="FILE", help=problems)
