@@ -5,6 +5,7 @@ Medusa's keys are flat, as Axolotl's fork has them; `MedusaConfig` collects them
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -52,9 +53,9 @@ class DraftConfig(BaseModel):
         return 1
 
     @property
+    @abstractmethod
     def loss(self) -> HeadsLoss:
         """How its heads are trained."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """One phrase for headlines: what is trained."""

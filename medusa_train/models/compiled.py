@@ -134,22 +134,26 @@ class CompiledPass:
             stored: the cache's memory [layers, 2, 1, kv_heads, capacity, head_dim] for more than S positions; what the
                 tokens add is written behind `length`.
         """
+        slots = torch.arange(length, length + tokens.shape[1], device=tokens.device)
+        given = (tokens, positions, mask, slots, stored)
+        if (len(slots) > 1) in self._ready:
+            return self._compiled(*given)
+        return self._compile(*given)
+
+    def _compile(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The first pass of its kind, told which sizes will be others in those to come."""
+        import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
-        count = tokens.shape[1]
-        slots = torch.arange(length, length + count, device=tokens.device)
-        given = (tokens, positions, mask, slots, stored)
         mark_dynamic(mask, 3)
         mark_dynamic(stored, 4)
-        if count > 1:
+        if tree := len(slots) > 1:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)
-        if (count > 1) in self._ready:
-            return self._compiled(*given)
         # weights become constants that a CPU's kernels may lay out to their liking
-        import torch._inductor.config as inductor
-
         with inductor.patch(freezing=tokens.device.type == "cpu"):
-            out = self._compiled(*given)
-        self._ready.add(count > 1)
+            out = self._compiled(tokens, positions, mask, slots, stored)
+        self._ready.add(tree)
         return out
