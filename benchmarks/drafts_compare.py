@@ -58,7 +58,7 @@ def lines(found: Found) -> Iterator[Line]:
         if "kangaroo" in drafts:
             yield from _windows(drafts["kangaroo"], drafts[AGAINST], bench)
     for bench, result in found["times"].items():
-        yield from _order(result["drafts"], cases, bench)
+        yield from _order(result["drafts"], found["counts"][bench]["drafts"], cases, bench)
 
 
 def _sizes(kangaroo: Found, medusa: Found) -> Iterator[Line]:
@@ -108,28 +108,24 @@ def _windows(kangaroo: Found, medusa: Found, bench: str) -> Iterator[Line]:
             yield _judged(text, difference, found, 0.0)
 
 
-def _order(drafts: Found, cases: Mapping[str, Found], bench: str) -> Iterator[Line]:
+def _order(drafts: Found, counts: Found, cases: Mapping[str, Found], bench: str) -> Iterator[Line]:
     for faster, slower in PUBLISHED_ORDER:
         if faster not in drafts or slower not in drafts:
             continue
-        one, other = best_time(drafts[faster]), best_time(drafts[slower])
+        one, other = drafts[faster][OWN], drafts[slower][OWN]
         text = (
-            f"{bench}: {cases[faster]['title']} is faster than {cases[slower]['title']}, as published: "
-            f"{_speed(one)} against {_speed(other)}"
+            f"{bench}, {TREES[OWN]}: {cases[faster]['title']} is faster than {cases[slower]['title']}, as published: "
+            f"{_speed(one, counts[faster])} against {_speed(other, counts[slower])}"
         )
         yield _plain(text, one["speedup_over_fastest"] > other["speedup_over_fastest"])
 
 
-def _speed(times: Found) -> str:
+def _speed(times: Found, counts: Found) -> str:
+    """The speedup, and why: what a step brings and what it costs."""
     return (
-        f"{times['speedup_over_fastest']:.2f}x {between(times['intervals']['speedup_over_fastest'], '.2f')} at "
-        f"{times['overhead']:.2f} times a plain step's latency"
+        f"{times['speedup_over_fastest']:.2f}x {between(times['intervals']['speedup_over_fastest'], '.2f')} "
+        f"({counts['trees'][OWN]['acceleration_rate']:.2f} tokens per step, overhead {times['overhead']:.2f})"
     )
-
-
-def best_time(times: Found) -> Found:
-    """Of the trees that were timed the fastest."""
-    return max(times.values(), key=lambda one: one["speedup_over_fastest"] or 0.0)
 
 
 def taken(draft: Found, tree: str) -> Questions:
@@ -174,13 +170,10 @@ def between(found: Sequence[float] | None, form: str = ".3f") -> str:
 
 
 def _judged(text: str, value: float, found: Interval | None, bar: float) -> Line:
-    """Yes or no by the value; whether the interval says so too."""
-    holds = value >= bar if bar else value > bar
-    if found is None:
-        return Line(text, holds, "yes" if holds else "no")
-    if holds:
-        return Line(text, True, "yes" if found[0] >= bar else "yes, but not for sure")
-    return Line(text, False, "no" if found[1] < bar else "no, but not for sure")
+    """Whether the value reaches the bar (or exceeds one of 0), and whether its interval agrees."""
+    holds, *ends = (end >= bar if bar else end > bar for end in (value, *(found or ())))
+    answer = "yes" if holds else "no"
+    return Line(text, holds, answer if all(end == holds for end in ends) else f"{answer}, but not for sure")
 
 
 def _plain(text: str, holds: bool) -> Line:

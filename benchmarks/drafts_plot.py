@@ -51,6 +51,7 @@ def _bars(axes: Any, titles: list[str], groups: Mapping[str, list[Found]]) -> No
             [place for place, _ in known],
             [one["value"] for _, one in known],
             height=width,
+            color=f"C{number}",
             label=name,
             xerr=[[low for low, _ in spread], [high for _, high in spread]],
             error_kw={"elinewidth": 0.8},

@@ -1,11 +1,14 @@
 """Tokens per second of self-distillation: many conversations at a time, and heads that speculate.
 
     python benchmarks/selfdistill.py runs/demo                  # some minutes on two CPU cores
-    python benchmarks/selfdistill.py runs/demo --dtypes bfloat16 --seeds 64 --batch 16
+    python benchmarks/selfdistill.py runs/demo --dtypes bfloat16 --seeds 64 --batch 8
 
 Answers the same seeds with the local engine in several ways, in turn, and reports tokens over wall time, prefill
 included: one conversation at a time, `--batch` of them, and one at a time with the heads of RUN. The dtype is the
-fastest of `--dtypes` at batch 1. Writes selfdistill.json and selfdistill.md to `--out`. Run it on an idle machine.
+fastest of `--dtypes` at batch 1, each loaded as medusa-selfdistill loads it. "rows per pass" says how full the batches
+were: places wait until a quarter is free, and at the end of the seeds the last conversations run out by themselves. A
+real job has thousands of seeds; too few of them here and that end, with the later turns of the longest conversations,
+counts for too much. Writes selfdistill.json and selfdistill.md to `--out`. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -54,10 +57,16 @@ class Result:
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    passes: int = 0
+    steps: int = 0
 
     @property
     def rate(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def rows_per_pass(self) -> float:
+        return self.steps / max(self.passes, 1)
 
 
 def answer(engine: Engine, seeds: Sequence[Seed]) -> tuple[int, int]:
@@ -100,11 +109,13 @@ def measure(engines: dict[Way, LocalEngine], seeds: Sequence[Seed], rounds: int)
         answer(engine, seeds[:2])  # warm-up: memory, kernels, thread pools
     for turn in range(rounds):
         for way, engine in engines.items():
+            result, (passes, steps) = results[way], engine.steps
             started = time.perf_counter()
             answers, tokens = answer(engine, seeds)
-            result = results[way]
             result.seconds += time.perf_counter() - started
             result.answers, result.tokens = result.answers + answers, result.tokens + tokens
+            result.passes += engine.steps[0] - passes
+            result.steps += engine.steps[1] - steps
             print(f"round {turn + 1}: {way.name:32} {way.dtype:9} {result.rate:8,.0f} tokens/s", flush=True)
     return list(results.values())
 
@@ -112,7 +123,8 @@ def measure(engines: dict[Way, LocalEngine], seeds: Sequence[Seed], rounds: int)
 def run(options: argparse.Namespace) -> list[Result]:
     paths = locate(options.run, None, None)
     seeds, _ = choose(read_seeds(find_seeds(options.seed_dataset)), Choice(sample=options.seeds))
-    subjects = {dtype: load_subject(paths, dtype) for dtype in options.dtypes}
+    # as the command: float32 is for sets that are the same elsewhere, where other layouts round otherwise
+    subjects = {dtype: load_subject(paths, dtype, pack=dtype != "float32") for dtype in options.dtypes}
     alone = {Way("one at a time", dtype, 1): dtype for dtype in options.dtypes}
     results = measure({way: build(subjects[way.dtype], paths, way, options) for way in alone}, seeds, options.rounds)
     best = max(results, key=lambda result: result.rate).way.dtype
@@ -127,12 +139,12 @@ def run(options: argparse.Namespace) -> list[Result]:
 def table(results: Sequence[Result]) -> str:
     base = results[0].rate
     lines = [
-        "| way | dtype | tokens/s | against one at a time | answers | tokens per answer |",
-        "|---|---|---:|---:|---:|---:|",
+        "| way | dtype | tokens/s | against one at a time | rows per pass | answers | tokens per answer |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {r.way.name} | {r.way.dtype} | {r.rate:,.0f} | {r.rate / base:.2f}x | {r.answers} "
-        f"| {r.tokens / max(r.answers, 1):.0f} |"
+        f"| {r.way.name} | {r.way.dtype} | {r.rate:,.0f} | {r.rate / base:.2f}x | {r.rows_per_pass:.1f} "
+        f"| {r.answers} | {r.tokens / max(r.answers, 1):.0f} |"
         for r in results
     ]
     return "\n".join(lines)
@@ -161,10 +173,8 @@ def _processor() -> str:
 
 def write(out: Path, machine: dict[str, Any], results: Sequence[Result], command: str) -> str:
     out.mkdir(parents=True, exist_ok=True)
-    ways = [
-        {**asdict(result.way), **{k: getattr(result, k) for k in ("answers", "tokens", "seconds", "rate")}}
-        for result in results
-    ]
+    figures = ("answers", "tokens", "seconds", "rate", "passes", "rows_per_pass")
+    ways = [{**asdict(result.way), **{name: getattr(result, name) for name in figures}} for result in results]
     record = {"command": command, "machine": machine, "ways": ways}
     (out / "selfdistill.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     where = (
@@ -180,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run directory; its heads speculate")
     parser.add_argument("--seed-dataset", default="tiny")
-    parser.add_argument("--seeds", type=int, default=64, help="conversations, drawn from the set")
+    parser.add_argument("--seeds", type=int, default=192, help="conversations, drawn from the set")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -26,23 +26,42 @@ from medusa_train.trees.batch_cache import BatchCache, mask_behind
 from medusa_train.trees.tree import Tree
 
 
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A prompt that is to be continued in a batch.
+
+    Attributes:
+        ticket: by which its answer is told from the others. prompt: token ids.
+        generator: for `Sampling`; what the row draws comes from it alone.
+    """
+
+    ticket: int
+    prompt: list[int]
+    generator: torch.Generator | None = None
+
+
 @dataclass
 class _Row:
-    """One sequence under way."""
+    """One sequence under way; `started` is a reading of the clock."""
 
+    ticket: int
     out: Generation
     room: int
     generator: torch.Generator | None
+    started: float
 
 
 class BatchDecoder:
     """The rounds of `Decoder` for many rows in one pass: they accept unlike lengths and end at different times.
 
-    A row that is done leaves the batch, and those that remain go on in a smaller one. What a row says does not depend
-    on the others, up to the rounding of products of another shape.
+    A row that is done leaves the batch; those that remain go on in a smaller one, or others join them. What a row says
+    does not depend on the others, up to the rounding of products of another shape.
 
     Args:
         backbone: who decides. draft: who guesses. tree: which guesses are verified; the empty tree by default.
+
+    Attributes:
+        passes: how many verification passes there were so far, in all batches; `Generation.steps` counts a row's.
     """
 
     def __init__(self, backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None) -> None:
@@ -50,6 +69,7 @@ class BatchDecoder:
         self.draft = draft
         self.tree = usable_tree(backbone, draft, tree)
         self.need = draft.needs if draft is not None and self.tree.size else PLAIN
+        self.passes = 0
         self._one = Decoder(backbone, draft, tree)
         self._blocks: dict[int, tuple[Tree, Tensor]] = {}  # by identity, since comparing trees takes their paths
 
@@ -80,22 +100,52 @@ class BatchDecoder:
         """
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts")
-        stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
         each: list[torch.Generator | None] = [*generators] if generators is not None else [None] * len(prompts)
-        rooms = [room_for(self.backbone, prompt, max_new_tokens) for prompt in prompts]
-        if len(prompts) < 2 or self.backbone.rope_switch is not None:
-            # the longest row of a pass would set the angles of all
-            return [
-                self._one.generate(prompt, max_new_tokens, stops, rule, generator)
-                for prompt, generator in zip(prompts, each, strict=True)
-            ]
-        rows = [_Row(Generation([]), room, generator) for room, generator in zip(rooms, each, strict=True)]
-        run = _Run(self, rows, prompts, stops, rule)
-        while run.active:
-            run.step()
-        for row in rows:
-            row.out.finish = finish_of(row.out.tokens, stops, max_new_tokens)
-        return [row.out for row in rows]
+        if len(prompts) < 2 or not self.batches:
+            return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, each)
+        batch = self.begin(max_new_tokens, eos_ids, rule)
+        batch.join([Newcomer(i, prompt, each[i]) for i, prompt in enumerate(prompts)])
+        answers: dict[int, Generation] = {}
+        while len(answers) < len(prompts):
+            answers.update(batch.step())
+        return [answers[i] for i in range(len(prompts))]
+
+    def begin(self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None) -> Batch:
+        """A batch without rows, which may join at any time; arguments are those of `generate_batch`.
+
+        Raises:
+            ValueError: this backbone can't decode in batches, see `batches`.
+        """
+        if not self.batches:
+            raise ValueError("the longest row of a pass would set the angles of all; decode them one by one")
+        return Batch(self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule)
+
+    @property
+    def batches(self) -> bool:
+        """Whether rows share passes: not where the longest one would set the angles of all (longrope)."""
+        return self.backbone.rope_switch is None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is anything to verify but the backbone's own tokens."""
+        return self.draft is not None and self.tree.size > 0
+
+    def _one_by_one(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        eos_ids: Collection[int] | None,
+        rule: Rule,
+        generators: Sequence[torch.Generator | None],
+    ) -> list[Generation]:
+        for prompt in prompts:
+            room_for(self.backbone, prompt, max_new_tokens)  # mistakes are told before work is done
+        made = [
+            self._one.generate(prompt, max_new_tokens, eos_ids, rule, generator)
+            for prompt, generator in zip(prompts, generators, strict=True)
+        ]
+        self.passes += sum(out.steps for out in made)
+        return made
 
     def mask(self, tree: Tree, cache: BatchCache) -> Tensor:
         """What each node sees: its own row's committed positions, its ancestors and itself, [B, 1, n + 1, S]."""
@@ -109,55 +159,92 @@ class BatchDecoder:
         return self._blocks[id(tree)][1]
 
 
-class _Run:
-    """One batch under way: `active` are the rows that are not done, in the order of the cache's."""
+class Batch:
+    """Rows under way: `join` adds some, `step` takes all of them on. See `BatchDecoder.begin`.
 
-    def __init__(
-        self,
-        decoder: BatchDecoder,
-        rows: list[_Row],
-        prompts: Sequence[list[int]],
-        stops: Collection[int],
-        rule: Rule,
-    ) -> None:
-        self._started = time.perf_counter()
+    Attributes:
+        active: the rows that are not done, in the order of the cache's.
+    """
+
+    def __init__(self, decoder: BatchDecoder, max_new_tokens: int, stops: Collection[int], rule: Rule) -> None:
         self._decoder = decoder
         self._backbone = decoder.backbone
+        self._max_new_tokens = max_new_tokens
         self._stops = stops
         self._rule = rule
-        self.active = list(rows)
-        lengths = [len(prompt) for prompt in prompts]
-        ends = (length + row.room for length, row in zip(lengths, rows, strict=True))
-        self._cache = BatchCache(self._backbone.num_layers, max(ends) + decoder.tree.size + 1)
+        self.active: list[_Row] = []
+        self._done: list[tuple[int, Generation]] = []
+        self._cache = BatchCache(0, 0)  # until somebody joins
         self._state: Any = None
-        self._prefill(prompts, lengths)
 
-    def _prefill(self, prompts: Sequence[list[int]], lengths: list[int]) -> None:
-        """One causal pass over all prompts, padded behind, where no token of a prompt looks."""
+    @torch.inference_mode()
+    def join(self, newcomers: Sequence[Newcomer]) -> None:
+        """Read the prompts of `newcomers` (at least one) in one pass, and let them go on with the others.
+
+        A draft's states can't be joined: with one, rows may only join a batch whose rows are all done.
+
+        Raises:
+            MedusaError: a prompt is empty or longer than the model's context; nobody has joined then.
+            ValueError: a draft is in the middle of other rows.
+        """
+        if self.active and self._decoder.drafts:
+            raise ValueError("a draft's rows begin together; none can join those under way")
+        now = time.perf_counter()
+        rows = [
+            _Row(one.ticket, Generation([]), self._room(one.prompt), one.generator, started=now) for one in newcomers
+        ]
+        prompts = [one.prompt for one in newcomers]
+        ends = (len(prompt) + row.room for prompt, row in zip(prompts, rows, strict=True))
+        capacity = max(ends) + self._decoder.tree.size + 1
+        if not self.active:
+            self._cache = self._prefill(rows, prompts, capacity)
+        else:
+            self._cache.join(self._prefill(rows, prompts, max(map(len, prompts))), capacity)
+        self.active += rows
+        self._leave()
+
+    def _room(self, prompt: list[int]) -> int:
+        return room_for(self._backbone, prompt, self._max_new_tokens)
+
+    def _prefill(self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int) -> BatchCache:
+        """One causal pass over the prompts, padded behind, where no token of a prompt looks."""
+        lengths = [len(prompt) for prompt in prompts]
+        cache = BatchCache(self._backbone.num_layers, capacity)
         padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
         prompt_tokens = torch.tensor(padded, device=self._backbone.device)
-        feats = self._backbone.run(prompt_tokens, cache=self._cache, need=self._decoder.need)
-        self._cache.commit_rows(lengths)
+        feats = self._backbone.run(prompt_tokens, cache=cache, need=self._decoder.need)
+        cache.commit_rows(lengths)
         # each prompt's last token is a root with nothing below it
         last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
         logits = self._backbone.logits(last_states(feats, [length - 1 for length in lengths]))
-        accepted = accept(self._rule, last, logits[:, None], Tree.empty(), self._generators())
-        if self._drafts:
+        accepted = accept(self._rule, last, logits[:, None], Tree.empty(), _generators(rows))
+        if self._decoder.drafts:
             assert self._decoder.draft is not None
-            self._state = self._decoder.draft.start(feats, prompt_tokens, lengths, self._cache)
-        now = time.perf_counter() - self._started
-        for row, (_, tokens) in zip(self.active, accepted, strict=True):
+            self._state = self._decoder.draft.start(feats, prompt_tokens, lengths, cache)
+        now = time.perf_counter()
+        for row, (_, tokens) in zip(rows, accepted, strict=True):
             row.out.tokens = tokens[-1:]
-            row.out.prefill_seconds = now
-        self._leave()
+            row.out.prefill_seconds = now - row.started
+        return cache
 
-    def step(self) -> None:
-        """Propose, verify and accept for every active row."""
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Generation]]:
+        """Propose, verify and accept for every row; the answers that are done, with their tickets.
+
+        `seconds` of an answer is the time since its row joined, beside the others.
+        """
+        if self.active:
+            self._advance()
+        done, self._done = self._done, []
+        return done
+
+    def _advance(self) -> None:
         proposal = self._propose()
         feats, accepted = self._verify(proposal)
+        self._decoder.passes += 1
         paths = [path for path, _ in accepted]
         self._cache.keep_rows(paths)
-        if self._drafts:
+        if self._decoder.drafts:
             assert self._decoder.draft is not None
             self._state = self._decoder.draft.advance(self._state, feats, proposal, paths)
         for row, (path, tokens) in zip(self.active, accepted, strict=True):
@@ -167,17 +254,9 @@ class _Run:
             row.out.accepted.append(min(len(path) - 1, len(kept)))
         self._leave()
 
-    @property
-    def _drafts(self) -> bool:
-        return self._decoder.draft is not None and self._decoder.tree.size > 0
-
-    def _generators(self) -> list[torch.Generator] | None:
-        found = [row.generator for row in self.active if row.generator is not None]
-        return found or None
-
     def _propose(self) -> Proposal:
         roots = torch.tensor([row.out.tokens[-1] for row in self.active], device=self._backbone.device)
-        if not self._drafts:
+        if not self._decoder.drafts:
             return Proposal(roots[:, None], self._decoder.tree)
         assert self._decoder.draft is not None
         return self._decoder.draft.propose(self._state, roots, self._decoder.tree)
@@ -197,7 +276,7 @@ class _Run:
             early=proposal.early,
         )
         logits = self._backbone.logits(feats.hidden)
-        return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, self._generators())
+        return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, _generators(self.active))
 
     def _leave(self) -> None:
         """Let the rows that are done go; the last of the others take their places."""
@@ -206,7 +285,9 @@ class _Run:
             return
         for row, over in zip(self.active, done, strict=True):
             if over:
-                row.out.seconds = time.perf_counter() - self._started
+                row.out.seconds = time.perf_counter() - row.started
+                row.out.finish = finish_of(row.out.tokens, self._stops, self._max_new_tokens)
+                self._done.append((row.ticket, row.out))
         staying = [i for i, over in enumerate(done) if not over]
         size = len(staying)
         movers = [i for i in staying if i >= size]
@@ -214,6 +295,11 @@ class _Run:
         self.active = [self.active[i] for i in places]
         if self.active:
             self._cache.take(places)
-            if self._drafts:
+            if self._decoder.drafts:
                 assert self._decoder.draft is not None
                 self._state = self._decoder.draft.take(self._state, places)
+
+
+def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:
+    found = [row.generator for row in rows if row.generator is not None]
+    return found or None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch import Batch, BatchDecoder, Newcomer
 from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -21,7 +21,8 @@ from medusa_train.selfdistill.exactness import ROUNDING, is_certain
 from medusa_train.selfdistill.speakers import Speakers
 from medusa_train.trees.tree import Tree
 
-POOL = 4  # batches of requests at hand, so that one of like lengths can be picked
+POOL = 4  # batches of requests at hand, so that those of like lengths can be picked
+JOIN = 4  # as many places as this share of a batch are free before others join: each time costs a pass over the prompts
 
 
 def fastest_dtype(device: torch.device | None = None) -> str:
@@ -57,6 +58,9 @@ class _Speed:
 
 class LocalEngine:
     """The backbone itself.
+
+    Without a draft a batch stays full: as answers are done, requests that wait take their places. With one, a batch is
+    answered to its end before the next one begins.
 
     In float32 and float64 an answer does not depend on the batch that it is made in: one that hangs on rounding (see
     `exactness`) is made again alone. Sampled answers come from a generator of their own, by the request's seed.
@@ -98,13 +102,17 @@ class LocalEngine:
         self._speakers = Speakers(backbone.tokenizer, chat_template)
         self._plain = BatchDecoder(backbone)
         self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
-        self._exact = exact and batch_size > 1 and draft is None and backbone.dtype in ROUNDING
+        self._batch: Batch | None = None
+        if batch_size > 1 and draft is None and self._plain.batches:
+            self._batch = self._plain.begin(max_new_tokens, rule=self.sampling)
+        self._exact = exact and self._batch is not None and backbone.dtype in ROUNDING
         self._compare = compare if draft is not None else 0
         self._speed = _Speed()
         self._warm = False
         self._steps = self._stepped = 0
         self._again = 0
         self._waiting: list[_Asked] = []
+        self._underway: dict[int, _Asked] = {}
         self._finished: deque[tuple[int, Answer]] = deque()
 
     @property
@@ -126,13 +134,22 @@ class LocalEngine:
             self._waiting.append(_Asked(ticket, request, prompt))
 
     def next(self) -> tuple[int, Answer]:
-        """The next answer; makes those of a batch where none is ready."""
-        if not self._finished:
-            batch = self._pick()
-            for asked, made in zip(batch, self._make(batch), strict=True):
-                answer = self._speakers.answer(asked.request, len(asked.prompt), made.tokens, made.finish)
-                self._finished.append((asked.ticket, answer))
+        """The next answer; where none is ready, makes those of a batch or takes one on until some are."""
+        while not self._finished:
+            if self._batch is None:
+                asked = self._pick(self.batch_size)
+                made = self._make(asked)
+            else:
+                asked, made = self._go_on(self._batch)
+            for one, out in zip(asked, made, strict=True):
+                answer = self._speakers.answer(one.request, len(one.prompt), out.tokens, out.finish)
+                self._finished.append((one.ticket, answer))
         return self._finished.popleft()
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Verification passes so far, and the steps of answers that were taken in them."""
+        return self._decoder.passes, self._steps
 
     def figures(self) -> Mapping[str, str]:
         """What the heads were worth, and how many answers of a batch hung on rounding."""
@@ -148,14 +165,30 @@ class LocalEngine:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _pick(self) -> list[_Asked]:
+    def _pick(self, count: int) -> list[_Asked]:
         """The oldest request and those whose prompts are nearest to its in length, in the order of asking."""
         oldest, *others = self._waiting
         others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
-        picked = {asked.ticket for asked in (oldest, *others[: self.batch_size - 1])}
-        batch = [asked for asked in self._waiting if asked.ticket in picked]
+        picked = {asked.ticket for asked in (oldest, *others[: count - 1])}
+        found = [asked for asked in self._waiting if asked.ticket in picked]
         self._waiting = [asked for asked in self._waiting if asked.ticket not in picked]
-        return batch
+        return found
+
+    def _go_on(self, batch: Batch) -> tuple[list[_Asked], list[Generation]]:
+        """Let requests that wait join where there is room, take all rows a step on: those that are done by now."""
+        free = self.batch_size - len(batch.active)
+        if self._waiting and free * JOIN >= self.batch_size:
+            joining = self._pick(free)
+            generators = [self._generator(asked) if self.sampling else None for asked in joining]
+            batch.join([Newcomer(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)])
+            self._underway.update((asked.ticket, asked) for asked in joining)
+        done = batch.step()
+        asked = [self._underway.pop(ticket) for ticket, _ in done]
+        made = [out for _, out in done]
+        self._steps += sum(out.steps for out in made)
+        if self._exact:
+            made = [self._certain(one, out) for one, out in zip(asked, made, strict=True)]
+        return asked, made
 
     def _make(self, batch: Sequence[_Asked]) -> list[Generation]:
         started = time.perf_counter()
@@ -165,9 +198,7 @@ class LocalEngine:
         self._stepped += sum(len(out.tokens) - 1 for out in made)
         if self._speed.answers < self._compare:
             self._compare_with_plain(batch, made, seconds)
-        if not self._exact or len(batch) == 1:
-            return made
-        return [self._certain(asked, out) for asked, out in zip(batch, made, strict=True)]
+        return made
 
     def _generate(self, decoder: BatchDecoder, batch: Sequence[_Asked]) -> list[Generation]:
         generators = [self._generator(asked) for asked in batch] if self.sampling else None
@@ -184,7 +215,9 @@ class LocalEngine:
         if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
             return made
         self._again += 1
-        return self._generate(self._plain, [asked])[0]
+        again = self._generate(self._plain, [asked])[0]
+        self._steps += again.steps
+        return again
 
     def _compare_with_plain(self, batch: Sequence[_Asked], made: Sequence[Generation], seconds: float) -> None:
         """Make a batch without heads too; the first one warms up and is not counted."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from medusa_train.errors import MedusaError
 from medusa_train.trees.kv_cache import TreeCache
 
+_BLOCK = 256  # positions; memory that has to grow does so by whole blocks, so that it seldom has to
+
 
 class BatchCache(TreeCache):
     """A `TreeCache` whose row b holds `lengths[b]` committed positions, at columns 0 .. lengths[b] - 1.
@@ -19,12 +21,18 @@ class BatchCache(TreeCache):
                                ^ length
 
     Pending positions stand behind the longest row, at the same columns in all, so that a pass writes them in one piece.
-    What is kept of them moves to the end of its own row.
+    What is kept of them moves to the end of its own row. The memory of rows that have left is kept for those that join.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         super().__init__(num_layers, capacity)
         self.lengths: list[int] = []
+        self._memory: Tensor | None = None  # of which `_storage` is the first rows
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Make the storage, see `TreeCache.allocate`."""
+        super().allocate(keys, values)
+        self._memory = self._storage
 
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """Take the first `lengths[b]` pending positions of each row over as they lie: prompts, padded behind.
@@ -81,6 +89,42 @@ class BatchCache(TreeCache):
             self._storage = self._storage[:, :, : len(rows)]
         self.lengths = [self.lengths[was] for was in rows]
         self.length = max(self.lengths, default=0)
+
+    def join(self, other: BatchCache, capacity: int) -> None:
+        """Let the rows of `other` follow one's own, with copies of what they have committed.
+
+        Args:
+            other: of the same backbone; it is not changed. capacity: positions that a row needs from now on.
+
+        Raises:
+            ValueError: positions are pending here, where the next pass would look for them; or nothing was ever written
+                in either.
+        """
+        if self._pending:
+            raise ValueError(f"{self._pending} positions are pending; keep or drop them before rows join")
+        if other._storage is None:
+            raise ValueError("nothing was written in the cache whose rows are to join")
+        rows, used = len(self.lengths), other.length
+        memory = self._reserve(rows + len(other.lengths), max(capacity, used))
+        self._storage = memory[:, :, : rows + len(other.lengths)]
+        self._storage[:, :, rows:, :, :used] = other._storage[:, :, :, :, :used]
+        self.lengths = [*self.lengths, *other.lengths]
+        self.length = max(self.lengths)
+
+    def _reserve(self, rows: int, capacity: int) -> Tensor:
+        """The memory for so many rows of so many positions, with what is there in its place."""
+        if self._memory is None:
+            raise ValueError("nothing was written in the cache that rows are to join")
+        layers, two, held, heads, _, dim = self._memory.shape
+        if rows <= held and capacity <= self.capacity:
+            return self._memory
+        if capacity > self.capacity:
+            self.capacity = -(-capacity // _BLOCK) * _BLOCK
+        grown = self._memory.new_zeros(layers, two, max(rows, held), heads, self.capacity, dim)
+        own = len(self.lengths)
+        grown[:, :, :own, :, : self.length] = self._memory[:, :, :own, :, : self.length]
+        self._memory = grown
+        return grown
 
     def gaps(self, device: torch.device) -> Tensor:
         """Where nobody may look: bool [B, length], true behind each row's own end."""

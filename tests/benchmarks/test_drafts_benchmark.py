@@ -338,6 +338,14 @@ def test_a_line_says_when_its_interval_does_not_agree() -> None:
     assert own.answer in {"yes, but not for sure", "no, but not for sure"}
 
 
+def test_no_difference_at_all_is_no() -> None:
+    found = everything(good=True)
+    drafts_of = found["counts"]["b"]["drafts"]
+    drafts_of["kangaroo"] = drafts_of["medusa1"]
+    windows = [line for line in lines(found) if "CTAR" in line.text]
+    assert {(line.holds, line.answer) for line in windows} == {(False, "no")}
+
+
 def test_counts_by_question() -> None:
     draft = counted(2.0, [0.5, 0.25], [10, 20, 30])
     assert set(taken(draft, "own").values()) != set()

@@ -23,5 +23,8 @@ def test_one_command_writes_the_table_and_the_figures(tmp_path: Path) -> None:
     for way in record["ways"]:
         assert (way["answers"], way["tokens"]) == (8, 48)
         assert way["rate"] > 0
+    alone, batched, _ = record["ways"]
+    assert (alone["passes"], alone["rows_per_pass"]) == (8 * 5, 1.0)  # the first token of an answer takes no pass
+    assert (batched["passes"], batched["rows_per_pass"]) == (4 * 5, 2.0)
     assert record["machine"]["torch"]
     assert (tmp_path / "out" / "selfdistill.md").read_text().count("\n| ") == 4

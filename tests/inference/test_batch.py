@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.batch import BatchDecoder
-from medusa_train.inference.generate import Decoder
+from medusa_train.inference.batch import BatchDecoder, Newcomer
+from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
@@ -124,6 +124,97 @@ def test_a_rows_draws_do_not_depend_on_the_others(tree: Tree, rule: Rule) -> Non
         [PROMPTS[i] for i in order], 15, (), rule, [others[i] for i in order]
     )
     assert [out.tokens for out in fewer] == [together[i].tokens for i in order]
+
+
+QUEUE = [*PROMPTS, [9] * 12, [33, 2], [8], [41, 40, 39], list(range(1, 20)), [6, 6], [12, 30]]
+
+
+def _streamed(
+    backbone: Backbone,
+    max_new_tokens: int,
+    eos: Sequence[int] | None = (),
+    rule: Rule = None,
+    rows: int = 3,
+    wanted: int = 1,
+) -> tuple[list[Generation], list[int]]:
+    """Answers to QUEUE, `rows` at a time, where others join as soon as `wanted` places are free; rows of each pass."""
+    batch = BatchDecoder(backbone).begin(max_new_tokens, eos, rule)
+    generator = (torch.Generator().manual_seed(seed) for seed in range(len(QUEUE)))
+    coming = [Newcomer(n, prompt, next(generator) if rule else None) for n, prompt in enumerate(QUEUE)]
+    answers: dict[int, Generation] = {}
+    sizes = []
+    while coming or batch.active:
+        if coming and rows - len(batch.active) >= wanted:
+            free = rows - len(batch.active)
+            joining, coming = coming[:free], coming[free:]
+            batch.join(joining)
+        sizes.append(len(batch.active))
+        done = batch.step()
+        assert not {ticket for ticket, _ in done} & set(answers)
+        answers.update(done)
+    assert batch.step() == []
+    return [answers[n] for n in range(len(QUEUE))], sizes
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3-longrope"])
+def test_rows_that_join_late_say_what_they_say_alone(family: str, wanted: int) -> None:
+    backbone = random_backbone(family)
+    free = [Decoder(backbone).generate(prompt, 14, ()).tokens for prompt in QUEUE]
+    eos = [free[0][2], free[3][5], free[5][9]]
+    alone = [Decoder(backbone).generate(prompt, 14, eos) for prompt in QUEUE]
+    assert len({len(out.tokens) for out in alone}) > 3  # so that rows join beside others of unlike length
+    made, sizes = _streamed(backbone, 14, eos, wanted=wanted)
+    assert [(out.tokens, out.finish, out.steps) for out in made] == [(o.tokens, o.finish, o.steps) for o in alone]
+    assert all(0 < out.prefill_seconds <= out.seconds for out in made)
+    assert max(sizes) == 3
+    assert sum(sizes) == sum(out.steps for out in alone)
+
+
+def test_rows_join_up_to_the_contexts_end_and_in_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.trees.batch_cache._BLOCK", 4)
+    backbone = random_backbone("llama")
+    backbone.max_context = 24
+    alone = [Decoder(backbone).generate(prompt, 17, ()) for prompt in QUEUE]
+    assert {out.finish for out in alone} == {"length", "context"}
+    for rows in (1, 2, 5):
+        made, sizes = _streamed(backbone, 17, rows=rows)
+        assert [(out.tokens, out.finish) for out in made] == [(out.tokens, out.finish) for out in alone]
+        assert max(sizes) == rows
+
+
+@pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Sampling(1.2, top_k=20)])
+def test_what_a_row_draws_does_not_depend_on_when_it_joined(rule: Rule) -> None:
+    backbone = random_backbone("mistral-window")
+    one = Decoder(backbone)
+    alone = [
+        one.generate(prompt, 12, (7, 9), rule, torch.Generator().manual_seed(seed)).tokens
+        for seed, prompt in enumerate(QUEUE)
+    ]
+    for rows, wanted in ((3, 1), (4, 2)):
+        made, _ = _streamed(backbone, 12, (7, 9), rule, rows, wanted)
+        assert [out.tokens for out in made] == alone
+
+
+def test_who_may_not_join() -> None:
+    backbone = random_backbone("qwen3")
+    backbone.max_context = 12
+    batch = BatchDecoder(backbone).begin(4, ())
+    batch.join([Newcomer(0, [1, 2])])
+    with pytest.raises(MedusaError, match="13 tokens, the model reads 12"):
+        batch.join([Newcomer(1, [3]), Newcomer(2, list(range(13)))])
+    assert len(batch.active) == 1
+    batch.join([Newcomer(3, [3])])
+    done = [step for _ in range(3) for step in batch.step()]
+    assert [(ticket, out.tokens) for ticket, out in done] == [
+        (ticket, Decoder(backbone).generate(prompt, 4, ()).tokens) for ticket, prompt in ((0, [1, 2]), (3, [3]))
+    ]
+    speculating = BatchDecoder(backbone, _draft(backbone), TREE).begin(4, ())
+    speculating.join([Newcomer(0, [1, 2])])
+    with pytest.raises(ValueError, match="a draft's rows begin together"):
+        speculating.join([Newcomer(1, [3])])
+    with pytest.raises(ValueError, match="decode them one by one"):
+        BatchDecoder(random_backbone("phi3-longrope")).begin(4)
 
 
 def test_sampling_through_the_whole_loop_is_lossless() -> None:

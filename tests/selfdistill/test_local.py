@@ -9,7 +9,7 @@ import torch
 
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch import Batch
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -145,20 +145,18 @@ def test_answers_do_not_depend_on_the_batch(
 ) -> None:
     backbone = Backbone.load(str(directory), dtype=dtype)
     sizes: list[int] = []
-    generate = BatchDecoder.generate_batch
+    step = Batch.step
 
-    def counted(self: BatchDecoder, prompts: list[list[int]], *args: object, **kwargs: object) -> list[Generation]:
-        sizes.append(len(prompts))
-        return generate(self, prompts, *args, **kwargs)  # type: ignore[arg-type]
+    def counted(self: Batch) -> list[tuple[int, Generation]]:
+        sizes.append(len(self.active))
+        return step(self)
 
-    monkeypatch.setattr(BatchDecoder, "generate_batch", counted)
+    monkeypatch.setattr(Batch, "step", counted)
     alone = all_answers(engine(backbone, temperature, 40))
-    assert sizes == [1] * len(QUESTIONS)
+    assert sizes == []
     assert len({answer.text for answer in alone}) > 5
-    sizes.clear()
     assert all_answers(engine(backbone, temperature, 40, batch_size=4)) == alone
     assert max(sizes) == 4
-    assert sum(sizes) >= len(QUESTIONS)
     if temperature:
         limited = engine(backbone, temperature, 40, top_k=3, top_p=0.9)
         assert all_answers(limited) != alone
@@ -181,6 +179,49 @@ def test_an_answer_that_hangs_on_rounding_is_made_again_alone(
     unchecked = engine(backbone, max_new_tokens=10, batch_size=4, exact=False)
     all_answers(unchecked)
     assert unchecked.figures() == {}
+
+
+def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
+    """Turns of conversations that come back while others are under way, and rows that end at unlike times."""
+    backbone = Backbone.load(str(directory), dtype=torch.float64)
+    free = engine(backbone, max_new_tokens=24)
+    said = [Decoder(backbone).generate(free._speakers.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
+    backbone.eos_ids = tuple({said[0][3], said[4][8], said[7][15]})
+
+    def conversations(answering: LocalEngine) -> dict[int, list[Answer]]:
+        talks: dict[int, list[Answer]] = {n: [] for n in range(len(QUESTIONS))}
+        messages = {n: (Message("user", question),) for n, question in enumerate(QUESTIONS)}
+        ready, asked = list(talks), 0
+        while ready or asked:
+            while ready and asked < answering.capacity:
+                number = ready.pop(0)
+                answering.submit(number, Request(messages[number], seed=number))
+                asked += 1
+            number, answer = answering.next()
+            asked -= 1
+            talks[number].append(answer)
+            if len(talks[number]) < 3:
+                messages[number] += (Message("assistant", answer.text), Message("user", "and then?"))
+                ready.append(number)
+        return talks
+
+    alone = conversations(engine(backbone, max_new_tokens=24))
+    assert len({answer.completion_tokens for talk in alone.values() for answer in talk}) > 3
+    batched = engine(backbone, max_new_tokens=24, batch_size=4)
+    assert conversations(batched) == alone
+    passes, steps = batched.steps
+    assert steps / passes > 3  # of four rows, though some end after a few tokens
+
+
+def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None:
+    batched = engine(backbone, max_new_tokens=4, batch_size=2)
+    for number, length in enumerate((3, 50, 4, 5)):
+        batched.submit(number, asks("x" * length))
+    order = []
+    for number in range(4, 14):
+        order.append(batched.next()[0])
+        batched.submit(number, asks("x" * 4))  # always nearer in length than the second one
+    assert 1 in order[:4]
 
 
 def test_batches_are_of_like_lengths_and_begin_with_the_oldest(backbone: Backbone) -> None:

@@ -60,6 +60,57 @@ def test_rows_that_are_done_leave_in_place() -> None:
         cache.take([1, 0])
 
 
+def _prompts(numbers: list[list[int]], capacity: int = 8) -> BatchCache:
+    """A cache that holds these rows, padded behind."""
+    cache = BatchCache(LAYERS, capacity)
+    longest = max(map(len, numbers))
+    _write(cache, [row + [77] * (longest - len(row)) for row in numbers])
+    cache.commit_rows([len(row) for row in numbers])
+    return cache
+
+
+def test_rows_join_in_the_places_of_those_that_left_and_nobody_sees_what_these_held() -> None:
+    cache = _prompts([[1, 2, 3, 4, 5], [11, 12, 13, 14], [21, 22]])
+    memory = cache._storage
+    assert memory is not None
+    cache.take([2])
+    others = _prompts([[31], [41, 42, 43]], capacity=3)
+    cache.join(others, 8)
+    assert (cache.lengths, cache.length) == ([2, 1, 3], 3)
+    assert cache._storage is not None
+    assert cache._storage.data_ptr() == memory.data_ptr()
+    assert _held(cache, [[23], [32], [44]]) == [[21, 22], [31], [41, 42, 43]]
+    cache.keep_rows([[0], [0], [0]])
+    assert _held(cache, [[24, 25], [33, 34], [45, 46]]) == [[21, 22, 23], [31, 32], [41, 42, 43, 44]]
+    cache.keep_rows([[0, 1], [0], [1]])
+    assert _held(cache, [[0], [0], [0]]) == [[21, 22, 23, 24, 25], [31, 32, 33], [41, 42, 43, 44, 46]]
+    assert others.lengths == [1, 3]
+
+
+@pytest.mark.parametrize("capacity", [8, 300], ids=["rows", "rows and columns"])
+def test_memory_grows_for_rows_that_join(capacity: int) -> None:
+    cache = _prompts([[1, 2, 3], [11, 12]])
+    cache.join(_prompts([[21, 22, 23, 24], [31]], capacity=4), capacity)
+    assert cache.capacity == (8 if capacity == 8 else 512)
+    assert _held(cache, [[4], [13], [25], [32]]) == [[1, 2, 3], [11, 12], [21, 22, 23, 24], [31]]
+    cache.keep_rows([[0]] * 4)
+    cache.take([3, 1])
+    cache.join(_prompts([[41] * 6]), 8)
+    assert _held(cache, [[33], [14], [42]]) == [[31, 32], [11, 12, 13], [41] * 6]
+
+
+def test_rows_join_between_passes_only() -> None:
+    cache = _prompts([[1, 2]])
+    _write(cache, [[3]])
+    with pytest.raises(ValueError, match="1 positions are pending"):
+        cache.join(_prompts([[4]]), 8)
+    cache.keep_rows([[0]])
+    with pytest.raises(ValueError, match="nothing was written in the cache whose rows"):
+        cache.join(BatchCache(LAYERS, 8), 8)
+    with pytest.raises(ValueError, match="that rows are to join"):
+        BatchCache(LAYERS, 8).join(_prompts([[4]]), 8)
+
+
 def test_rows_may_leave_before_anything_was_written() -> None:
     cache = BatchCache(LAYERS, 8)
     cache.lengths = [0, 0, 0]
