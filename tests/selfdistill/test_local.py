@@ -190,7 +190,7 @@ def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
 
     def conversations(answering: LocalEngine) -> dict[int, list[Answer]]:
         talks: dict[int, list[Answer]] = {n: [] for n in range(len(QUESTIONS))}
-        messages = {n: (Message("user", question),) for n, question in enumerate(QUESTIONS)}
+        messages: dict[int, tuple[Message, ...]] = {n: (Message("user", q),) for n, q in enumerate(QUESTIONS)}
         ready, asked = list(talks), 0
         while ready or asked:
             while ready and asked < answering.capacity:

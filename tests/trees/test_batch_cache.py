@@ -17,7 +17,8 @@ def _write(cache: BatchCache, numbers: list[list[int]]) -> list[list[int]]:
     for layer in range(LAYERS):
         keys, values = cache.update(states + 1000 * layer, -states, layer)
     assert torch.equal(keys[:, 0, :, 0], keys[:, 1, :, 2])
-    assert torch.equal(values, 1000 * (LAYERS - 1) - keys)
+    written = keys != 0  # not so where memory has grown behind a row's end
+    assert torch.equal(values[written], (1000 * (LAYERS - 1) - keys)[written])
     return (keys[:, 0, :, 0] - 1000 * (LAYERS - 1)).int().tolist()
 
 
