@@ -309,7 +309,7 @@ class Backbone:
             raise BackboneError(
                 f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
             )
-        compiled = CompiledPass(self.body, self.logits)
+        compiled = CompiledPass(self.body, self.logits, on_cpu=self.device.type == "cpu")
         compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled
 

@@ -8,7 +8,9 @@ behind the last one. So there is one program for plain decoding and one for tree
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.trees.kv_cache import TreeCache
 
 BLOCK = 128
+_NUMBERS = itertools.count()
 
 
 def block_end(positions: int) -> int:
@@ -71,14 +74,24 @@ class _Slots(Cache):
         super().__init__(layers=[_Layer(one, slots) for one in stored])
 
 
+def _on_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own, by which torch.compile finds the programs it has made.
+
+    With few checks before a call, another model's would be taken for this one's.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_NUMBERS)}")
+    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
 class CompiledPass:
     """The decoder layers and lm_head over q new tokens of one row.
 
     Args:
-        body: the decoder stack. logits: [..., d] -> [..., V].
+        body: the decoder stack, whose weights stay as they are from now on. logits: [..., d] -> [..., V].
+        on_cpu: where they are.
     """
 
-    def __init__(self, body: Any, logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, body: Any, logits: Callable[[Tensor], Tensor], on_cpu: bool) -> None:
         def run(
             tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
         ) -> tuple[Tensor, Tensor]:
@@ -94,7 +107,12 @@ class CompiledPass:
             return out.last_hidden_state, logits(out.last_hidden_state)
 
         self._body = body
-        self._compiled = torch.compile(run)
+        # Of what is checked before every call only the shapes can change here: all else took a tenth of a step.
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        if on_cpu:
+            # weights become constants that kernels may lay out to their liking; and nothing between them is Python
+            options |= {"freezing": True, "cpp_wrapper": True}
+        self._compiled = torch.compile(_on_its_own(run), options=options)
         self._ready: set[bool] = set()  # of plain decoding, of trees
 
     @torch.inference_mode()
@@ -144,7 +162,6 @@ class CompiledPass:
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The first pass of its kind, told which sizes will be others in those to come."""
-        import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
         mark_dynamic(mask, 3)
@@ -152,8 +169,6 @@ class CompiledPass:
         if tree := len(slots) > 1:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)
-        # weights become constants that a CPU's kernels may lay out to their liking
-        with inductor.patch(freezing=tokens.device.type == "cpu"):
-            out = self._compiled(tokens, positions, mask, slots, stored)
+        out = self._compiled(tokens, positions, mask, slots, stored)
         self._ready.add(tree)
         return out

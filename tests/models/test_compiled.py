@@ -76,7 +76,7 @@ def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) 
         raise TorchDynamoException("\nno C++ compiler found\nand a long story")
 
     backbone = random_backbone("llama")
-    monkeypatch.setattr(torch, "compile", lambda function: fails)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
     with pytest.raises(BackboneError, match=r"failed here: no C\+\+ compiler found\n"):
         backbone.compile_passes()
     assert backbone.compiled is None
