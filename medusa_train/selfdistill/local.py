@@ -117,7 +117,7 @@ class LocalEngine:
 
     @property
     def capacity(self) -> int:
-        """A few batches, from which one of like lengths is picked; a single one where there are no batches."""
+        """A few batches, of which requests of like lengths are picked; a single one where there are no batches."""
         return 1 if self.batch_size == 1 else POOL * self.batch_size
 
     def submit(self, ticket: int, request: Request) -> None:
