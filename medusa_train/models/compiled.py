@@ -9,7 +9,7 @@ behind the last one. So there is one program for plain decoding and one for tree
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -38,40 +38,44 @@ def capacity_for(positions: int) -> int:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values [2, batch, kv_heads, S, head_dim], written at given slots."""
+    """One layer's keys and values [2, batch, kv_heads, capacity, head_dim], written at given slots, seen up to S.
+
+    They are written in one piece: where memory is written twice, torch.compile copies all of it instead.
+    """
 
     is_sliding = False
 
-    def __init__(self, stored: Tensor, slots: Tensor) -> None:
+    def __init__(self, stored: Tensor, slots: Tensor, seen: int) -> None:
         super().__init__()
         self.is_initialized = True
         self._stored = stored
         self._slots = slots
+        self._seen = seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the memory is there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._stored[0], self._stored[1]
-        keys.index_copy_(2, self._slots, key_states)
-        values.index_copy_(2, self._slots, value_states)
+        self._stored.index_copy_(3, self._slots, torch.stack([key_states, value_states]))
+        # cut here and not by the caller: strides of a part would be taken for constants, of each capacity others
+        keys, values = self._stored.narrow(3, 0, self._seen)
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._stored.shape[3], 0
+        return self._seen, 0
 
     def get_seq_length(self) -> int:
         return 0  # only asked for positions and masks, which are handed in
 
     def get_max_length(self) -> int:
-        return self._stored.shape[3]
+        return self._seen
 
 
 class _Slots(Cache):
-    """All layers' memory [layers, 2, batch, kv_heads, S, head_dim] as a cache for one pass."""
+    """All layers' memory as a cache for one pass."""
 
-    def __init__(self, stored: Tensor, slots: Tensor) -> None:
-        super().__init__(layers=[_Layer(one, slots) for one in stored])
+    def __init__(self, stored: Sequence[Tensor], slots: Tensor, seen: int) -> None:
+        super().__init__(layers=[_Layer(one, slots, seen) for one in stored])
 
 
 def _on_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,15 +97,13 @@ class CompiledPass:
 
     def __init__(self, body: Any, logits: Callable[[Tensor], Tensor], on_cpu: bool) -> None:
         def run(
-            tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
+            tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Sequence[Tensor]
         ) -> tuple[Tensor, Tensor]:
-            # cut here and not by the caller: strides of a part would be taken for constants, of each capacity others
-            seen = stored.narrow(4, 0, mask.shape[3])
             out = body(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=_Slots(seen, slots),
+                past_key_values=_Slots(stored, slots, mask.shape[3]),
                 use_cache=True,
             )
             return out.last_hidden_state, logits(out.last_hidden_state)
@@ -153,19 +155,20 @@ class CompiledPass:
                 tokens add is written behind `length`.
         """
         slots = torch.arange(length, length + tokens.shape[1], device=tokens.device)
-        given = (tokens, positions, mask, slots, stored)
+        given = (tokens, positions, mask, slots, stored.unbind())
         if (len(slots) > 1) in self._ready:
             return self._compiled(*given)
         return self._compile(*given)
 
     def _compile(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Tensor
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The first pass of its kind, told which sizes will be others in those to come."""
         from torch._dynamo import mark_dynamic
 
         mark_dynamic(mask, 3)
-        mark_dynamic(stored, 4)
+        for one in stored:
+            mark_dynamic(one, 3)
         if tree := len(slots) > 1:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
@@ -54,6 +55,23 @@ def test_there_are_two_programs_whatever_the_tree_and_the_length() -> None:
             decoder = Decoder(backbone, draft, tree)  # with a cache of its own, large or small
             decoder.generate(torch.arange(length).remainder(60).tolist(), 30)
     assert counters["stats"]["unique_graphs"] == made
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_cache_is_written_in_place() -> None:
+    torch.compiler.reset()
+    backbone = random_backbone("llama", max_position_embeddings=64 * BLOCK)
+    backbone.compile_passes()
+    cache = backbone.new_cache(64 * BLOCK)
+    decoder = Decoder(backbone, MedusaDraft.from_backbone(backbone, 3), Tree.chain(3), cache)
+    decoder.generate([3, 4, 5], 8)  # makes the memory
+    layer = cache.expect(1)[0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        decoder.generate([3, 4, 5], 8)
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    sizes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert 0 < max(sizes) < layer.numel() * layer.element_size()
 
 
 @needs_compiler
