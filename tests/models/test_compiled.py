@@ -69,8 +69,10 @@ def test_the_cache_is_written_in_place() -> None:
     layer = cache.expect(1)[0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         decoder.generate([3, 4, 5], 8)
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    sizes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert seen.profiler is not None
+    found = seen.profiler.kineto_results
+    assert found is not None
+    sizes = [event.nbytes() for event in found.events() if event.name() == "[memory]"]
     assert 0 < max(sizes) < layer.numel() * layer.element_size()
 
 
