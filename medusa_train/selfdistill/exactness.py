@@ -16,6 +16,7 @@ from medusa_train.models.backbone import Backbone
 
 #: How far rounding may move a logit, relative to the largest: ten times what was seen. Other dtypes promise nothing.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
+_SUMS = 1e-12  # how far rounding may move a sum of probabilities in double precision
 _ROWS = 256  # positions whose logits are in memory at a time
 
 
@@ -65,35 +66,42 @@ def _surely_best(logits: Tensor, tokens: Tensor, error: Tensor) -> Tensor:
 
 
 def _surely_drawn(logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling, error: Tensor) -> Tensor:
-    """Whether inversion at `u` [N] gives the tokens [N], however the logits are moved within `error` [N, 1].
-
-    A shift of the logits by e moves a cumulative probability by e / T at most.
-    """
+    """Whether inversion at `u` [N] gives the tokens [N], however the logits are moved within `error` [N, 1]."""
     warped = sampling.warp(logits)
-    slack = (error / sampling.temperature).clamp(max=1.0)
+    shift = error / sampling.temperature
     mass = warped.softmax(-1).cumsum(-1)
     upper = mass.gather(-1, tokens[:, None])
     lower = torch.where(tokens[:, None] > 0, mass.gather(-1, (tokens[:, None] - 1).clamp(min=0)), 0.0)
     place = u[:, None] * mass[:, -1:]
-    above = (lower == 0.0) | (place - lower > slack)
-    below = (upper >= mass[:, -1:]) | (upper - place > slack)
+    above = (lower == 0.0) | (place - lower > _moved(lower, shift))
+    below = (upper >= mass[:, -1:]) | (upper - place > _moved(upper, shift))
     inside = (lower <= place) & (place < upper)
-    return (inside & above & below)[:, 0] & _surely_cut(logits, sampling, error, slack)
+    return (inside & above & below)[:, 0] & _surely_cut(logits, sampling, shift)
 
 
-def _surely_cut(logits: Tensor, sampling: Sampling, error: Tensor, slack: Tensor) -> Tensor:
-    """Whether the same tokens fall to top-k and top-p however the logits are moved."""
+def _moved(mass: Tensor, shift: Tensor) -> Tensor:
+    """How far probabilities of sets of tokens may move when each logit / T moves by `shift` at most.
+
+    Odds change by a factor between exp(-2 shift) and exp(2 shift), so that sets that are nearly sure, or nearly
+    impossible, hardly move.
+    """
+    return mass * (1 - mass) * torch.expm1(2 * shift) + _SUMS
+
+
+def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor) -> Tensor:
+    """Whether the same tokens fall to top-k and top-p however logits / T are moved within `shift` [N, 1]."""
     sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     scaled = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         best = scaled.topk(sampling.top_k + 1).values
-        sure &= best[:, -2] - best[:, -1] > 2 * slack[:, 0]
+        sure &= best[:, -2] - best[:, -1] > 2 * shift[:, 0]
         scaled = scaled.masked_fill(scaled < best[:, -2:-1], float("-inf"))
     if sampling.top_p < 1:
         rising = scaled.sort(-1).values
-        sure &= ((rising.softmax(-1).cumsum(-1) - (1 - sampling.top_p)).abs() > slack).all(-1)
+        mass = rising.softmax(-1).cumsum(-1)
+        sure &= ((mass - (1 - sampling.top_p)).abs() > _moved(mass, shift)).all(-1)
         # What is left or cut must not change places either: the least kept and the best cut are told apart.
-        kept = (rising.softmax(-1).cumsum(-1) > 1 - sampling.top_p).int().argmax(-1, keepdim=True)
+        kept = (mass > 1 - sampling.top_p).int().argmax(-1, keepdim=True)
         edge = rising.gather(-1, kept) - rising.gather(-1, (kept - 1).clamp(min=0))
-        sure &= ((kept == 0) | (edge > 2 * slack))[:, 0]
+        sure &= ((kept == 0) | (edge > 2 * shift))[:, 0]
     return sure
