@@ -111,9 +111,12 @@ class Writer:
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
-        _check_settings(output, settings)
+        _are_stored(output, settings)  # before a file that may be somebody else's is opened and mended
         self.lines = AppendOnly(output)
         try:
+            # again, and stored, while no other process can begin or go on with other ones
+            if not _are_stored(output, settings):
+                put_settings(output, settings)
             self.dropped = AppendOnly(dropped_file(output))
         except BaseException:
             self.lines.close()
@@ -183,8 +186,12 @@ def put_file(path: Path, pieces: Iterable[bytes]) -> None:
     os.replace(fresh, path)
 
 
-def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Compare with the settings beside `output`, or store them there before its first line is written."""
+def _are_stored(output: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether `settings` stand beside `output`, as they have to before its first line is written.
+
+    Raises:
+        ConfigError: `output` was made with others, or nobody knows how, or it has not the name of a JSONL file.
+    """
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: its name has to end with .jsonl")
     path = settings_file(output)
@@ -200,9 +207,8 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
     if stored is not None and (differing := _differing(stored, settings)):
         if made:
             raise ConfigError(_differences(output, differing, stored, settings))
-        stored = None  # nothing was made with them
-    if stored is None:
-        put_settings(output, settings)
+        return False  # nothing was made with them
+    return stored is not None
 
 
 def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

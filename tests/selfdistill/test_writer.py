@@ -115,7 +115,9 @@ def test_a_broken_complete_line_names_file_and_line(tmp_path: Path) -> None:
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with Writer(out, SETTINGS) as writer:
-        with pytest.raises(DataError, match="another process"):
-            Writer(out, SETTINGS)
+        for settings in (SETTINGS, {"model": "other"}):
+            with pytest.raises(DataError, match="another process"):
+                Writer(out, settings)
         writer.write({"id": "a"})
     assert ids(out) == ["a"]
+    assert json.loads(out.with_suffix(".settings.json").read_text()) == SETTINGS
