@@ -106,7 +106,8 @@ def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | 
     dtype = dtype_of(cfg)
     with Writer(target, settings_of(cfg, dtype)) as writer:
         if writer.done:
-            console.print(f"{target} holds {len(writer.done)} conversations already; going on", highlight=False)
+            said = f"{target} holds {len(writer.done)} conversations already; going on"
+            console.print(said, highlight=False, soft_wrap=True)
         tally = _run(cfg, mine, dtype, writer, console)
     if tally is None:
         error_console().print(f"interrupted; the same command goes on with {target}")

@@ -46,7 +46,9 @@ class DistillProgress:
         now = time.perf_counter()
         if not self._console.is_terminal and now - self._last >= LINE_EVERY:
             self._last = now
-            self._console.print(f"{tally.finished} of {tally.total} conversations, {figures}", highlight=False, soft_wrap=True)
+            self._console.print(
+                f"{tally.finished} of {tally.total} conversations, {figures}", highlight=False, soft_wrap=True
+            )
 
 
 def describe(tally: Tally) -> str:
