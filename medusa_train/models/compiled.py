@@ -112,8 +112,8 @@ class CompiledPass:
         # Of what is checked before every call only the shapes can change here: all else took a tenth of a step.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         if on_cpu:
-            # weights become constants that kernels may lay out to their liking; and nothing between them is Python
-            options |= {"freezing": True, "cpp_wrapper": True}
+            options["cpp_wrapper"] = True  # no Python between the kernels
+        self._on_cpu = on_cpu
         self._compiled = torch.compile(_on_its_own(run), options=options)
         self._ready: set[bool] = set()  # of plain decoding, of trees
 
@@ -164,6 +164,7 @@ class CompiledPass:
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The first pass of its kind, told which sizes will be others in those to come."""
+        import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
         mark_dynamic(mask, 3)
@@ -172,6 +173,8 @@ class CompiledPass:
         if tree := len(slots) > 1:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)
-        out = self._compiled(tokens, positions, mask, slots, stored)
+        # weights become constants that a CPU's kernels may lay out to their liking; as an option it comes too late
+        with inductor.patch(freezing=self._on_cpu):
+            out = self._compiled(tokens, positions, mask, slots, stored)
         self._ready.add(tree)
         return out
