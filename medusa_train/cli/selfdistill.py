@@ -108,6 +108,9 @@ def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | 
         if writer.done:
             said = f"{target} holds {len(writer.done)} conversations already; going on"
             console.print(said, highlight=False, soft_wrap=True)
+        if all(seed.id in writer.done for seed in mine):  # before a model is loaded for nothing
+            console.print(f"nothing is left to do: {target} is complete", highlight=False, soft_wrap=True)
+            return 0
         tally = _run(cfg, mine, dtype, writer, console)
     if tally is None:
         error_console().print(f"interrupted; the same command goes on with {target}")

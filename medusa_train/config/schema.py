@@ -305,6 +305,7 @@ class SelfDistillConfig(Config):
     )
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "form of a record; auto: by its keys")
     split: Text | None = key(None, "split of a hub dataset (default: train)")
+    skip_bad_records: Bool = key(False, "leave out records that cannot be read, instead of stopping")
     max_turns: Int | None = key(None, "only the first so many of the user's turns of each conversation", ge=1)
     min_chars: Int | None = key(None, "leave out conversations whose user says less, in characters", ge=1)
     max_chars: Int | None = key(None, "leave out conversations whose user says more, in characters", ge=1)

@@ -19,7 +19,7 @@ from medusa_train.selfdistill.choice import Choice, Shard, choose
 from medusa_train.selfdistill.engines import Engine
 from medusa_train.selfdistill.replay import replay
 from medusa_train.selfdistill.seed_sets import find_seeds, short_name
-from medusa_train.selfdistill.seeds import Seed, read_seeds
+from medusa_train.selfdistill.seeds import Seed, first_of, read_seeds
 from medusa_train.selfdistill.selftalk import selftalk
 from medusa_train.selfdistill.talks import Rules, Steps
 
@@ -51,12 +51,20 @@ def shard_of(text: str | None) -> Shard | None:
 def seeds_of(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[Seed], Counter[str]]:
     """The seeds to answer, shards apart, and how many were left out for which reason.
 
+    Args:
+        note: told what a user should know: where seeds come from, which records were skipped.
+
     Raises:
         DataError, ConfigError: as `find_seeds` and `read_seeds` do.
     """
-    seeds = read_seeds(find_seeds(cfg.seed_dataset, note, split=cfg.split), cfg.type)
+    skipped: list[str] | None = [] if cfg.skip_bad_records else None
+    seeds = read_seeds(find_seeds(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
     asked = Choice(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
-    return choose(seeds, asked)
+    chosen, left_out = choose(seeds, asked)
+    if skipped:
+        note("\n".join(["broken records, skipped:", *first_of(skipped)]))
+        left_out["broken"] += len(skipped)
+    return chosen, left_out
 
 
 def mode_of(cfg: SelfDistillConfig) -> Callable[[Seed], Steps]:

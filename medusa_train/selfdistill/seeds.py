@@ -30,14 +30,17 @@ class Seed:
     source: str = ""
 
 
-def read_seeds(source: Path | Files | HubRows, type: str = "auto") -> list[Seed]:
+def read_seeds(source: Path | Files | HubRows, type: str = "auto", *, skipped: list[str] | None = None) -> list[Seed]:
     """Read seeds from JSONL files, JSON arrays, parquet files or rows of the hub.
 
     Records are in ShareGPT, messages, alpaca or MT-Bench's question form. One without any user turn is left out; an
     id that comes again gets a number. An alpaca record's user turn is its instruction and input.
 
+    Args:
+        skipped: broken records are left out, and what is wrong with each (`file:line`) is added here.
+
     Raises:
-        DataError: no such file, broken records (`file:line`), or no user turn in all of it.
+        DataError: no such file, broken records (unless `skipped` is given), or no user turn in all of it.
     """
     name = source.name if isinstance(source, HubRows) else _named(source)
     seeds: list[Seed] = []
@@ -51,12 +54,20 @@ def read_seeds(source: Path | Files | HubRows, type: str = "auto") -> list[Seed]
             continue
         if seed is not None:
             seeds.append(_unlike(seed, times))
-    if problems:
-        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise DataError("\n".join([f"{name}: broken records", *problems[:_SHOWN], *more]))
+    if skipped is not None:
+        skipped += problems
+    elif problems:
+        hint = "Mend the file, or set skip_bad_records=true to leave such records out."
+        raise DataError("\n".join([f"{name}: broken records", *first_of(problems), hint]))
     if not seeds:
         raise DataError(f"{name}: no user's turn in it, so there is nothing to answer")
     return seeds
+
+
+def first_of(problems: Sequence[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return [*problems[:_SHOWN], *more]
 
 
 def _named(source: Path | Files) -> str:

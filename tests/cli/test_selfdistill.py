@@ -66,6 +66,27 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     assert "chat_template: None there, 'zephyr' now" in result.output
 
 
+def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path) -> None:
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1"]
+    assert runner.invoke(app, flags).exit_code == 0
+    (at_work / "backbone" / "model.safetensors").unlink()
+    result = runner.invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    assert "nothing is left to do: runs/selfdistill/mine.jsonl is complete" in result.output
+
+
+def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
+    (at_work / "bad.jsonl").write_text('{"turns": ["Say it."]}\n{"turns": 5}\n', encoding="utf-8")
+    flags = ["--seed", "bad.jsonl", "--model", "backbone", *SHORT]
+    result = runner.invoke(app, flags)
+    assert result.exit_code == 1
+    assert "bad.jsonl:2: the turns must be a list" in result.output
+    result = runner.invoke(app, [*flags, "skip_bad_records=true"])
+    assert result.exit_code == 0, result.output
+    assert "bad.jsonl:2: the turns must be a list" in result.output
+    assert "seeds left out: 1 broken" in result.output
+
+
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
     (at_work / "sd.yaml").write_text(
         f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype: float32\nmax_new_tokens: 4\n"

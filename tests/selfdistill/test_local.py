@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def ask(answering: LocalEngine, request: Request) -> Answer:
     ticket, made = answering.next()
     assert ticket == 5
     return made
+
+
+def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(backbone: Backbone) -> None:
+    demanding = copy.copy(backbone)
+    demanding.tokenizer = copy.deepcopy(backbone.tokenizer)
+    refusal = "{% if messages[0].content == 'a' %}{{ raise_exception('not that') }}{% endif %}"
+    demanding.tokenizer.chat_template = refusal + demanding.tokenizer.chat_template
+    answering = engine(demanding, batch_size=2)
+    answering.submit(1, asks("a"))
+    answering.submit(2, Request(PROMPT, seed=0))
+    made = dict(answering.next() for _ in range(2))
+    assert made[1] == Answer("", "refused", 0, 0)
+    assert made[2].completion_tokens > 0
 
 
 def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from medusa_train.data.sources import HubRows
 from medusa_train.errors import DataError
-from medusa_train.selfdistill.seeds import read_seeds
+from medusa_train.selfdistill.seeds import first_of, read_seeds
 
 
 def jsonl(path: Path, *records: object) -> Path:
@@ -66,6 +66,20 @@ def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> No
     assert f"{path}:4: a user's turn must be text" in message
     assert f"{path}:5: none of conversations" in message
     assert f"{path}:1:" not in message
+    assert "skip_bad_records" in message
+
+
+def test_broken_records_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "seeds.jsonl"
+    path.write_text('{"turns": ["ok"]}\n{"turns": [\n{"turns": [5]}\n{"turns": ["too"]}\n', encoding="utf-8")
+    skipped: list[str] = []
+    assert [seed.turns for seed in read_seeds(path, skipped=skipped)] == [("ok",), ("too",)]
+    assert [problem.partition(": ")[0] for problem in skipped] == [f"{path}:2", f"{path}:3"]
+
+
+def test_only_the_first_problems_are_shown() -> None:
+    assert first_of(["a"] * 5) == ["a"] * 5
+    assert first_of(["a"] * 7) == ["a"] * 5 + ["... and 2 more"]
 
 
 @pytest.mark.parametrize(
