@@ -66,13 +66,13 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     assert "chat_template: None there, 'zephyr' now" in result.output
 
 
-def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path) -> None:
-    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1"]
+def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1", "--output", "whole.jsonl"]
     assert runner.invoke(app, flags).exit_code == 0
-    (at_work / "backbone" / "model.safetensors").unlink()
+    monkeypatch.setattr("medusa_train.selfdistill.job.open_engine", None)
     result = runner.invoke(app, flags)
     assert result.exit_code == 0, result.output
-    assert "nothing is left to do: runs/selfdistill/mine.jsonl is complete" in result.output
+    assert "nothing is left to do: whole.jsonl is complete" in result.output
 
 
 def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
