@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from machine import sentence
+
 from medusa_train.evaluation.bootstrap import Counts, RateComparison, compare_rates
 
 Result = Mapping[str, Any]
@@ -73,6 +75,8 @@ def markdown(results: Sequence[Result], compared: Mapping[str, RateComparison]) 
         "KL from the original backbone, nats per token, and perplexity per token, on assistant tokens in float32.",
         "## Heads on held-out text",
         heads_table(results),
+        "## Where and when",
+        "\n".join(f"- {result['title']}: {sentence(result['machine'])}" for result in results),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -180,8 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 train(stage, asked.out)
             evaluate(case, asked.out, dtype)
             from m2_case import measure  # torch comes with it
+            from machine import facts
 
             result = {"settings": settings, "name": case.name, "title": case.title, "against": case.against}
+            result["machine"] = facts(__file__, arguments)
             result |= measure(asked.out, [stage.name for stage in case.stages], case.name, case.settings)
             keep(home, result)
         dtype = result["decoding"]["dtype"]  # one for all

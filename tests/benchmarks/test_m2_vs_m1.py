@@ -94,11 +94,13 @@ def result(name: str, against: str | None, rate: float, kl: float = 0.0, worse: 
     figures = {"acceleration_rate": rate, "overhead": 1.3, "speedup": rate / 1.3, "speedup_over_generate": rate}
     counts = {"answers": 96, "equal_answers": 95, "tie_answers": 1, "looping_answers": 2}
     facts = {"dtype": "bfloat16", "tree_nodes": 8, "device": "a CPU", "threads": 2, "torch": "2", "date": "today"}
+    machine = {"device": "a CPU", "cores": 2, "threads": 2, "python": "3", "torch": "2", "transformers": "5"}
     return {
         "name": name,
         "title": f"title of {name}",
         "against": against,
         "settings": {},
+        "machine": {**machine, "cuda": None, "date": "today", "load": 0.5, "command": f"python {name}"},
         "decoding": {**figures, **counts, **facts},
         "answers": answers,
         "equal_tree": {"nodes": 16, "answers": answers},
@@ -118,6 +120,7 @@ def test_a_clear_gain_at_no_cost_keeps_every_bar(tmp_path: Path) -> None:
     assert "missed" not in page
     assert page.count("- kept: title of m2") == 4
     assert "1.20 times Medusa-1's speedup (the paper's ratio is 1.30)" in page
+    assert "today, load average 0.50 before. `python m2`" in page
     content = json.loads((tmp_path / "m2_vs_m1.json").read_text())
     assert content["comparisons"]["m2/own"]["questions"] == 48
 
