@@ -142,7 +142,7 @@ def test_a_pass_computes_what_the_backbone_says_along_a_path(
 @pytest.fixture
 def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled passes are the functions that would be compiled, which takes no time."""
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 def small_backbone() -> Backbone:
