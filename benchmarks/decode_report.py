@@ -294,7 +294,8 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("nodes")
     axes.set_ylabel("ms")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
+    if axes.lines:  # nothing but cases that can't run leaves none
+        axes.legend(fontsize=7)
 
 
 def _line(row: Row) -> tuple[str, str, int]:
