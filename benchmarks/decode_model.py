@@ -20,7 +20,6 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.device_memory import free_memory
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.packed import pack_linears
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
 HEADS = 5
@@ -102,7 +101,7 @@ class Shape:
 
 
 def _pack(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
-    if not any([pack_linears(backbone.model), *(draft.pack() for draft in drafts.values())]):
+    if not any([backbone.pack(), *(draft.pack() for draft in drafts.values())]):
         raise Unusable("nothing was packed: no faster here, no such kernels for this dtype, or too little memory")
 
 

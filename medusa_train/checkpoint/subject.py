@@ -227,19 +227,18 @@ def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
-        pack: on a CPU lay the weights out for its kernels where that is measured to be faster. Sums are then rounded
-            in another order.
+        pack: on a CPU lay weights out for its kernels, and choose a form of attention, where that is measured to be
+            faster. Sums are then rounded in another order.
         compiled: compile the passes of the decoding loop, which takes up to a minute; what the compiler keeps lies
             under `paths.home`.
 
     Raises BackboneError and CheckpointError.
     """
     from medusa_train.checkpoint.drafts import load_draft
-    from medusa_train.models.packed import pack_linears
 
     backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_with_adapter(paths, paths.adapter, dtype)
     if pack:
-        pack_linears(backbone.model)
+        backbone.pack()
     if compiled:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(paths.home.resolve() / "compiled"))
         backbone.compile_passes()

@@ -15,7 +15,6 @@ from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone, resolve_backbone
-from medusa_train.models.packed import pack_linears
 
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3
@@ -82,7 +81,7 @@ def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list
     The backbone is let go on return.
     """
     backbone = load_backbone(paths, dtype)
-    packed = pack_linears(backbone.model)
+    packed = backbone.pack()
     return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device), packed
 
 

@@ -20,6 +20,8 @@ from medusa_train.models.compiled import BLOCK, CompiledPass, capacity_for
 from medusa_train.models.embedding import Embedding
 from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
+from medusa_train.models.few_rows import use_few_rows
+from medusa_train.models.packed import pack_linears
 from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.partial import Split
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
@@ -296,6 +298,18 @@ class Backbone:
             raise BackboneError(f"{type(self.body).__name__} feeds its first layer more than scaled token embeddings")
         return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
 
+    def pack(self) -> bool:
+        """Make passes over few tokens faster on a CPU, where that is measured; says whether weights were laid out.
+
+        Sums are then rounded in another order. Attention of few rows changes its form too (`models.few_rows`).
+        """
+        self._attend_few_rows()
+        return pack_linears(self.model)
+
+    def _attend_few_rows(self) -> None:
+        if use_few_rows(self.model):
+            self.attention = self.config._attn_implementation
+
     def compile_passes(self) -> None:
         """From now on decode single rows with passes compiled by torch.compile; takes up to a minute.
 
@@ -309,6 +323,7 @@ class Backbone:
             raise BackboneError(
                 f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
             )
+        self._attend_few_rows()
         compiled = CompiledPass(self.body, self.logits, on_cpu=self.device.type == "cpu")
         compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled

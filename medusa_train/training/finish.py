@@ -18,7 +18,6 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.packed import pack_linears
 from medusa_train.tracking import duration
 from medusa_train.training.heldout import HeldOut
 from medusa_train.training.run_dir import HEADS, TREE
@@ -73,7 +72,7 @@ def fit_tree(
     draft.eval()
     if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
         student.adapter.merge()
-    pack_linears(student.backbone.model)  # as medusa-eval will decode
+    student.backbone.pack()  # as medusa-eval will decode
     draft.pack()
     progress = Progress(
         TextColumn("[bold]tree "),
