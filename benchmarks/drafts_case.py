@@ -26,10 +26,11 @@ from medusa_train.trees.tree import Tree
 ANSWER = 256  # longest answer that a tree is fitted to
 SEED = 20  # in which order held-out conversations are answered, the same for all drafts
 
-OWN, EQUAL, CHAIN = "own", "equal", "chain"
+OWN, EQUAL, CHAIN, WHOLE = "own", "equal", "chain", "whole chain"
 #: What every draft decodes with: the tree that its run calibrated on this machine; one of as many nodes as all others
-#: have, which no clock has a say in; the first guesses alone.
+#: have, which no clock has a say in; the first guesses alone, with Kangaroo's early stop; and without it, for Kangaroo.
 TREES = (OWN, EQUAL, CHAIN)
+FILLED = (EQUAL, WHOLE)  # without an early stop, which would leave nodes of a tree out
 
 
 def describe(runs: Sequence[Path], nodes: int, budget: int) -> dict[str, Any]:
@@ -111,6 +112,8 @@ def load_field(runs: Path, cases: Sequence[Mapping[str, Any]], dtype: str, *, pa
         assert subject.tree is not None
         chain = Tree.chain(subject.draft.num_heads)
         trees = {OWN: subject.tree, EQUAL: Tree.from_paths(case[EQUAL]), CHAIN: chain}
+        if case["kind"] == "kangaroo":
+            trees[WHOLE] = chain
         contenders.append(Contender(case["name"], case["kind"], subject.backbone, own, subject.draft, trees))
     return Field(backbone, ChatEncoder(backbone.tokenizer, common.chat_template), contenders)
 

@@ -14,8 +14,9 @@ from medusa_train.evaluation.intervals import Interval, interval, resample
 Found = Mapping[str, Any]
 Questions = dict[str, Counts]
 
-OWN, EQUAL, CHAIN = "own", "equal", "chain"
-TREES = {OWN: "own trees", EQUAL: "equal trees", CHAIN: "chains"}
+OWN, EQUAL, CHAIN, WHOLE = "own", "equal", "chain", "whole chain"
+#: The last one is of Kangaroo alone: others never leave a part of their chain out.
+TREES = {OWN: "own trees", EQUAL: "equal trees", CHAIN: "chains, with eta", WHOLE: "chains, eta 0"}
 AGAINST = "medusa1"
 LONGER = {"amphista": 1.10, "hydra++": 1.15}  # of Medusa-1's tokens per step
 WINDOWS = (2, 3, 4)  # w of CTAR(w) in which Kangaroo has to lead
@@ -136,7 +137,7 @@ def taken(draft: Found, tree: str) -> Questions:
 
 def reached(draft: Found, tree: str, window: int) -> Questions:
     """By question the steps that accepted `window` guesses or more, and all: CTAR (Kangaroo, definition 1)."""
-    questions = draft["trees"][tree]["questions"]
+    questions = draft["trees"].get(tree, draft["trees"][CHAIN])["questions"]
     return {name: Counts(sum(one["accepted"][window:]), sum(one["accepted"])) for name, one in questions.items()}
 
 

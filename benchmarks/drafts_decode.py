@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafts_case import EQUAL, OWN, TREES, Contender, Field, common_backbone, load_field
+from drafts_case import EQUAL, FILLED, OWN, TREES, Contender, Field, common_backbone, load_field
 from m2_vs_m1 import keep
 from rich.console import Console
 
@@ -162,12 +162,27 @@ class _Session:
         return found
 
 
+class FilledTrees:
+    """Decodes with a draft that fills every tree, however doubtful its guesses."""
+
+    def __init__(self, one: Contender, tree: str) -> None:
+        self._draft = one.draft
+        self._loop = LoopAnswerer(Decoder(one.backbone, one.draft, one.trees[tree]))
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """See `Answerer`."""
+        with self._draft.whole_trees():
+            return self._loop.answer(prompt_ids, max_new_tokens)
+
+
 def answerers(field: Field, phase: str) -> dict[str, Answerer]:
     """The decoders of a phase beside plain decoding and `generate`, as DRAFT/TREE."""
     found: dict[str, Answerer] = {}
     for one in field.contenders:
-        for tree in TREES if phase == COUNTS else timed_trees(one):
-            found[f"{one.name}/{tree}"] = LoopAnswerer(Decoder(one.backbone, one.draft, one.trees[tree]))
+        for tree in one.trees if phase == COUNTS else timed_trees(one):
+            filled = FilledTrees(one, tree) if tree in FILLED else None
+            loop = filled or LoopAnswerer(Decoder(one.backbone, one.draft, one.trees[tree]))
+            found[f"{one.name}/{tree}"] = loop
         if one.own and phase == COUNTS:  # what its answers have to equal
             found[f"{one.name}/{AS_PLAIN}"] = LoopAnswerer(Decoder(one.backbone))
     return found
@@ -211,7 +226,7 @@ def _by_question(records: Sequence[TurnRecord]) -> dict[str, list[TurnRecord]]:
 def _counts(one: Contender, records: Sequence[TurnRecord]) -> Result:
     """What a draft's answers took with each tree, and where its guesses were right along the plain ones."""
     trees: Result = {}
-    for tree in TREES:
+    for tree in one.trees:
         seen = views(records, f"{one.name}/{tree}")
         judge_timed(seen, one.backbone, "float32")
         figures = summarize(seen)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drafts_compare import CHAIN, EQUAL, OWN, between, lines
+from drafts_compare import CHAIN, EQUAL, OWN, WHOLE, between, lines
 from machine import sentence, table
 
 Found = Mapping[str, Any]
@@ -30,9 +30,11 @@ NOTES = """\
 Both are of one run in which all decoders took turns on every prompt. *Tokens per step* and *CTAR(w)*, the share of
 steps that accepted w guesses or more, are counts of a second run in float32 with weights as they lie in the files:
 with a given tree no clock has a say in them. *own*: the tree that the run calibrated, which is sized by measured
-latency; *equal*: one of as many nodes for all, fitted to what the runs held out; *chain*: first guesses alone, for
-Kangaroo as published. Intervals: 95 %, bootstrap over questions. *Equal answers*: of plain decoding's in float32,
-token for token, + those that part where two logits tie; Medusa-2's against its own backbone's."""
+latency; *equal*: one of as many nodes for all, fitted to what the runs held out and always filled; *chain*: first
+guesses alone, for Kangaroo as published, ending early behind a doubtful one; *whole chain*: never ending early (eta 0),
+as CTAR is defined. Intervals: 95 %, bootstrap over questions. *Equal answers*: of plain decoding's in float32,
+token for token, + those that part where two logits tie; Medusa-2's against its own backbone's. *Training tokens/s*: the
+median over windows of ten steps."""
 
 
 def write_report(out: Path, found: Found) -> None:
@@ -74,7 +76,6 @@ def training_table(found: Found) -> str:
     rows = []
     for case in found["cases"]:
         learnt = case["training"]
-        tokens, seconds = sum(one["tokens"] for one in learnt), sum(one["seconds"] for one in learnt)
         rows.append(
             [
                 case["title"],
@@ -82,13 +83,17 @@ def training_table(found: Found) -> str:
                 f"{case['parameters']:,}",
                 f"{case['parameters'] / case['backbone_parameters']:.1%}",
                 " + ".join(f"{one['tokens']:,}" for one in learnt),
-                f"{tokens / max(seconds, 1e-9):,.0f}",
-                f"{seconds / 60:.1f}",
+                f"{training_speed(learnt):,.0f}",
                 PUBLISHED.get(case["name"], ""),
             ]
         )
     titles = ["draft", "depth", "extra parameters", "of the backbone's", "tokens trained on", "training tokens/s"]
-    return table([*titles, "minutes", "papers, 7B"], rows)
+    return table([*titles, "papers, 7B"], rows)
+
+
+def training_speed(learnt: Sequence[Found]) -> float:
+    """Tokens per second over all stages, each at its median speed."""
+    return sum(one["tokens"] for one in learnt) / sum(one["tokens"] / one["tokens_per_s"] for one in learnt)
 
 
 def overview(found: Found) -> str:
@@ -98,8 +103,7 @@ def overview(found: Found) -> str:
         titles += [f"{bench}: tokens per step", "overhead", "speedup"]
     rows = [["plain decoding", "0", "", *(["1.00", "1.00", "1.00x"] * len(found["counts"]))]]
     for case in found["cases"]:
-        learnt = case["training"]
-        rate = sum(one["tokens"] for one in learnt) / max(sum(one["seconds"] for one in learnt), 1e-9)
+        rate = training_speed(case["training"])
         for tree in (OWN, CHAIN) if case["kind"] == "kangaroo" else (OWN,):
             row = [f"{case['title']}{', chain' if tree == CHAIN else ''}", f"{case['parameters']:,}", f"{rate:,.0f}"]
             for bench, result in found["counts"].items():
@@ -143,7 +147,7 @@ def about(counts: Found, times: Found | None) -> str:
 
 def bench_table(found: Found, bench: str) -> str:
     """A row per draft and tree."""
-    rows = [list(row) for tree in (OWN, EQUAL, CHAIN) for row in _rows(found, bench, tree)]
+    rows = [list(row) for tree in (OWN, EQUAL, CHAIN, WHOLE) for row in _rows(found, bench, tree)]
     windows = [f"CTAR({window})" for window in WINDOWS]
     titles = ["draft", "tree", "nodes", "tokens per step", "overhead", "speedup", "tokens/s", *windows]
     return table([*titles, "equal answers"], rows, words=2)
@@ -154,7 +158,9 @@ def _rows(found: Found, bench: str, tree: str) -> Iterator[list[str]]:
     for case in found["cases"]:
         if (draft := result["drafts"].get(case["name"])) is None:
             continue
-        counted, timed = draft["trees"][tree], _timed(found, bench, case["name"], tree)
+        if (counted := draft["trees"].get(tree)) is None:
+            continue
+        timed = _timed(found, bench, case["name"], tree)
         shares = counted["ctar"]
         ties = f"+{counted['ties']}" if counted["ties"] else ""
         yield [

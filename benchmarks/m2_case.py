@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -65,12 +66,16 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def training(run: Path) -> dict[str, Any]:
-    """Tokens of all kinds that went through the heads, steps, and seconds of these steps alone."""
+    """Tokens of all kinds that went through the heads, steps, seconds of these steps alone, and the usual speed.
+
+    The speed is the median over what was logged, so that a pause of the machine does not count.
+    """
     logged = [line for line in _metrics(run) if line["kind"] == "train"]
     seconds, done = 0.0, 0
     for line in logged:
         seconds, done = seconds + (line["tokens"] - done) / line["tokens_per_s"], line["tokens"]
-    return {"run": run.name, "steps": logged[-1]["step"], "tokens": done, "seconds": seconds}
+    usual = statistics.median(line["tokens_per_s"] for line in logged)
+    return {"run": run.name, "steps": logged[-1]["step"], "tokens": done, "seconds": seconds, "tokens_per_s": usual}
 
 
 def _own_tree(answers: Path) -> Counts:

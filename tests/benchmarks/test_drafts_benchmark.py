@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from drafts import cases, parse_arguments
-from drafts_case import describe, load_field
+from drafts_case import Field, describe, load_field
 from drafts_compare import guessed, lines, paired_difference, reached, taken
 from drafts_decode import COUNTS, answerers, measure
 from drafts_report import accuracies, markdown, write_report
@@ -27,6 +27,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.evaluation.bootstrap import Counts
 from medusa_train.models.adapter import Adapter, LoraSpec
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.kinds import DRAFTS
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import backbone_dir, chats, sentence
@@ -210,7 +211,8 @@ def test_counts_are_those_of_decoding_and_go_on_where_they_stopped(
     asked, described = settled(out, ["medusa1", "kangaroo"], words_for(out, backbone_dir, chats, bench))
     field = load_field(out / "runs", described, "float32", pack=False)
     assert set(answerers(field, COUNTS)) == {
-        f"{name}/{tree}" for name in ("medusa1", "kangaroo") for tree in ("own", "equal", "chain")
+        *(f"{name}/{tree}" for name in ("medusa1", "kangaroo") for tree in ("own", "equal", "chain")),
+        "kangaroo/whole chain",
     }
     assert all(one.backbone is field.backbone for one in field.contenders)
 
@@ -254,11 +256,32 @@ def test_a_draft_is_described_and_its_tree_is_fitted_without_a_clock(
     draft = DRAFTS["kangaroo"].from_backbone(Backbone.load(str(backbone_dir), dtype="float32"), exit_layer=1)
     assert kangaroo["parameters"] == sum(parameter.numel() for parameter in draft.parameters())
     assert (kangaroo["kind"], kangaroo["backbone_layers"], kangaroo["draft"]["exit_layer"]) == ("kangaroo", 2, 1)
-    assert kangaroo["training"] == [{"run": "kangaroo", "steps": 4, "tokens": 800, "seconds": 2.0}]
+    learnt = {"run": "kangaroo", "steps": 4, "tokens": 800, "seconds": 2.0, "tokens_per_s": 400.0}
+    assert kangaroo["training"] == [learnt]
+        {"run": "kangaroo", "steps": 4, "tokens": 800, "seconds": 2.0, "tokens_per_s": 400.0}
+    ]
     assert len(kangaroo["equal"]) == 5
     with monkeypatch.context() as patch:
         patch.setattr("time.perf_counter", iter(range(10**9)).__next__)
         assert describe([out / "runs" / "kangaroo"], 5, 400)["equal"] == kangaroo["equal"]
+
+
+@pytest.mark.usefixtures("trainings")
+def test_filled_trees_end_no_chain_early(tmp_path: Path, backbone_dir: Path, chats: Path, bench: Path) -> None:
+    out = tmp_path / "out"
+    _, described = settled(out, ["kangaroo"], words_for(out, backbone_dir, chats, bench))
+    (one,) = load_field(out / "runs", described, "float32", pack=False).contenders
+    draft = one.draft
+    assert isinstance(draft, KangarooDraft)
+    assert draft.threshold == 0.6
+    found = answerers(Field(one.backbone, None, [one]), COUNTS)  # type: ignore[arg-type]
+    filled = found["kangaroo/whole chain"].answer([5, 6, 7], 24)
+    assert draft.threshold == 0.6
+    as_published = found["kangaroo/chain"].answer([5, 6, 7], 24)
+    draft.threshold = 0.0
+    never = found["kangaroo/chain"].answer([5, 6, 7], 24)
+    assert filled.tokens == as_published.tokens == never.tokens
+    assert (filled.steps, filled.accepted) == (never.steps, never.accepted)
 
 
 def counted(rate: float, accuracy: Sequence[float], reach: Sequence[int], seed: int = 3) -> dict[str, Any]:
@@ -291,7 +314,7 @@ def case(name: str, parameters: int) -> dict[str, Any]:
     return {
         "name": name, "title": name.capitalize(), "kind": name.partition("-")[0], "draft": {"exit_layer": 1},
         "depth": 4, "parameters": parameters, "backbone_parameters": 10_000, "backbone_layers": 6,
-        "training": [{"run": name, "steps": 1, "tokens": 1000, "seconds": 2.0}],
+        "training": [{"run": name, "steps": 1, "tokens": 1000, "seconds": 2.0, "tokens_per_s": 500.0}],
     }  # fmt: skip
 
 
@@ -320,8 +343,9 @@ def everything(good: bool) -> dict[str, Any]:
 def test_lines_say_yes_and_no() -> None:
     good = list(lines(everything(good=True)))
     bad = list(lines(everything(good=False)))
-    # sizes, own and equal trees of two drafts, two heads, three windows with three trees, five orders
-    assert len(good) == len(bad) == 2 + 4 + 2 + 9 + 5
+    # sizes, own and equal trees of two drafts, two heads, three windows with four trees, five orders
+    assert len(good) == len(bad) == 2 + 4 + 2 + 12 + 5
+    assert sum("eta 0" in line.text for line in good) == 3
     assert [line.text for line in good if not line.holds] == []
     assert {line.answer for line in good} == {"yes"}
     assert [line.text for line in bad if line.holds] == [
