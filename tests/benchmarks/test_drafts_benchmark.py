@@ -258,8 +258,6 @@ def test_a_draft_is_described_and_its_tree_is_fitted_without_a_clock(
     assert (kangaroo["kind"], kangaroo["backbone_layers"], kangaroo["draft"]["exit_layer"]) == ("kangaroo", 2, 1)
     learnt = {"run": "kangaroo", "steps": 4, "tokens": 800, "seconds": 2.0, "tokens_per_s": 400.0}
     assert kangaroo["training"] == [learnt]
-        {"run": "kangaroo", "steps": 4, "tokens": 800, "seconds": 2.0, "tokens_per_s": 400.0}
-    ]
     assert len(kangaroo["equal"]) == 5
     with monkeypatch.context() as patch:
         patch.setattr("time.perf_counter", iter(range(10**9)).__next__)
