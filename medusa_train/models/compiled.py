@@ -114,8 +114,9 @@ class CompiledPass:
         if on_cpu:
             options["cpp_wrapper"] = True  # no Python between the kernels
         self._on_cpu = on_cpu
-        self._compiled = torch.compile(_on_its_own(run), options=options)
-        self._ready: set[bool] = set()  # of plain decoding, of trees
+        # plain decoding and trees are compiled apart: without those checks one would be taken for the other
+        self._plain, self._tree = (torch.compile(_on_its_own(run), options=options) for _ in range(2))
+        self._ready: set[bool] = set()
 
     @torch.inference_mode()
     def warm_up(self, cache: TreeCache, device: torch.device, dtype: torch.dtype) -> None:
@@ -156,9 +157,9 @@ class CompiledPass:
         """
         slots = torch.arange(length, length + tokens.shape[1], device=tokens.device)
         given = (tokens, positions, mask, slots, stored.unbind())
-        if (len(slots) > 1) in self._ready:
-            return self._compiled(*given)
-        return self._compile(*given)
+        if (tree := len(slots) > 1) not in self._ready:
+            return self._compile(*given)
+        return (self._tree if tree else self._plain)(*given)
 
     def _compile(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Sequence[Tensor]
@@ -175,6 +176,6 @@ class CompiledPass:
                 mark_dynamic(tensor, dim)
         # weights become constants that a CPU's kernels may lay out to their liking; as an option it comes too late
         with inductor.patch(freezing=self._on_cpu):
-            out = self._compiled(tokens, positions, mask, slots, stored)
+            out = (self._tree if tree else self._plain)(tokens, positions, mask, slots, stored)
         self._ready.add(tree)
         return out

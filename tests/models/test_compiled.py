@@ -43,6 +43,26 @@ def test_compiled_passes_give_the_same_tokens() -> None:
 
 
 @needs_compiler
+def test_plain_steps_have_a_program_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks before a call being few, a tree's program would take them, and be slower."""
+    backbone = random_backbone("llama", max_position_embeddings=2 * BLOCK)
+    backbone.compile_passes()
+    assert backbone.compiled is not None
+    rows = []
+    for name in ("_plain", "_tree"):
+        program = getattr(backbone.compiled, name)
+        monkeypatch.setattr(
+            backbone.compiled,
+            name,
+            lambda *given, p=program, n=name: (rows.append((n, given[0].shape[1])), p(*given))[1],
+        )
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    for tree in TREES:
+        Decoder(backbone, draft, tree).generate([5, 6, 7], 12)
+    assert set(rows) == {("_plain", 1), ("_tree", 4), ("_tree", 10)}
+
+
+@needs_compiler
 @pytest.mark.slow
 def test_there_are_two_programs_whatever_the_tree_and_the_length() -> None:
     torch.compiler.reset()
