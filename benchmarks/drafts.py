@@ -1,7 +1,8 @@
 """Medusa, Hydra, Amphista and Kangaroo from the same tokens of the same backbone, in one command.
 
     python benchmarks/drafts.py                                           # all seven on the tiny bench
-    python benchmarks/drafts.py --bench tiny specbench --limit 120        # Spec-Bench: MEDUSA_BENCH_DIR, as medusa-eval
+    python benchmarks/drafts.py --bench tiny specbench --limit 96 48      # Spec-Bench: MEDUSA_BENCH_DIR, as medusa-eval
+    python benchmarks/drafts.py --together 2                              # train two at a time, with half the threads
     python benchmarks/drafts.py --ablations                               # also what Amphista is without its parts
     python benchmarks/drafts.py --quick --only medusa1 amphista           # minutes: does it run here?
 
@@ -16,8 +17,10 @@ case and bench: what is finished is not done again, and what was stopped goes on
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]  # the sibling modules, and the package where it is not installed
 
-from m2_vs_m1 import Stage, finished, keep, train  # noqa: E402
+from m2_vs_m1 import Stage, call, command, finished, keep, train  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.config.load import load_config  # noqa: E402
@@ -77,9 +80,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--stage-one", type=float, help="of these, Medusa-2's as Medusa-1 (half)")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="set in every training")
     parser.add_argument("--bench", nargs="+", default=["tiny"], help="of medusa-eval, or question files (tiny)")
-    parser.add_argument("--limit", type=int, help="questions of a bench at most")
+    parser.add_argument("--limit", type=int, nargs="+", help="questions of a bench at most; or of each, in their order")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (256)")
     parser.add_argument("--dtype", default="auto", help="to be timed in; auto: the fastest here for plain decoding")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="train so many at a time (1)")
     parser.add_argument("--nodes", type=int, default=16, help="of the equal trees (16)")
     parser.add_argument(
         "--tree-tokens", type=int, default=6000, help="greedy tokens that equal trees are fitted to (6000)"
@@ -90,10 +94,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     asked.stage_one = asked.epochs / 2 if asked.stage_one is None else asked.stage_one
     if not 0 < asked.stage_one < asked.epochs:
         parser.error(f"--stage-one {asked.stage_one:g} has to leave some of the {asked.epochs:g} epochs to Medusa-2")
-    if asked.nodes < 1:
-        parser.error("--nodes has to be 1 or more")
+    if asked.nodes < 1 or asked.together < 1:
+        parser.error("--nodes and --together have to be 1 or more")
+    limits = asked.limit or [None]
+    asked.limit = limits * len(asked.bench) if len(limits) == 1 else limits
+    if len(asked.limit) != len(asked.bench):
+        parser.error(f"--limit has {len(limits)} numbers for {len(asked.bench)} benches; give one, or one for each")
     if asked.quick:
-        asked.limit = min(asked.limit or 6, 6)
+        asked.limit = [min(limit or 6, 6) for limit in asked.limit]
         asked.max_new_tokens = min(asked.max_new_tokens, 32)
         asked.tree_tokens = min(asked.tree_tokens, 400)
     return asked
@@ -132,6 +140,25 @@ def _length(asked: argparse.Namespace, epochs: float) -> tuple[str, ...]:
     return (f"num_epochs={epochs:g}", f"max_steps={steps}", *short)
 
 
+def train_together(asked: argparse.Namespace) -> None:
+    """Train what is not yet trained, `asked.together` at a time, and choose their trees when all is quiet."""
+    threads = max(1, (os.cpu_count() or 1) // asked.together)
+
+    def trained(case: Case) -> None:
+        for stage in case.stages:
+            train(stage, asked.out, threads)
+
+    with ThreadPoolExecutor(asked.together) as pool:
+        running = [pool.submit(trained, case) for case in cases(asked)]
+        for one in running:
+            one.result()
+    for case in cases(asked):
+        run = asked.out / "runs" / case.stages[-1].name
+        if not (chosen := run.with_name(f"{run.name}.tree.json")).is_file():
+            call(command("evaluate", "--calibrate", "--model", str(run)))
+            keep(chosen, {"settings": {}})
+
+
 def settled(case: Case, asked: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Everything about a draft that no bench is needed for: trains and looks it up unless that is done."""
     home = asked.out / "cases" / f"{case.name}.json"
@@ -165,6 +192,9 @@ def run(asked: argparse.Namespace, machine: dict[str, Any]) -> None:
     from drafts_report import write_report
 
     found: dict[str, Any] = {"machine": machine, "quick": asked.quick, "cases": [], "counts": {}, "times": {}}
+    found["together"] = asked.together
+    if asked.together > 1:
+        train_together(asked)
     for case in cases(asked):
         found["cases"].append(settled(case, asked, machine))
         write_report(asked.out, found)

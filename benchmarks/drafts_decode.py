@@ -50,7 +50,8 @@ def measure(
     Raises:
         MedusaError: a bench or a run can't be found or loaded.
     """
-    benches = [load_bench(name, print).limited(asked.limit) for name in asked.bench]
+    wanted = zip(asked.bench, asked.limit, strict=True)
+    benches = [load_bench(name, print).limited(limit) for name, limit in wanted]
     session = _Session(asked, cases)
     for phase in (COUNTS, TIMES):
         for bench in benches:

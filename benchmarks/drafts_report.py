@@ -57,6 +57,8 @@ def markdown(found: Found) -> str:
     if said := [str(line) for line in lines(found)]:
         parts += ["## What has to be shown", "\n".join(said)]
     parts += ["## What was trained", training_table(found)]
+    if found["together"] > 1:
+        parts.append(f"Trained {found['together']} at a time, with as large a share of the threads each.")
     if found["counts"]:
         parts += ["## All benches", overview(found), NOTES.replace("\n", " ")]
     for bench, result in found["counts"].items():

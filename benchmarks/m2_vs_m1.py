@@ -132,23 +132,25 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"medusa_train.cli.{module}", *arguments]
 
 
-def call(words: Sequence[str]) -> None:
-    """Run a command; end as it ended where it failed."""
+def call(words: Sequence[str], threads: int | None = None) -> None:
+    """Run a command, with so many threads; end as it ended where it failed."""
     print("$", " ".join(words[1:]), flush=True)
     searched = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    code = subprocess.run(words, check=False, env={**os.environ, "PYTHONPATH": searched}).returncode
+    limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    code = subprocess.run(words, check=False, env={**os.environ, "PYTHONPATH": searched, **limit}).returncode
     if code:
         raise SystemExit(code)
 
 
-def train(stage: Stage, out: Path) -> None:
+def train(stage: Stage, out: Path, threads: int | None = None) -> None:
     """Run a stage, or go on with it, unless it is done."""
     done = out / "runs" / f"{stage.name}.json"
     settings = {"config": stage.config, "overrides": list(stage.overrides)}
     if finished(done, settings) is not None:
         return
     going_on = "resume_from_checkpoint=auto"  # starts anew where there is nothing to go on from
-    call(command("train", stage.config, f"output_dir={out / 'runs' / stage.name}", *stage.overrides, going_on))
+    words = command("train", stage.config, f"output_dir={out / 'runs' / stage.name}", *stage.overrides, going_on)
+    call(words, threads)
     keep(done, {"settings": settings})
 
 

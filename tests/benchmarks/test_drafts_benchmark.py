@@ -90,6 +90,33 @@ def test_what_is_asked_for() -> None:
         parse_arguments(["--epochs", "2", "--stage-one", "2"])
     with pytest.raises(SystemExit):
         parse_arguments(["--only", "eagle"])
+    assert parse_arguments([]).limit == [None]
+    assert parse_arguments(["--bench", "tiny", "specbench", "--limit", "7"]).limit == [7, 7]
+    assert parse_arguments(["--bench", "tiny", "specbench", "--limit", "7", "8"]).limit == [7, 8]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--bench", "tiny", "--limit", "7", "8"])
+
+
+def test_trained_together_each_run_s_tree_is_chosen_when_all_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts.os, "cpu_count", lambda: 4)
+    trained: list[tuple[str, int | None]] = []
+    chosen: list[str] = []
+    monkeypatch.setattr(drafts, "train", lambda stage, out, threads: trained.append((stage.name, threads)))
+
+    def call(words: Sequence[str]) -> None:
+        assert len(trained) == 3
+        chosen.append(words[-1])
+
+    monkeypatch.setattr(drafts, "call", call)
+    asked = parse_arguments(["--together", "2", "--only", "medusa2", "hydra", "--out", str(tmp_path)])
+    drafts.train_together(asked)
+    assert set(trained) == {("medusa2-stage-one", 2), ("medusa2", 2), ("hydra", 2)}
+    assert [name for name, _ in trained if "2" in name] == ["medusa2-stage-one", "medusa2"]
+    assert chosen == [str(tmp_path / "runs" / name) for name in ("medusa2", "hydra")]
+    drafts.train_together(asked)
+    assert len(chosen) == 2  # a tree is chosen once
 
 
 def fake_training(words: Sequence[str]) -> None:
@@ -126,7 +153,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that were run, each of them by `fake_training`."""
     called: list[list[str]] = []
 
-    def call(words: list[str]) -> None:
+    def call(words: list[str], threads: int | None = None) -> None:
         called.append(words)
         fake_training(words)
 
@@ -332,6 +359,7 @@ def everything(good: bool) -> dict[str, Any]:
     return {
         "machine": MACHINE,
         "quick": False,
+        "together": 1,
         "cases": [case(name, 400 if name == "kangaroo" and good else 2000) for name in rates],
         "counts": {"b": {**common, "dtype": "float32", "drafts": even}},
         "times": {"b": {**common, **clock, "drafts": {name: timed(speed) for name, speed in speeds.items()}}},
