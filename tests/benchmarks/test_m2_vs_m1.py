@@ -63,7 +63,7 @@ def test_a_stage_one_that_leaves_nothing_is_refused() -> None:
 
 def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
-    monkeypatch.setattr(m2_vs_m1, "call", called.append)
+    monkeypatch.setattr(m2_vs_m1, "call", lambda words, threads: called.append(words))
     stage = Stage("m1", "configs/tiny_m1.yaml", ("num_epochs=5",))
     train(stage, tmp_path)
     train(stage, tmp_path)
