@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -58,6 +60,8 @@ def train_with_others(place: Place, cfg: TrainConfig, console: Console, results:
 
         code = train(cfg, console, results, world)
         world.leave()
+        if code:
+            _end_now(code)
         return code
     except PeerError as error:
         return error.exit_code
@@ -72,3 +76,13 @@ def train_with_others(place: Place, cfg: TrainConfig, console: Console, results:
         if place.rank == 0:
             print_error("another process has ended, and training can't go on without it")
         return 1
+
+
+def _end_now(code: int) -> NoReturn:
+    """End a stopped process, which has saved and said all, with the others and not some time after them.
+
+    The launcher kills who is still cleaning up when the first one has gone, and takes that for a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
