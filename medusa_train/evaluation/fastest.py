@@ -14,7 +14,8 @@ from medusa_train.errors import BackboneError
 from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import resolve_backbone
 
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3

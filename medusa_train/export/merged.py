@@ -14,7 +14,8 @@ from medusa_train.checkpoint.subject import SubjectPaths
 from medusa_train.data.templates import TEMPLATES
 from medusa_train.errors import CheckpointError
 from medusa_train.models.adapter import Adapter
-from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import resolve_backbone
 
 MERGED = "merged"
 MODEL = "model"

@@ -1,72 +1,32 @@
-"""A stock transformers causal LM, loaded and run to hidden states; knows no draft, no loss and no tree."""
+"""A stock transformers causal LM, run to hidden states; knows no draft, no loss and no tree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.config.hub import hub_is_out_of_reach
-from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.models.adapter import low_rank_of
 from medusa_train.models.attention import document_bounds
 from medusa_train.models.compiled import BLOCK, CompiledPass, capacity_for
 from medusa_train.models.embedding import Embedding
-from medusa_train.models.facts import eos_ids, layer_types, logit_scale, rope_switch
+from medusa_train.models.facts import context_length, eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.few_rows import use_few_rows
+from medusa_train.models.loading import dtype_of, load_model
 from medusa_train.models.packed import pack_linears
 from medusa_train.models.packing_mask import packing_mask
 from medusa_train.models.partial import Split
-from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
-from medusa_train.models.support import check_architecture, check_model
+from medusa_train.models.quantization import Quantization
+from medusa_train.models.support import check_model
 from medusa_train.models.taps import inputs_of, outputs_of
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.models.windows import windowed
 from medusa_train.trees.kv_cache import TreeCache
-
-
-def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
-    """Find the backbone `name`, a directory or a hub name, and read its config without loading weights.
-
-    Returns:
-        What `from_pretrained` takes, and the transformers config.
-
-    Raises:
-        BackboneError: no such directory, the hub has no such model or can't be reached, or it is of an architecture
-            that can't be used here.
-    """
-    local = resolve_path(name)
-    where = str(local) if local is not None else name
-    if local is None and names_a_path(name):
-        raise BackboneError(f"base_model {name}: no such directory")
-    if local is not None and not (local / "config.json").is_file():
-        raise BackboneError(f"base_model {name}: the directory holds no config.json, so it is no model")
-    try:
-        config = AutoConfig.from_pretrained(
-            where, trust_remote_code=trust_remote_code, local_files_only=hub_is_out_of_reach()
-        )
-    except (OSError, ValueError) as error:
-        if local is not None:
-            raise BackboneError(f"base_model {name}: config.json can't be used: {error}") from error
-        raise BackboneError(
-            f"base_model {name}: neither a directory here nor to be had from the Hugging Face hub "
-            f"(no network, a misspelt name, or a gated model without a token).\n"
-            f"Download it where there is a network (`hf download {name} --local-dir models/{Path(name).name}`) "
-            f"and set base_model: models/{Path(name).name}"
-        ) from error
-    check_architecture(config, name)
-    return where, config
-
-
-def _dtype(name: str | torch.dtype) -> torch.dtype:
-    return name if isinstance(name, torch.dtype) else getattr(torch, name)
 
 
 class Backbone:
@@ -133,35 +93,18 @@ class Backbone:
         Raises:
             BackboneError: it can't be found, read, or is of a kind that can't be verified by a tree.
         """
-        where, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
-        # sdpa has no soft cap on attention scores; eager does, and takes our additive mask as it is
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            offline = hub_is_out_of_reach()
-            tokenizer = AutoTokenizer.from_pretrained(
-                where, trust_remote_code=trust_remote_code, local_files_only=offline
-            )
-            model = AutoModelForCausalLM.from_pretrained(
-                where,
-                dtype=_dtype(dtype),
-                attn_implementation="eager" if capped else "sdpa",
-                trust_remote_code=trust_remote_code,
-                local_files_only=offline,
-                **quantized_loading(quantization, _dtype(dtype), device),
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise BackboneError(f"base_model {name}: can't be loaded: {error}") from error
-        if quantization is None:
-            model = model.to(device)
-        else:
-            keep_trainable_kernels(model)
+        model, tokenizer = load_model(
+            name,
+            dtype=dtype_of(dtype),
+            device=device,
+            quantization=quantization,
+            trust_remote_code=trust_remote_code,
+        )
         return cls(model, tokenizer, name)
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
         """This model converted in place to another dtype, as a backbone that knows its new one."""
-        return Backbone(self.model.to(_dtype(dtype)), self.tokenizer, self.name)
+        return Backbone(self.model.to(dtype_of(dtype)), self.tokenizer, self.name)
 
     def run(
         self,
@@ -355,15 +298,3 @@ class Backbone:
         if self.layer_types == {"sliding_attention"}:
             return sliding
         return {"full_attention": mask, "sliding_attention": sliding}
-
-
-def context_length(config: Any) -> int:
-    """Positions that a model was made for.
-
-    Raises:
-        BackboneError: its config does not say (ALiBi and state-space models, whose trees can't be verified here).
-    """
-    length = getattr(config, "max_position_embeddings", None)
-    if not length:
-        raise BackboneError(f"{config.model_type}: names no max_position_embeddings; only models with it are supported")
-    return int(length)

@@ -51,3 +51,15 @@ def logit_scale(config: Any) -> float:
     divisor = getattr(config, "logits_scaling", None)
     factor = getattr(config, "logit_scale", None)
     return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
+
+
+def context_length(config: Any) -> int:
+    """Positions that a model was made for.
+
+    Raises:
+        BackboneError: its config does not say (ALiBi and state-space models, whose trees can't be verified here).
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not length:
+        raise BackboneError(f"{config.model_type}: names no max_position_embeddings; only models with it are supported")
+    return int(length)

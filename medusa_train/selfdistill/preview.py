@@ -26,7 +26,7 @@ def preview(cfg: SelfDistillConfig, seeds: Sequence[Seed]) -> Iterator[tuple[str
         return
     from transformers import AutoTokenizer
 
-    from medusa_train.models.backbone import resolve_backbone
+    from medusa_train.models.loading import resolve_backbone
     from medusa_train.selfdistill.speakers import Speakers
 
     paths = paths_of(cfg)

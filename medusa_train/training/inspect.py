@@ -15,7 +15,7 @@ from rich.text import Text
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
 from medusa_train.data.examples import Example
-from medusa_train.models.backbone import resolve_backbone
+from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.memory import Memory, estimate_memory
 from medusa_train.training.precision import choose_precision
 from medusa_train.training.prepare import load_data, load_tokenizer, make_plan

@@ -22,9 +22,11 @@ from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.kinds import DRAFTS, kind_of
+from medusa_train.models.facts import context_length
+from medusa_train.models.loading import resolve_backbone
 from medusa_train.tracking import Tracker, open_tracker
 from medusa_train.training.attention import choose_attention
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed

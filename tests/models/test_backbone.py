@@ -9,8 +9,10 @@ import torch
 from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone, context_length, resolve_backbone
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.facts import context_length
 from medusa_train.models.features import FeatureSpec
+from medusa_train.models.loading import resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 

@@ -11,7 +11,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone, resolve_backbone
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.support import check_architecture
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
