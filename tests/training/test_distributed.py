@@ -45,13 +45,17 @@ LORA = {
     "lora_dropout": 0.0,
     "medusa_self_distillation": True,
 }
-RECIPES = {
+OTHER: dict[str, Any] = {"recipe": "medusa1", "medusa_num_heads": None}
+RECIPES: dict[str, dict[str, Any]] = {
     "m1": {"recipe": "medusa1"},
     "shared": {"recipe": "medusa1", "medusa_share_lm_head": True},
     "lora": LORA,
     "bf16": {**LORA, "bf16": True},
     "nf4": {**LORA, "adapter": "qlora", "load_in_4bit": True},
     "free": {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1},
+    "hydra": {**OTHER, "draft": "hydra", "hydra": {"num_heads": 3, "num_layers": 2, "dropout": 0.0}},
+    "amphista": {**OTHER, "draft": "amphista", "amphista": {"num_heads": 3}},
+    "kangaroo": {**OTHER, "draft": "kangaroo", "kangaroo": {"num_heads": 3, "exit_layer": 1}},
 }
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 RECOMPUTED = {"more": {"gradient_checkpointing": True}}
@@ -76,6 +80,10 @@ EQUAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "bf16-sgd-zero3": ("bf16", "sgd", {"stage": 3}, {}),
     "nf4-sgd-zero2": ("nf4", "sgd", {"stage": 2}, {}),
     "free-sgd-zero3": ("free", "sgd", {"stage": 3}, {}),
+    "hydra-sgd-zero2": ("hydra", "sgd", {"stage": 2}, {}),
+    "hydra-adamw-zero3": ("hydra", "adamw", {"stage": 3}, {}),
+    "amphista-sgd-zero3": ("amphista", "sgd", {"stage": 3}, {}),
+    "kangaroo-sgd-zero3": ("kangaroo", "sgd", {"stage": 3}, {}),
 }
 ZERO3 = {"zero_optimization": {**SMALL, "stage": 3}}
 ENGINES = {"zero1": None, "zero3": ZERO3}
@@ -98,6 +106,11 @@ def start(plan: Path, processes: int = 2) -> list[subprocess.Popen[bytes]]:
 
 def logs(directory: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("log-*")))
+
+
+def given(keys: dict[str, Any]) -> dict[str, Any]:
+    """Without those that a case takes back."""
+    return {name: value for name, value in keys.items() if value is not None}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +152,7 @@ def two(keys, run_keys, tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
     cases: list[dict[str, Any]] = []
     for name, (recipe, optimizer, zero, other) in EQUAL.items():
-        own = {**keys, **RECIPES[recipe], **other.get("more", {})}
+        own = given({**keys, **RECIPES[recipe], **other.get("more", {})})
         cases.append({"do": "equal", "name": name, "keys": own, "optimizer": optimizer, "zero": zero, **other})
     for engine, deepspeed in ENGINES.items():
         whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{engine}-whole" / "run")}
@@ -185,7 +198,7 @@ def one(keys, tmp_path_factory):
     def run(recipe: str, optimizer: str) -> Path:
         where = out / f"{recipe}-{optimizer}"
         if not where.exists():
-            twice = {**keys, **RECIPES[recipe], "gradient_accumulation_steps": 4}
+            twice = given({**keys, **RECIPES[recipe], "gradient_accumulation_steps": 4})
             equal({"keys": twice, "optimizer": optimizer}, where, ALONE)
         return where
 

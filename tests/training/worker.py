@@ -25,7 +25,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts.kinds import DRAFTS
 from medusa_train.tracking import Tracker
 from medusa_train.training.deepspeed_config import complete
 from medusa_train.training.distributed import ALONE, World, join
@@ -83,9 +83,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     torch.manual_seed(7)
     precision = choose_precision(cfg.bf16, world.device)
     backbone = Backbone.load(cfg.base_model, dtype=precision.dtype, quantization="nf4" if cfg.load_in_4bit else None)
-    draft = MedusaDraft.from_backbone(
-        backbone, cfg.medusa_num_heads, 1, share_lm_head=cfg.medusa_share_lm_head, dtype=torch.float32
-    )
+    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.drafted.settings, dtype=torch.float32)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
     student = make_student(cfg, backbone, precision)
@@ -101,11 +99,12 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     engine: Engine = LocalEngine(trained, optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
         engine = _deepspeed(case, cfg, draft, student, optimizer, scheduler, world)
+    loss = cfg.drafted.loss
     lm: Literal["kl", "ce"] | None = "kl" if student.adapter else "ce" if student.joint else None
     return Trainer(
         student=student,
         draft=draft,
-        objective=Objective(draft, 0.8, lm=lm, heads_coefficient=0.5),
+        objective=Objective(draft, loss.decay, lm=lm, heads_coefficient=0.5, soft_heads=loss.soft, weight=loss.weight),
         engine=engine,
         loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
         held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
