@@ -152,6 +152,7 @@ class KangarooConfig(DraftConfig):
     num_heads: Int = key(6, "gamma: how many tokens are drafted at most, one after the other", ge=1, le=32)
     exit_layer: Int = key(2, "l: the backbone's layers whose states the adapter reads", ge=1)
     threshold: Float = key(0.6, "eta: drafting stops behind a token less probable than this", ge=0, le=1)
+    mlp_size: Int = key(0, "width of an MLP behind the adapter's attention; 0: none, as published", ge=0)
 
     @property
     def loss(self) -> HeadsLoss:

@@ -45,7 +45,7 @@ def test_the_papers_settings_of_hydra() -> None:
 
 def test_the_papers_settings_of_kangaroo() -> None:
     section = train("draft=kangaroo").drafted
-    assert section.settings == {"num_heads": 6, "exit_layer": 2, "threshold": 0.6}
+    assert section.settings == {"num_heads": 6, "exit_layer": 2, "threshold": 0.6, "mlp_size": 0}
     assert section.loss == HeadsLoss(1.0, 1.0)
     assert section.describe() == "Kangaroo's exit after 2 layers, drafting up to 6 tokens"
 

@@ -142,10 +142,11 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_only_the_adapter_is_trained_and_saved(family: str, tmp_path: Path) -> None:
-    """An attention and two norms; read back over the same backbone they say the same."""
+@pytest.mark.parametrize("mlp_size", [0, 5])
+def test_only_the_adapter_is_trained_and_saved(family: str, mlp_size: int, tmp_path: Path) -> None:
+    """An attention, two norms, and an MLP that is asked for; read back over the same backbone they say the same."""
     backbone = random_backbone(family)
-    draft = random_draft(backbone, num_heads=3, threshold=0.25)
+    draft = random_draft(backbone, num_heads=3, threshold=0.25, mlp_size=mlp_size)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
     assert sum(sizes.values()) == KangarooDraft.count(backbone.model, **draft.settings)
     assert all(name.startswith("adapter.") for name in sizes)
@@ -154,7 +155,7 @@ def test_only_the_adapter_is_trained_and_saved(family: str, tmp_path: Path) -> N
     assert set(draft.state_dict()) == set(sizes)
     save_file(draft.state_dict(), tmp_path / "heads.safetensors")
     again = KangarooDraft.from_backbone(backbone, **draft.settings)
-    assert again.settings == {"num_heads": 3, "exit_layer": 1, "threshold": 0.25}
+    assert again.settings == {"num_heads": 3, "exit_layer": 1, "threshold": 0.25, "mlp_size": mlp_size}
     again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
     tokens = torch.randint(backbone.vocab_size, (1, 8))
     feats = backbone.run(tokens, need=draft.needs)

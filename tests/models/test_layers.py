@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ LENGTHS = [11, 3, 7]
 TOLERANCE = 1e-6  # attention in eager form has its softmax in float32 whatever the model is in
 
 
-def random_layer(family: str, **options: bool) -> DraftLayer:
+def random_layer(family: str, **options: Any) -> DraftLayer:
     layer = DraftLayer(random_backbone(family), **options)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -35,10 +37,10 @@ def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
         return layer(states[None], rows.positions, rows.segments)[0]
 
 
-@pytest.mark.parametrize("attention_only", [False, True])
+@pytest.mark.parametrize("mlp_size", [None, 0, 5])
 @pytest.mark.parametrize("family", STEADY)
-def test_packed_documents_are_computed_as_if_alone(family: str, attention_only: bool) -> None:
-    layer = random_layer(family, attention_only=attention_only)
+def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | None) -> None:
+    layer = random_layer(family, mlp_size=mlp_size)
     documents = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     segments = torch.cat([torch.full((length,), i) for i, length in enumerate(LENGTHS)])[None]
@@ -84,16 +86,16 @@ def test_one_row_goes_without_masks_of_ours(family: str) -> None:
             done += count
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_only": True}, {"final_norm": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mlp_size": 0}, {"mlp_size": 5}, {"final_norm": False}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"])
-def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict[str, bool]) -> None:
+def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict[str, Any]) -> None:
     backbone = random_backbone(family)
     layer = DraftLayer(backbone, dtype=torch.float32, **options)
     out = layer(torch.randn(1, 6, 32), torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.long))
     (out * torch.randn(1, 6, 32)).sum().backward()
     named = dict(layer.named_parameters())
     assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in named.values())
-    assert any("mlp" in name for name in named) != bool(options.get("attention_only"))
+    assert any("mlp" in name for name in named) != (options.get("mlp_size") == 0)
     assert ("body.norm.weight" in named) == options.get("final_norm", True)
     theirs = {p.data_ptr() for p in backbone.model.parameters()}
     assert not theirs & {p.data_ptr() for p in named.values()}

@@ -26,8 +26,8 @@ from medusa_train.trees.tree import Tree
 class KangarooDraft(Draft):
     """The early exit `M_s = lm_head . A . M[:l]` of the backbone M itself (Kangaroo, section 3.1; SPEC 5).
 
-    The adapter A is a norm, one causal attention with a residual, and a final norm: no MLP, and lm_head is the
-    backbone's. At position t it predicts the token t + 1, as the backbone does, and reads that token before it goes on:
+    The adapter A is a norm, one causal attention with a residual, and a final norm: no MLP (but see `mlp_size`), and
+    lm_head is the backbone's. At position t it predicts the token t + 1, as the backbone does, and reads that token before it goes on:
     so one head drafts to any depth, and as a head k of this project it is what it says at t + k.
 
     Drafting runs the first l layers, once for every token, and leaves their keys and values in the backbone's cache;
@@ -42,6 +42,7 @@ class KangarooDraft(Draft):
         num_heads: gamma, the tokens that are drafted at most, and so the depth of the deepest tree.
         exit_layer: l; 2 for a 7B model, 3 for 13B in the paper.
         threshold: eta, the confidence up to which drafting stops; 0: it never does.
+        mlp_size: width of an MLP behind the attention, which the paper's adapter has not: 0.
         dtype: of the adapter; by default the backbone's.
 
     Raises:
@@ -55,15 +56,17 @@ class KangarooDraft(Draft):
         num_heads: int = 6,
         exit_layer: int = 2,
         threshold: float = 0.6,
+        mlp_size: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.exit_layer = exit_layer
         self.num_heads = num_heads
         self.threshold = threshold
+        self.mlp_size = mlp_size
         self.needs = FeatureSpec(early=exit_layer)
         self.shared = backbone.unembedding()
-        self.adapter = DraftLayer(backbone, attention_only=True, dtype=dtype)
+        self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
         self._split = backbone.split(exit_layer)
         body: Any = self.adapter.body
         self._layers = Layers(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
@@ -76,21 +79,38 @@ class KangarooDraft(Draft):
         num_heads: int = 6,
         exit_layer: int = 2,
         threshold: float = 0.6,
+        mlp_size: int = 0,
         dtype: torch.dtype | None = None,
     ) -> KangarooDraft:
         """An untrained draft of `backbone`, on its device; see the class."""
-        return cls(backbone, num_heads=num_heads, exit_layer=exit_layer, threshold=threshold, dtype=dtype)
+        return cls(
+            backbone,
+            num_heads=num_heads,
+            exit_layer=exit_layer,
+            threshold=threshold,
+            mlp_size=mlp_size,
+            dtype=dtype,
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         """What `from_backbone` makes such a draft of."""
-        return {"num_heads": self.num_heads, "exit_layer": self.exit_layer, "threshold": self.threshold}
+        return {
+            "num_heads": self.num_heads,
+            "exit_layer": self.exit_layer,
+            "threshold": self.threshold,
+            "mlp_size": self.mlp_size,
+        }
 
     @classmethod
-    def count(cls, model: Any, *, num_heads: int, exit_layer: int, threshold: float) -> int:
-        """One layer's attention, and two norms."""
-        attention = sum(parameter.numel() for parameter in model.base_model.layers[0].self_attn.parameters())
-        return attention + 2 * model.get_output_embeddings().weight.shape[1]
+    def count(cls, model: Any, *, num_heads: int, exit_layer: int, threshold: float, mlp_size: int = 0) -> int:
+        """One layer's attention, and two norms; with an MLP its share of the layer's own, and a third."""
+        layer, width = model.base_model.layers[0], model.get_output_embeddings().weight.shape[1]
+        attention = sum(parameter.numel() for parameter in layer.self_attn.parameters()) + 2 * width
+        if not mlp_size:
+            return attention
+        mlp = sum(parameter.numel() for parameter in layer.mlp.parameters())
+        return attention + mlp * mlp_size // model.config.get_text_config().intermediate_size + width
 
     @property
     def trained_heads(self) -> int:

@@ -27,7 +27,8 @@ class DraftLayer(nn.Module):
     Args:
         backbone: whose kind of layer it is; nothing of it is kept.
         final_norm: whether a norm of its own, of the kind of the backbone's final one, follows.
-        attention_only: leave the MLP out, and the norms that serve it alone: norm, attention, residual (Kangaroo).
+        mlp_size: width of the MLP; None: as wide as the backbone's. 0: leave it out, and the norms that serve it
+            alone: norm, attention, residual (Kangaroo).
         dtype: of the parameters; by default the backbone's.
 
     Raises:
@@ -39,18 +40,21 @@ class DraftLayer(nn.Module):
         backbone: Backbone,
         *,
         final_norm: bool = True,
-        attention_only: bool = False,
+        mlp_size: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         backbone.layer(0)  # says it better where there is none
         config, self.window = _one_layer(backbone)
         try:
+            if mlp_size:
+                _ = config.intermediate_size  # or it would be set for nothing
+                config.intermediate_size = mlp_size
             body: Any = type(backbone.body)(config)
             del body.embed_tokens
             if not final_norm:
                 body.norm = nn.Identity()
-            if attention_only:
+            if mlp_size == 0:
                 _leave_mlp_out(body, backbone.hidden_size)
             with torch.no_grad(), inputs_of(body.layers[0]) as seen:
                 probe = torch.randn(1, 2, backbone.hidden_size)
