@@ -39,6 +39,19 @@ def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, dev
     return {"quantization_config": config, "device_map": {"": device}}
 
 
+def plain_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
+    """A module's parameter in floating point, dequantised if need be; None where it has none of this name."""
+    weight = getattr(module, name, None)
+    if not isinstance(weight, torch.nn.Parameter):
+        return None
+    if type(weight) is torch.nn.Parameter:
+        return weight.detach()
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    plain: torch.Tensor = dequantize_bnb_weight(weight, getattr(module, "state", None))
+    return plain.detach()
+
+
 def keep_trainable_kernels(model: Any) -> None:
     """Keep 4-bit layers away from the inference-only kernel of CPUs with AVX512-bf16.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
+from medusa_train.models.drafts.beginning import begin_as
 from medusa_train.models.drafts.kangaroo_state import KangarooState
 from medusa_train.models.drafts.layers import DraftLayer
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
@@ -27,8 +28,10 @@ class KangarooDraft(Draft):
     """The early exit `M_s = lm_head . A . M[:l]` of the backbone M itself (Kangaroo, section 3.1; SPEC 5).
 
     The adapter A is a norm, one causal attention with a residual, and a final norm: no MLP (but see `mlp_size`), and
-    lm_head is the backbone's. At position t it predicts the token t + 1, as the backbone does, and reads that token before it goes on:
-    so one head drafts to any depth, and as a head k of this project it is what it says at t + k.
+    lm_head is the backbone's. It begins as layer l, which it stands in for, and as the backbone's own final norm (the
+    paper does not say how; on the tiny backbone random weights take more than twice the tokens). At position t it
+    predicts the token t + 1, as the backbone does, and reads that token before it goes on: so one head drafts to any
+    depth, and as a head k of this project it is what it says at t + k.
 
     Drafting runs the first l layers, once for every token, and leaves their keys and values in the backbone's cache;
     verification goes on from their states (`Proposal.early`). It ends early (section 3.2, Eq. 4) where the guesses at
@@ -68,6 +71,8 @@ class KangarooDraft(Draft):
         self.shared = backbone.unembedding()
         self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
         self._split = backbone.split(exit_layer)
+        begin_as(self.adapter.body.layers[0], backbone.layer(exit_layer))
+        begin_as(self.adapter.body.norm, backbone.body.norm)
         body: Any = self.adapter.body
         self._layers = Layers(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
 
