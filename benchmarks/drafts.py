@@ -86,7 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--together", type=int, default=1, metavar="N", help="train so many at a time (1)")
     parser.add_argument("--nodes", type=int, default=16, help="of the equal trees (16)")
     parser.add_argument(
-        "--tree-tokens", type=int, default=6000, help="greedy tokens that equal trees are fitted to (6000)"
+        "--tree-tokens", type=int, default=6000, help="greedy tokens that trees are fitted to (6000)"
     )
     parser.add_argument("--quick", action="store_true", help="a few steps of training, a few questions: no results")
     asked = parser.parse_args(arguments)
@@ -155,7 +155,7 @@ def train_together(asked: argparse.Namespace) -> None:
     for case in cases(asked):
         run = asked.out / "runs" / case.stages[-1].name
         if not (chosen := run.with_name(f"{run.name}.tree.json")).is_file():
-            call(command("evaluate", "--calibrate", "--model", str(run)))
+            call(command("evaluate", "--calibrate", "--model", str(run), f"calibration_tokens={asked.tree_tokens}"))
             keep(chosen, {"settings": {}})
 
 

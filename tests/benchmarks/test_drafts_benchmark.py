@@ -107,7 +107,7 @@ def test_trained_together_each_run_s_tree_is_chosen_when_all_are_done(
 
     def call(words: Sequence[str]) -> None:
         assert len(trained) == 3
-        chosen.append(words[-1])
+        chosen.append(words[-2])
 
     monkeypatch.setattr(drafts, "call", call)
     asked = parse_arguments(["--together", "2", "--only", "medusa2", "hydra", "--out", str(tmp_path)])
