@@ -85,9 +85,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--dtype", default="auto", help="to be timed in; auto: the fastest here for plain decoding")
     parser.add_argument("--together", type=int, default=1, metavar="N", help="train so many at a time (1)")
     parser.add_argument("--nodes", type=int, default=16, help="of the equal trees (16)")
-    parser.add_argument(
-        "--tree-tokens", type=int, default=6000, help="greedy tokens that trees are fitted to (6000)"
-    )
+    parser.add_argument("--tree-tokens", type=int, default=6000, help="greedy tokens that trees are fitted to (6000)")
     parser.add_argument("--quick", action="store_true", help="a few steps of training, a few questions: no results")
     asked = parser.parse_args(arguments)
     asked.epochs = asked.epochs or load_config(TrainConfig, Path(M1)).num_epochs
