@@ -280,7 +280,8 @@ def test_a_draft_is_described_and_its_tree_is_fitted_without_a_clock(
 ) -> None:
     out = tmp_path / "out"
     _, (kangaroo,) = settled(out, ["kangaroo"], words_for(out, backbone_dir, chats, bench))
-    draft = DRAFTS["kangaroo"].from_backbone(Backbone.load(str(backbone_dir), dtype="float32"), exit_layer=1)
+    backbone = Backbone.load(str(backbone_dir), dtype="float32")
+    draft = DRAFTS["kangaroo"].from_backbone(backbone, exit_layer=1, mlp_size=640)
     assert kangaroo["parameters"] == sum(parameter.numel() for parameter in draft.parameters())
     assert (kangaroo["kind"], kangaroo["backbone_layers"], kangaroo["draft"]["exit_layer"]) == ("kangaroo", 2, 1)
     learnt = {"run": "kangaroo", "steps": 4, "tokens": 800, "seconds": 2.0, "tokens_per_s": 400.0}

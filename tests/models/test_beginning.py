@@ -75,6 +75,14 @@ def test_a_narrower_mlp_keeps_the_strongest_units(kind: type[nn.Module]) -> None
         assert torch.equal(parameter, expected), name
 
 
+def test_a_wider_mlp_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    wide = Apart(6)
+    before = {name: parameter.clone() for name, parameter in wide.named_parameters()}
+    begin_as(wide, Apart(2))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in wide.named_parameters())
+
+
 def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     random_backbone("llama", dtype=torch.float32).model.save_pretrained(tmp_path)

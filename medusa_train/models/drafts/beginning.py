@@ -18,7 +18,7 @@ def begin_as(layer: nn.Module, like: nn.Module) -> None:
     """Copy the weights of `like` into `layer`, a decoder layer of its kind whose MLP may be narrower or left out.
 
     A narrower MLP keeps the units whose weights, coming in and going out, are largest. Quantised weights are
-    dequantised. What `like` has under another name (beneath an adapter), or an MLP of experts, stays as it was.
+    dequantised. What `like` has under another name (beneath an adapter), and an MLP that is wider or of experts: these stay.
     """
     theirs = dict(like.named_modules())
     pairs: list[Pair] = []
@@ -42,6 +42,8 @@ def _narrowed(pairs: Sequence[Pair]) -> Iterator[Pair]:
     if len(out) != 1 or any(weight.dim() > 2 for _, weight in pairs):
         return
     kept, units = out[0][0].shape[1], out[0][1].shape[1]
+    if kept > units:
+        return
     strength = out[0][1].float().norm(dim=0)
     coming = [(parameter, weight) for parameter, weight in pairs if parameter is not out[0][0]]
     for _, weight in coming:
