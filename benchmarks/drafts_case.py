@@ -28,7 +28,7 @@ SEED = 20  # in which order held-out conversations are answered, the same for al
 
 OWN, EQUAL, CHAIN, WHOLE = "own", "equal", "chain", "whole chain"
 #: What every draft decodes with: the tree that its run calibrated on this machine; one of as many nodes as all others
-#: have, which no clock has a say in; the first guesses alone, with Kangaroo's early stop; and without it, for Kangaroo.
+#: have, which no clock has a say in; the first guesses alone. Kangaroo's chain ends early; `WHOLE` is that it does not.
 TREES = (OWN, EQUAL, CHAIN)
 FILLED = (EQUAL, WHOLE)  # without an early stop, which would leave nodes of a tree out
 

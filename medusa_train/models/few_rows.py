@@ -38,7 +38,8 @@ def few_rows_forward(
 
     What is not a few rows of a decoding pass goes to the stock function.
     """
-    if not _decodes(query, attention_mask, dropout) or kwargs.get("position_bias") is not None:
+    asks_more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if asks_more or not _decodes(query, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -48,10 +49,11 @@ def few_rows_forward(
 def few_rows_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
 ) -> Tensor:
-    """Attention whose query heads share keys and values: [B, H, q, d] -> [B, H, q, d].
+    """Attention whose query heads share keys and values: [B, H, q, d] -> [B, H, q, d_v].
 
     Args:
-        key, value: [B, H_kv, S, d]. mask: additive [1 or B, 1, q, S]; None: every row sees every key.
+        key: [B, H_kv, S, d]. value: [B, H_kv, S, d_v].
+        mask: additive [1 or B, 1, q, S]; None: every row sees every key.
         scaling: of the scores; by default 1 / sqrt(d).
     """
     kv_heads, q = key.shape[1], query.shape[2]
@@ -66,7 +68,7 @@ def few_rows_attention(
     if mask is not None:
         mask = mask.expand(-1, -1, folded.shape[2], -1)
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return out[:, :, :rows].reshape(query.shape)
+    return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
 
 
 def _decodes(query: Tensor, mask: Tensor | None, dropout: float) -> bool:
@@ -90,10 +92,11 @@ def use_few_rows(model: Any) -> bool:
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    shape = heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if model.device.type != "cpu" or config._attn_implementation != "sdpa":
         return False
-    if not _faster(model.dtype, shape[0], shape[1], shape[2] or config.hidden_size // heads):
+    if not _faster(model.dtype, heads, kv_heads, size):
         return False
     register()
     model.set_attn_implementation(NAME)

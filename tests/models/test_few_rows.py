@@ -64,6 +64,19 @@ def test_it_is_attention_by_the_book(
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("q", [1, 5])
+def test_values_may_be_of_another_size(q: int) -> None:
+    query, key, value = made(2, 6, 2, q, 11)
+    found = few_rows_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
+    expected = by_the_book(query, key, value[..., :3], None, 0.3)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_a_soft_cap_is_not_forgotten() -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match="softcap"):
+        few_rows_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
+
+
 @pytest.mark.parametrize("case", ["gradient", "prefill", "mask by head"])
 def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> Tensor:

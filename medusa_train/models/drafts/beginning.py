@@ -18,8 +18,7 @@ def begin_as(layer: nn.Module, like: nn.Module) -> None:
     """Copy the weights of `like` into `layer`, a decoder layer of its kind whose MLP may be narrower or left out.
 
     A narrower MLP keeps the units whose weights, coming in and going out, are largest; a wider one, or one of experts,
-    stays as it was, and so does what `like` has under another name (beneath an adapter). Quantised weights are
-    dequantised.
+    stays as it was, and so does what `like` has not under the same name. Quantised weights are dequantised.
     """
     theirs = dict(like.named_modules())
     pairs: list[Pair] = []
