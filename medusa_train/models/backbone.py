@@ -249,8 +249,8 @@ class Backbone:
         self._attend_few_rows()
         return pack_linears(self.model)
 
-    def _attend_few_rows(self) -> None:
-        if use_few_rows(self.model):
+    def _attend_few_rows(self, kernel: bool = False) -> None:
+        if use_few_rows(self.model, kernel):
             self.attention = self.config._attn_implementation
 
     def compile_passes(self) -> None:
@@ -266,7 +266,7 @@ class Backbone:
             raise BackboneError(
                 f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
             )
-        self._attend_few_rows()
+        self._attend_few_rows(kernel=True)
         compiled = CompiledPass(self.body, self.logits, on_cpu=self.device.type == "cpu")
         compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled

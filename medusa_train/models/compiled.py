@@ -114,8 +114,9 @@ class CompiledPass:
         if on_cpu:
             options["cpp_wrapper"] = True  # no Python between the kernels
         self._on_cpu = on_cpu
-        # plain decoding and trees are compiled apart: without those checks one would be taken for the other
-        self._plain, self._tree = (torch.compile(_on_its_own(run), options=options) for _ in range(2))
+        # Plain decoding and trees are compiled apart: without those checks one would be taken for the other.
+        # Each with options of its own, since torch.compile takes the filter out of what it is given.
+        self._plain, self._tree = (torch.compile(_on_its_own(run), options=dict(options)) for _ in range(2))
         self._ready: set[bool] = set()
 
     @torch.inference_mode()

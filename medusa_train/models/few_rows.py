@@ -3,6 +3,7 @@
 Under a mask transformers repeats keys and values for the query heads that share them, though torch's kernel can read
 them where they lie. And in bfloat16 that kernel takes several times longer for one query than for two (torch 2.13): so
 the query heads of one key/value head stand as rows of one query, and a row that is alone gets a second one beside it.
+Where a kernel made for this is loaded (`few_rows_kernel`), it takes all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from medusa_train.models import few_rows_kernel
 
 NAME = "sdpa_few_rows"  # to transformers
 
@@ -43,6 +46,9 @@ def few_rows_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if few_rows_kernel.takes(query, key, value, attention_mask):
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        return few_rows_kernel.attend(query, key, value, attention_mask, scaling), None
     return few_rows_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -84,18 +90,25 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def use_few_rows(model: Any) -> bool:
-    """Let a model on a CPU attend in this manner where that is measured to be faster; says whether.
+def use_few_rows(model: Any, kernel: bool = False) -> bool:
+    """Let a model on a CPU attend in this manner where that is measured to be faster; says whether it does so now.
 
     Only one whose attention is transformers' "sdpa", and where there is something to gain: in bfloat16, or where query
     heads share keys and values.
+
+    Args:
+        kernel: with the kernel made for it, which is built first where it is not there yet (ten seconds).
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if model.device.type != "cpu" or config._attn_implementation != "sdpa":
+    if model.device.type != "cpu" or config._attn_implementation not in ("sdpa", NAME):
         return False
+    if kernel and model.dtype == torch.bfloat16:
+        few_rows_kernel.load(few_rows_kernel.home())
+    if config._attn_implementation == NAME:
+        return True
     if not _faster(model.dtype, heads, kv_heads, size):
         return False
     register()

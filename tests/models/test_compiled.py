@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.compiled import BLOCK
+from medusa_train.models.compiled import BLOCK, CompiledPass
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -40,6 +41,21 @@ def assert_same_answers(family: str, dtype: torch.dtype) -> None:
 @needs_compiler
 def test_compiled_passes_give_the_same_tokens() -> None:
     assert_same_answers("llama", torch.float64)
+
+
+def test_both_programs_are_called_with_few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes the filter out of the options that it is given."""
+    given: list[set[str]] = []
+    compiling = torch.compile
+
+    def compile_(function: Any, options: dict[str, Any]) -> Any:
+        given.append(set(options))
+        return compiling(function, options=options)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    backbone = random_backbone("llama")
+    CompiledPass(backbone.body, backbone.logits, on_cpu=True)
+    assert given == [{"guard_filter_fn", "cpp_wrapper"}] * 2
 
 
 @needs_compiler

@@ -1,0 +1,119 @@
+"""Builds and loads few_rows.cpp, attention of few rows for CPUs with AVX512-BF16; knows no model and no tree.
+
+torch's own kernel reaches a fifth of what such a CPU multiplies where there are few queries, and less with one. It is
+built once for each version of torch, in the folder where torch.compile keeps what it makes, and needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("few_rows.cpp")
+MOST_SIZE = 256  # of a head
+
+_INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "fma")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
+_log = logging.getLogger(__name__)
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernel is loaded and made for these: bfloat16 on a CPU, heads of 32, 64, ... 256, values alike."""
+    size = query.shape[3]
+    return (
+        is_loaded()
+        and query.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and size % 32 == 0
+        and size <= MOST_SIZE
+        and value.shape[3] == size
+        and (mask is None or (mask.dtype == torch.bfloat16 and mask.stride(3) == 1))
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """[B, H, q, d] over [B, H_kv, S, d] -> [B, q, H, d]; a row whose mask hides every key becomes 0."""
+    return torch.ops.medusa_train.few_rows(query, key, value, mask, scaling)
+
+
+def is_loaded() -> bool:
+    """Whether `load` has succeeded in this process."""
+    return hasattr(torch.ops.medusa_train, "few_rows")
+
+
+def home() -> Path:
+    """Where torch.compile keeps what it makes: TORCHINDUCTOR_CACHE_DIR, or a folder for temporary files."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def load(home: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Load the kernel, built in `home` where it is not there yet (ten seconds); says whether it can be used.
+
+    Where this CPU or its compiler can't, that is no error: torch's own kernel does the same.
+    """
+    if is_loaded():
+        return True
+    if not can_run():
+        return False
+    try:
+        torch.ops.load_library(str(build(home, environ)))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("attention stays with torch's own kernel, since %s could not be built: %s", SOURCE.name, error)
+        return False
+    torch.library.register_fake("medusa_train::few_rows", _shape)
+    return True
+
+
+def can_run() -> bool:
+    """Whether this CPU has the instructions, under an operating system where the flags are known to be right."""
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return sys.platform == "linux" and has_bf16 is not None and bool(has_bf16())
+
+
+def build(home: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """The library in `home`, made if it is not there. Processes may do so at the same time.
+
+    Raises:
+        OSError: there is no C++ compiler, or no room.
+        subprocess.SubprocessError: the compiler fails.
+    """
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    name = environ.get("CXX") or "c++"
+    if (compiler := shutil.which(name)) is None:
+        raise FileNotFoundError(f"there is no C++ compiler ({name})")
+    where = [*(f"-isystem{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
+    command = [compiler, *_FLAGS, *where, str(SOURCE), "-lc10", "-ltorch_cpu"]
+    said = f"{torch.__version__} {command}".encode()
+    library = home / f"few_rows_{hashlib.sha256(SOURCE.read_bytes() + said).hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    home.mkdir(parents=True, exist_ok=True)
+    # a name of its own until it is whole: nobody loads, and nobody waits for, what another process has begun
+    with tempfile.TemporaryDirectory(dir=home) as begun:
+        made = Path(begun) / library.name
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
+            raise subprocess.SubprocessError(first)
+        made.replace(library)
+    return library
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """What torch.compile has to know of the result."""
+    batch, heads, rows, size = query.shape
+    return query.new_empty(batch, rows, heads, size)
