@@ -152,7 +152,8 @@ def train_together(asked: argparse.Namespace) -> None:
             one.result()
     for case in cases(asked):
         run = asked.out / "runs" / case.stages[-1].name
-        if not (chosen := run.with_name(f"{run.name}.tree.json")).is_file():
+        chosen, trained_at = run.with_name(f"{run.name}.tree.json"), run.with_name(f"{run.name}.json")
+        if not chosen.is_file() or chosen.stat().st_mtime_ns < trained_at.stat().st_mtime_ns:
             call(command("evaluate", "--calibrate", "--model", str(run), f"calibration_tokens={asked.tree_tokens}"))
             keep(chosen, {"settings": {}})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,22 @@ def _with_masters(peft: Any) -> Any:
     return peft
 
 
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """What peft wrote about the adapter in `directory`.
+
+    Raises:
+        CheckpointError: there is no adapter, or its description can't be read.
+    """
+    path = directory / "adapter_config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: holds no adapter (no adapter_config.json)")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is no JSON: {error}") from error
+    return found
+
+
 class Adapter:
     """A PEFT LoRA adapter inside a backbone's layers.
 
@@ -110,8 +127,7 @@ class Adapter:
         """
         from peft import PeftModel
 
-        if not (directory / "adapter_config.json").is_file():
-            raise CheckpointError(f"{directory}: holds no adapter (no adapter_config.json)")
+        read_adapter_config(directory)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the backbone lies elsewhere now than when it was trained

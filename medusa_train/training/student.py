@@ -15,7 +15,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
-from medusa_train.models.adapter import Adapter, LoraSpec
+from medusa_train.models.adapter import Adapter, LoraSpec, read_adapter_config
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.unembedding import Unembedding
@@ -121,7 +121,8 @@ def check_start(cfg: TrainConfig) -> None:
 
     Raises:
         CheckpointError: it holds neither heads nor an adapter.
-        ConfigError: its heads belong to an adapter or a model of its own, and this run would train on without it.
+        ConfigError: its heads belong to an adapter or a model of its own, and this run would train on without it; or
+            the adapter was made otherwise than the configuration says.
     """
     if cfg.lora_model_dir is None:
         return
@@ -137,11 +138,34 @@ def check_start(cfg: TrainConfig) -> None:
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the adapter in {adapter}, "
             "and this run would drop it. Go on with recipe: medusa2 and an adapter, or name a run of heads alone"
         )
+    if adapter is not None:
+        _check_adapter(cfg, adapter)
     model = home / MODEL
     if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the backbone in {model}, "
             f"not to {cfg.base_model}. Set base_model: {model}, or name a run of heads alone"
+        )
+
+
+def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
+    """Compare what the configuration says of the adapter with the one that would be trained on."""
+    made = read_adapter_config(directory)
+    stored = {
+        "lora_r": made.get("r"),
+        "lora_alpha": made.get("lora_alpha"),
+        "lora_dropout": made.get("lora_dropout"),
+        "lora_target_modules": sorted(made.get("target_modules") or ()),
+    }
+    said = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set and getattr(cfg, key) is not None}
+    if "lora_target_modules" in said:
+        said["lora_target_modules"] = sorted(said["lora_target_modules"])
+        if cfg.lora_target_linear:
+            del said["lora_target_modules"]  # it stands above them
+    if unlike := [key for key in said if said[key] != stored[key]]:
+        theirs, ours = (", ".join(f"{key}: {of[key]}" for key in unlike) for of in (stored, said))
+        raise ConfigError(
+            f"lora_model_dir: the adapter in {directory} was made with {theirs}, the configuration asks for {ours}"
         )
 
 

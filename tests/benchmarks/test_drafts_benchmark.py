@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from drafts_case import Field, describe, load_field
 from drafts_compare import guessed, lines, paired_difference, reached, taken
 from drafts_decode import COUNTS, answerers, measure
 from drafts_report import accuracies, markdown, write_report
+from m2_vs_m1 import Stage
 
 from medusa_train.checkpoint.drafts import save_draft
 from medusa_train.cli.common import split_arguments
@@ -103,10 +105,18 @@ def test_trained_together_each_run_s_tree_is_chosen_when_all_are_done(
     monkeypatch.setattr(drafts.os, "cpu_count", lambda: 4)
     trained: list[tuple[str, int | None]] = []
     chosen: list[str] = []
-    monkeypatch.setattr(drafts, "train", lambda stage, out, threads: trained.append((stage.name, threads)))
+
+    def train(stage: Stage, out: Path, threads: int) -> None:
+        done = out / "runs" / f"{stage.name}.json"
+        if not done.is_file():
+            done.parent.mkdir(exist_ok=True)
+            done.touch()
+            trained.append((stage.name, threads))
+
+    monkeypatch.setattr(drafts, "train", train)
 
     def call(words: Sequence[str]) -> None:
-        assert len(trained) == 3
+        assert len(trained) >= 3
         chosen.append(words[-2])
 
     monkeypatch.setattr(drafts, "call", call)
@@ -117,6 +127,9 @@ def test_trained_together_each_run_s_tree_is_chosen_when_all_are_done(
     assert chosen == [str(tmp_path / "runs" / name) for name in ("medusa2", "hydra")]
     drafts.train_together(asked)
     assert len(chosen) == 2  # a tree is chosen once
+    os.utime(tmp_path / "runs" / "hydra.json", ns=(1 << 62, 1 << 62))  # deleted, and trained anew
+    drafts.train_together(asked)
+    assert chosen[2:] == [str(tmp_path / "runs" / "hydra")]
 
 
 def fake_training(words: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -111,6 +112,21 @@ def test_heads_of_a_joint_run_go_nowhere_without_its_adapter_or_model(make_confi
     keys = {"lora_model_dir": free, "base_model": f"{free}/model", "max_steps": 1}
     assert train(make_config(**keys, output_dir=str(tmp_path / "on")), console) == 0
     assert train(make_config(lora_model_dir=f"{joint}/heads", max_steps=1), console) == 0
+
+
+def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path):
+    joint = str(tmp_path / "joint")
+    train(make_config(**LORA, max_steps=1, output_dir=joint), console)
+    other = {**LORA, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
+    differing = r"made with lora_r: 4, lora_dropout: 0.2, the configuration asks for lora_r: 8, lora_dropout: 0.0"
+    with pytest.raises(ConfigError, match=differing):
+        train(make_config(**other, lora_model_dir=joint), console)
+    narrow = {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj", "v_proj"]}
+    with pytest.raises(ConfigError, match=r"asks for lora_target_modules: \['q_proj', 'v_proj'\]"):
+        train(make_config(**narrow, lora_model_dir=joint), console)
+    unsaid = {key: value for key, value in LORA.items() if key not in ("lora_r", "lora_dropout")}
+    assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0
+    assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_stage_one_is_found_below_the_project_and_recorded_as_such(make_config, console, tmp_path, monkeypatch):
