@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.device_memory import free_memory
 from medusa_train.models.drafts.medusa import MedusaDraft
+
+KERNELS = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "runs/benchmarks/compiled")  # built for this CPU
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
 HEADS = 5
@@ -101,13 +104,13 @@ class Shape:
 
 
 def _pack(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
-    if not any([backbone.pack(), *(draft.pack() for draft in drafts.values())]):
+    if not any([backbone.pack(KERNELS), *(draft.pack() for draft in drafts.values())]):
         raise Unusable("nothing was packed: no faster here, no such kernels for this dtype, or too little memory")
 
 
 def _compile(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
     try:
-        backbone.compile_passes()
+        backbone.compile_passes(KERNELS)
     except BackboneError as error:
         reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
         raise Unusable(f"not compiled: {reason}") from error

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from medusa_train.trees.tree import Tree
 
 
+def kernels_of(run: Path) -> Path:
+    """Where what is built and compiled for this machine is kept: TORCHINDUCTOR_CACHE_DIR, or a folder of the run."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or run.resolve() / "compiled")
+
+
 @dataclass(frozen=True)
 class SubjectPaths:
     """Where everything lies. Without heads (`heads is None`) only the baselines are measured.
@@ -45,6 +50,11 @@ class SubjectPaths:
         if self.adapter is not None:
             return f"{self.quantization}, dequantised, adapter folded in" if self.quantization else "adapter folded in"
         return self.quantization or "unquantised"
+
+    @property
+    def compiled(self) -> Path:
+        """Where what is built and compiled for this machine is kept; see `kernels_of`."""
+        return kernels_of(self.home)
 
     @property
     def name(self) -> str | None:
@@ -229,8 +239,9 @@ def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled
     Args:
         pack: on a CPU lay weights out for its kernels, and choose a form of attention, where that is measured to be
             faster. Sums are then rounded in another order.
-        compiled: compile the passes of the decoding loop, which takes up to a minute; what the compiler keeps lies
-            under `paths.home`.
+        compiled: compile the passes of the decoding loop, which takes up to a minute.
+
+    What is built or compiled for this machine is kept in `paths.compiled`.
 
     Raises BackboneError and CheckpointError.
     """
@@ -238,10 +249,10 @@ def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled
 
     backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_with_adapter(paths, paths.adapter, dtype)
     if pack:
-        backbone.pack()
+        backbone.pack(paths.compiled)
     if compiled:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(paths.home.resolve() / "compiled"))
-        backbone.compile_passes()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(paths.compiled)
+        backbone.compile_passes(paths.compiled)
     if paths.heads is None:
         return Subject(backbone, None, None)
     draft = load_draft(paths.heads, backbone, backbone.dtype)

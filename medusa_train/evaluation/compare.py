@@ -25,6 +25,8 @@ CONDITIONS = {
     "dtype": "dtype",
     "compiled": "compile",
     "packed": "layout of the weights",
+    "attention": "form of attention",
+    "attention_kernel": "attention kernel",
     "backbone": "form of the backbone",
     "torch": "version of torch",
     "transformers": "version of transformers",

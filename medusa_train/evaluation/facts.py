@@ -21,6 +21,7 @@ from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.exactness import EXACTNESS_DTYPES
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+from medusa_train.models import few_rows_kernel
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.packed import is_packed
 
@@ -50,6 +51,8 @@ def facts(
         "backbone": paths.backbone_form,
         "dtype": dtype,
         "packed": is_packed(subject.backbone.model),
+        "attention": subject.backbone.attention,
+        "attention_kernel": few_rows_kernel.serves(subject.backbone.dtype, subject.backbone.device),
         "compiled": subject.backbone.compiled is not None,
         "heads": None if draft is None else draft.num_heads,
         "tree_nodes": None if tree is None else tree.size,

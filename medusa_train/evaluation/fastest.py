@@ -14,6 +14,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.inference.generate import Decoder
+from medusa_train.models import few_rows_kernel
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import resolve_backbone
 
@@ -65,6 +66,8 @@ def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]
     best = min(seconds, key=lambda dtype: seconds[dtype])
     shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
     laid_out = f"; weights in {' and '.join(packed)} laid out for this CPU" if packed else ""
+    if best == "bfloat16" and few_rows_kernel.is_loaded():
+        laid_out += "; attention of few rows by a kernel built for it"
     note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step{laid_out})")
     return best
 
@@ -82,7 +85,7 @@ def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list
     The backbone is let go on return.
     """
     backbone = load_backbone(paths, dtype)
-    packed = backbone.pack()
+    packed = backbone.pack(paths.compiled)
     return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device), packed
 
 

@@ -166,7 +166,10 @@ bool weigh(Block<V>& b, int64_t count) {
     __m512 most = before;
     for (int64_t j = 0; j < count; ++j) most = _mm512_max_ps(most, _mm512_load_ps(b.scores + j * ROWS + y));
     const __m512 base = _mm512_max_ps(most, lowest);
-    const __m512 kept = exp2_of(_mm512_sub_ps(_mm512_max_ps(before, lowest), base));
+    const __mmask16 as_before = _mm512_cmp_ps_mask(before, most, _CMP_EQ_OQ);
+    // exactly 1 where nothing changed, or a row would depend on whom it shares the block with
+    const __m512 factor = exp2_of(_mm512_sub_ps(_mm512_max_ps(before, lowest), base));
+    const __m512 kept = _mm512_mask_mov_ps(factor, as_before, _mm512_set1_ps(1.0f));
     __m512 total = _mm512_mul_ps(_mm512_load_ps(b.total + y), kept);
     for (int64_t j = 0; j < count; j += 2) {
       const __m512 one = exp2_of(_mm512_sub_ps(_mm512_load_ps(b.scores + j * ROWS + y), base));
@@ -175,7 +178,7 @@ bool weigh(Block<V>& b, int64_t count) {
       const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh(two, one);
       _mm512_store_si512(b.weights + (j / 2 * ROWS + y) * 2, _mm512_permutexvar_epi16(beside, pair));
     }
-    same &= _mm512_cmp_ps_mask(before, most, _CMP_EQ_OQ) == 0xffff;
+    same &= as_before == 0xffff;
     _mm512_store_ps(b.most + y, most);
     _mm512_store_ps(b.total + y, total);
     _mm512_store_ps(b.kept + y, kept);
@@ -273,11 +276,11 @@ const bf16* at(const at::Tensor& x, int64_t batch, int64_t head) {
 at::Tensor few_rows(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const std::optional<at::Tensor>& mask, double scale) {
   const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2), size = query.size(3);
-  const int64_t kv_heads = key.size(1), keys = key.size(2), group = heads / kv_heads;
+  const int64_t kv_heads = key.size(1), keys = key.size(2);
   for (const at::Tensor& x : {query, key, value})
     TORCH_CHECK(x.dim() == 4 && x.scalar_type() == at::kBFloat16 && x.stride(3) == 1 && x.size(3) == size,
                 "few_rows: query, key and value have to be [B, heads, n, d] in bfloat16, dense in d");
-  TORCH_CHECK(size % 32 == 0 && size <= MOST_SIZE && heads % kv_heads == 0 && value.size(2) == keys &&
+  TORCH_CHECK(size % 32 == 0 && size <= MOST_SIZE && kv_heads > 0 && heads % kv_heads == 0 && value.size(2) == keys &&
                   value.size(1) == kv_heads && key.size(0) == batch && value.size(0) == batch,
               "few_rows: no such sizes");
   if (mask)
@@ -285,6 +288,7 @@ at::Tensor few_rows(const at::Tensor& query, const at::Tensor& key, const at::Te
                     mask->size(1) == 1 && mask->size(2) == rows && mask->size(3) == keys &&
                     (mask->size(0) == 1 || mask->size(0) == batch),
                 "few_rows: the mask has to be [1 or B, 1, q, S] in bfloat16");
+  const int64_t group = heads / kv_heads;
   at::Tensor out = at::empty({batch, rows, heads, size}, query.options());
   int64_t together = MOST_ROWS; // rows of a unit: fewer where cores would have nothing to do
   auto units = [&] { return (group * rows + together - 1) / together; };

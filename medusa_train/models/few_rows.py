@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,14 +91,15 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def use_few_rows(model: Any, kernel: bool = False) -> bool:
+def use_few_rows(model: Any, kernels: Path | None = None) -> bool:
     """Let a model on a CPU attend in this manner where that is measured to be faster; says whether it does so now.
 
     Only one whose attention is transformers' "sdpa", and where there is something to gain: in bfloat16, or where query
     heads share keys and values.
 
     Args:
-        kernel: with the kernel made for it, which is built first where it is not there yet (ten seconds).
+        kernels: with the kernel made for it, where this CPU can run it; it is kept in this folder, and built first
+            where it is not there yet (ten seconds).
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -105,8 +107,8 @@ def use_few_rows(model: Any, kernel: bool = False) -> bool:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if model.device.type != "cpu" or config._attn_implementation not in ("sdpa", NAME):
         return False
-    if kernel and model.dtype == torch.bfloat16:
-        few_rows_kernel.load(few_rows_kernel.home())
+    if kernels is not None and model.dtype == torch.bfloat16:
+        few_rows_kernel.load(kernels)
     if config._attn_implementation == NAME:
         return True
     if not _faster(model.dtype, heads, kv_heads, size):

@@ -1,7 +1,7 @@
 """Builds and loads few_rows.cpp, attention of few rows for CPUs with AVX512-BF16; knows no model and no tree.
 
 torch's own kernel reaches a fifth of what such a CPU multiplies where there are few queries, and less with one. It is
-built once for each version of torch, in the folder where torch.compile keeps what it makes, and needs a C++ compiler.
+built once for each version of torch, beside what torch.compile makes, and needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -31,32 +31,35 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     """Whether the kernel is loaded and made for these: bfloat16 on a CPU, heads of 32, 64, ... 256, values alike."""
     size = query.shape[3]
     return (
-        is_loaded()
-        and query.dtype == torch.bfloat16
-        and query.device.type == "cpu"
+        serves(query.dtype, query.device)
         and size % 32 == 0
         and size <= MOST_SIZE
         and value.shape[3] == size
-        and (mask is None or (mask.dtype == torch.bfloat16 and mask.stride(3) == 1))
+        and (mask is None or (mask.dtype == torch.bfloat16 and mask.stride(3) == 1 and _whole(mask, query, key)))
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
     )
 
 
+def _whole(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    return mask.shape[0] in (1, query.shape[0]) and mask.shape[2:] == (query.shape[2], key.shape[2])
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """[B, H, q, d] over [B, H_kv, S, d] -> [B, q, H, d]; a row whose mask hides every key becomes 0."""
+    """[B, H, q, d] over [B, H_kv, S, d] -> [B, q, H, d].
+
+    A row whose mask hides every key becomes 0, also where it does so by the lowest number instead of minus infinity.
+    """
     return torch.ops.medusa_train.few_rows(query, key, value, mask, scaling)
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it is loaded, and made for such tensors."""
+    return is_loaded() and dtype == torch.bfloat16 and device.type == "cpu"
 
 
 def is_loaded() -> bool:
     """Whether `load` has succeeded in this process."""
     return hasattr(torch.ops.medusa_train, "few_rows")
-
-
-def home() -> Path:
-    """Where torch.compile keeps what it makes: TORCHINDUCTOR_CACHE_DIR, or a folder for temporary files."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
 
 
 def load(home: Path, environ: Mapping[str, str] = os.environ) -> bool:
@@ -69,9 +72,14 @@ def load(home: Path, environ: Mapping[str, str] = os.environ) -> bool:
     if not can_run():
         return False
     try:
-        torch.ops.load_library(str(build(home, environ)))
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("attention stays with torch's own kernel, since %s could not be built: %s", SOURCE.name, error)
+        library = build(home, environ)
+        try:
+            torch.ops.load_library(str(library))
+        except OSError:  # broken, or made where other libraries are: once more
+            library.unlink()
+            torch.ops.load_library(str(build(home, environ)))
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
+        _log.info("attention stays with torch's own kernel, since %s could not be built: %s", SOURCE.name, error)
         return False
     torch.library.register_fake("medusa_train::few_rows", _shape)
     return True
@@ -87,7 +95,7 @@ def build(home: Path, environ: Mapping[str, str] = os.environ) -> Path:
     """The library in `home`, made if it is not there. Processes may do so at the same time.
 
     Raises:
-        OSError: there is no C++ compiler, or no room.
+        OSError: there is no C++ compiler, or no room. ImportError: torch can't say where its headers are.
         subprocess.SubprocessError: the compiler fails.
     """
     from torch.utils.cpp_extension import include_paths, library_paths

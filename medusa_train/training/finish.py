@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.checkpoint.drafts import save_draft
+from medusa_train.checkpoint.subject import kernels_of
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import Calibration, calibrate
@@ -72,7 +73,7 @@ def fit_tree(
     draft.eval()
     if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
         student.adapter.merge()
-    student.backbone.pack()  # as medusa-eval will decode
+    student.backbone.pack(kernels_of(out))  # as medusa-eval will decode
     draft.pack()
     progress = Progress(
         TextColumn("[bold]tree "),

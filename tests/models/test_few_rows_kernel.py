@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,10 +26,22 @@ HIDDEN = float("-inf")
 
 
 @pytest.fixture(scope="module")
-def kernel() -> None:
+def kernel(kernels: Path) -> None:
     if not few_rows_kernel.can_run():
         pytest.skip("this CPU has no AVX512-BF16")
-    assert few_rows_kernel.load(few_rows_kernel.home())
+    if shutil.which(os.environ.get("CXX") or "c++") is None:
+        pytest.skip("no C++ compiler")
+    assert few_rows_kernel.load(kernels)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def made(rows: int, heads: int, kv_heads: int, q: int, keys: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,27 +54,31 @@ def made(rows: int, heads: int, kv_heads: int, q: int, keys: int, size: int) -> 
 
 
 def tree_mask(rows: int, q: int, keys: int) -> Tensor:
-    """Some keys hidden from each row, all keys of one block from all, and some scores only changed."""
+    """Some keys hidden from each row, a whole block from all, the first block from some; the last key from none.
+
+    A part of a larger one, as decoding has it.
+    """
     generator = torch.Generator().manual_seed(q)
-    mask = torch.randn(rows, 1, q, keys + 5, generator=generator)[..., :keys]
+    mask = torch.randn(rows, 1, q, keys + 5, generator=generator).bfloat16()[..., :keys]
     mask[torch.rand(mask.shape, generator=generator) < 0.4] = HIDDEN
     mask[..., 64:128] = HIDDEN
-    mask[..., : keys // 3] = 0
-    return mask.bfloat16()
+    mask[..., : min(keys, 64) // 3] = 0
+    mask[:, :, ::3, :64] = HIDDEN
+    mask[..., -1] = 0
+    return mask
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (4, 4, 32), (1, 1, 96), (8, 1, 128), (2, 1, 256)])
 @pytest.mark.parametrize("q", [1, 2, 7, 17, 33, 70])
-@pytest.mark.parametrize("keys", [1, 11, 65, 200])
+@pytest.mark.parametrize("keys", [1, 11, 65, 129, 200])
 @pytest.mark.parametrize("masks", [0, 1, 2])
 def test_it_is_attention_by_the_book(heads: int, kv_heads: int, size: int, q: int, keys: int, masks: int) -> None:
     query, key, value = made(2, heads, kv_heads, q, keys, size)
     mask = tree_mask(masks, q, keys) if masks else None
-    if mask is not None:
-        mask[..., 0] = 0  # no row without a key
     assert few_rows_kernel.takes(query, key, value, mask)
-    found = few_rows_kernel.attend(query, key, value, mask, 0.2)
+    with one_thread():  # or many threads would take few rows each
+        found = few_rows_kernel.attend(query, key, value, mask, 0.2)
     expected = by_the_book(*(x.double() for x in (query, key, value)), None if mask is None else mask.double(), 0.2)
     # weights and the result are rounded to 8 bits
     torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=8e-3, atol=8e-3)
@@ -113,8 +134,8 @@ def test_nan_is_not_swallowed(where: int) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_the_number_of_threads_changes_nothing() -> None:
-    given = made(2, 8, 1, 17, 300, 64)
-    mask = tree_mask(1, 17, 300)
+    given = made(2, 8, 1, 17, 5000, 64)
+    mask = tree_mask(1, 17, 5000)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 16):
@@ -127,10 +148,12 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("case", ["size", "values", "float32", "mask"])
+@pytest.mark.parametrize("case", ["size", "values", "float32", "mask", "one mask for all rows"])
 def test_what_it_is_not_made_for_it_leaves_alone(case: str) -> None:
     query, key, value = made(1, 4, 2, 3, 20, 40 if case == "size" else 64)
     mask = torch.zeros(1, 1, 3, 20, dtype=torch.float32 if case == "mask" else torch.bfloat16)
+    if case == "one mask for all rows":
+        mask = mask[:, :, :1]
     if case == "values":
         value = value[..., :32]
     if case == "float32":
@@ -161,6 +184,7 @@ def test_transformers_interface_hands_over_to_it(q: int, monkeypatch: pytest.Mon
     mask = torch.zeros(1, 1, q, 90, dtype=torch.bfloat16)
     stock = few_rows.few_rows_attention(query, key, value, mask).transpose(1, 2)
     monkeypatch.setattr(few_rows, "few_rows_attention", never)
+    monkeypatch.setattr(few_rows, "sdpa_attention_forward", never)
     with torch.no_grad():
         found, _ = few_rows_forward(Attends(2), query, key, value, mask)
     torch.testing.assert_close(found, stock, rtol=1e-2, atol=1e-2)
@@ -168,7 +192,7 @@ def test_transformers_interface_hands_over_to_it(q: int, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
-def test_a_compiled_model_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_decodes_with_it(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
     seen = []
     attend = few_rows_kernel.attend
@@ -177,7 +201,7 @@ def test_a_compiled_model_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> No
     draft = MedusaDraft.from_backbone(backbone, 3)
     tree = Tree.cartesian([3, 2])
     plain = Decoder(backbone, draft, None).generate([5, 9, 11], 40).tokens
-    backbone.compile_passes()
+    backbone.compile_passes(kernels)
     assert seen  # looked through twice by torch.compile: for plain steps, and for trees
     answers = [Decoder(backbone, draft, one).generate([5, 9, 11], 40).tokens for one in (None, tree)]
     same = sum(a == b for a, b in zip(answers[0], plain, strict=True))
@@ -198,7 +222,7 @@ def test_a_compiler_that_fails_costs_speed_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(few_rows_kernel, "is_loaded", lambda: False)
     monkeypatch.setattr(few_rows_kernel, "can_run", lambda: True)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert not few_rows_kernel.load(tmp_path, {"CXX": compiler})
     assert "few_rows.cpp could not be built" in caplog.text
     assert not list(tmp_path.iterdir())  # nothing half made is left
@@ -211,3 +235,29 @@ def test_it_is_built_once(tmp_path: Path) -> None:
     assert few_rows_kernel.build(tmp_path) == library
     assert library.stat().st_mtime_ns == at
     assert [path.name for path in tmp_path.iterdir()] == [library.name]
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_broken_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = few_rows_kernel.build(tmp_path)
+    whole = library.read_bytes()
+    library.write_bytes(whole[:5000])
+    tried = []
+
+    def load_library(path: str) -> None:
+        tried.append(Path(path).read_bytes() == whole)
+        if not tried[-1]:
+            raise OSError("file too short")
+
+    monkeypatch.setattr(few_rows_kernel, "is_loaded", lambda: False)
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *given: None)
+    assert few_rows_kernel.load(tmp_path)
+    assert tried == [False, True]
+
+
+def test_headers_that_torch_cannot_name_are_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(few_rows_kernel, "is_loaded", lambda: False)
+    monkeypatch.setattr(few_rows_kernel, "can_run", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    assert not few_rows_kernel.load(tmp_path)
