@@ -213,7 +213,10 @@ def _cpu_goal(tree: Row, over: Overheads) -> str:
     if plain is None or ratio is None:
         return f"- {where}: no plain step was measured beside the tree of 16"
     text = f"{where}: a tree of 16 takes {ratio:.2f} of the fastest plain step, at most 1.25"
-    return _goal(f"{text} (tree: {_took(tree)}; plain: {_took(plain)})", ratio <= 1.25)
+    floors = ""
+    if tree.floor_ms and plain.floor_ms:  # whether the goal is one that this machine can reach at all
+        floors = f"; their floors: {tree.floor_ms / plain.floor_ms:.2f}"
+    return _goal(f"{text} (tree: {_took(tree)}; plain: {_took(plain)}{floors})", ratio <= 1.25)
 
 
 def _took(row: Row) -> str:
