@@ -279,7 +279,8 @@ def test_goals_on_a_cpu_take_the_best_setting_for_both() -> None:
     ]
     assert goal_lines(MACHINE, rows) == [
         "- kept: tiny, context 128: a tree of 16 takes 1.20 of the fastest plain step, at most 1.25 "
-        "(tree: 3.600 ms, bfloat16 compiled, 2 threads; plain: 3.000 ms, bfloat16 packed, 2 threads; their floors: 1.20)"
+        "(tree: 3.600 ms, bfloat16 compiled, 2 threads; plain: 3.000 ms, bfloat16 packed, 2 threads; "
+        "their floors: 1.20)"
     ]
     assert "floors" not in goal_lines(MACHINE, [rows[0], replace(rows[1], floor_ms=None)])[0]
     (line,) = goal_lines(MACHINE, rows[:4])
