@@ -227,7 +227,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     ),
     Impossible(
         ("sequence_len", "medusa_num_heads"),
-        lambda cfg: cfg.sequence_len < cfg.medusa_num_heads + 2,
+        lambda cfg: cfg.draft == "medusa" and cfg.sequence_len < cfg.medusa_num_heads + 2,
         "too short: head k learns the token k + 1 places on, so it has to exceed medusa_num_heads + 1",
     ),
 )

@@ -132,8 +132,8 @@ class AmphistaConfig(DraftConfig):
     auto_blocks: Int = key(1, "attention blocks among the heads; 2: the alpha variant, 0: none", ge=0, le=8)
     adaptation_layers: Int = key(2, "decoder layers before the heads; 1: all read the same, 0: none", ge=0, le=2)
     sampled_token: Bool = key(True, "read the embedding of the token that the backbone just chose")
-    alignment_weight: Float = key(1.0, "lambda_1: cross-entropy against the backbone's own distribution", ge=0)
-    label_weight: Float = key(0.1, "lambda_2: cross-entropy against the data's tokens", ge=0)
+    alignment_weight: Float = key(0.5, "lambda_1, ours: cross-entropy against the backbone's own distribution", ge=0)
+    label_weight: Float = key(0.5, "lambda_2, ours: cross-entropy against the data's tokens", ge=0)
     decay_coefficient: Float = key(1.0, "head k's loss counts this to the power of k; 1: all alike", gt=0, le=1)
 
     @property
@@ -151,8 +151,10 @@ class KangarooConfig(DraftConfig):
 
     num_heads: Int = key(6, "gamma: how many tokens are drafted at most, one after the other", ge=1, le=32)
     exit_layer: Int = key(2, "l: the backbone's layers whose states the adapter reads", ge=1)
-    threshold: Float = key(0.6, "eta: drafting stops behind a token less probable than this", ge=0, le=1)
-    mlp_size: Int = key(0, "width of an MLP behind the adapter's attention; 0: none, as published", ge=0)
+    threshold: Float = key(0.6, "eta: drafting stops behind a token no more probable than this; 0: never", ge=0, le=1)
+    mlp_size: Int = key(
+        0, "width of an MLP behind the attention, at best up to the layer's own; 0: none, as published", ge=0
+    )
 
     @property
     def loss(self) -> HeadsLoss:

@@ -131,7 +131,9 @@ class TrainConfig(Config):
         "lambda0 over the run (medusa2): constant, linear, sine, or sine_R (sine until the share R)",
     )
     medusa_only_heads: Bool | None = key(None, "true: train the heads only (recipe medusa1)")
-    medusa_lr_multiplier: Float = key(4.0, "the heads' learning rate is learning_rate times this", gt=0)
+    medusa_lr_multiplier: Float | None = key(
+        None, "a draft's learning rate is learning_rate times this; default: 4 for Medusa's heads, else 1", gt=0
+    )
     medusa_self_distillation: Bool = key(False, "LM loss is KL to the backbone without adapter (medusa2)")
     medusa_distillation_regularization: Float = key(0.0, "rho: share of the teacher in the LM target", ge=0, le=1)
     medusa_soft_targets: Float = key(0.0, "share of the backbone's own distribution in the heads' targets", ge=0, le=1)
@@ -244,7 +246,12 @@ class TrainConfig(Config):
     @property
     def heads_learning_rate(self) -> float:
         """Peak learning rate of the heads, in every recipe: `learning_rate` x `medusa_lr_multiplier`."""
-        return self.learning_rate * self.medusa_lr_multiplier
+        return self.learning_rate * self._lr_multiplier
+
+    @property
+    def _lr_multiplier(self) -> float:
+        """The default is Medusa's (section 4.1); the recipes of the other drafts know no such factor."""
+        return self.medusa_lr_multiplier or (4.0 if self.draft == "medusa" else 1.0)
 
     def resolved(self) -> TrainConfig:
         """Fill in what follows from other keys.
@@ -260,6 +267,7 @@ class TrainConfig(Config):
             "recipe": recipe,
             "medusa_only_heads": recipe == "medusa1",
             "chat_template": template,
+            "medusa_lr_multiplier": self._lr_multiplier,
         }
         if self.draft != "medusa":
             follows[self.draft] = self.drafted

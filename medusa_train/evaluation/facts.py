@@ -55,6 +55,7 @@ def facts(
         "attention_kernel": few_rows_kernel.serves(subject.backbone.dtype, subject.backbone.device),
         "compiled": subject.backbone.compiled is not None,
         "heads": None if draft is None else draft.num_heads,
+        "early_stop": getattr(draft, "threshold", 0.0),
         "tree_nodes": None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
         "tree_file": None if paths.tree is None else short_path(str(paths.tree)),

@@ -109,6 +109,16 @@ class Layers:
         return states
 
 
+def check_exit(layers: int, of: int, name: str) -> None:
+    """Refuse an early exit where a backbone of so many layers has none.
+
+    Raises:
+        BackboneError: it is not between 1 and `of` - 1.
+    """
+    if not 0 < layers < of:
+        raise BackboneError(f"an early exit after {layers} layers: {name} has {of}, so choose 1 to {of - 1}")
+
+
 class Split:
     """A backbone's decoder layers in two parts: 0 .. l - 1, and l .. with the final norm.
 
@@ -122,11 +132,7 @@ class Split:
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
-        if not 0 < layers < backbone.num_layers:
-            raise BackboneError(
-                f"an early exit after {layers} layers: {backbone.name or 'the backbone'} has {backbone.num_layers}, "
-                f"so choose 1 to {backbone.num_layers - 1}"
-            )
+        check_exit(layers, backbone.num_layers, backbone.name or "the backbone")
         if lacks := [name for name in _PARTS if not hasattr(backbone.body, name)]:
             raise BackboneError(f"{_kind(backbone)} can't be run in parts: its body has no {', '.join(lacks)}")
         self.backbone = backbone

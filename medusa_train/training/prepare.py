@@ -27,6 +27,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.kinds import DRAFTS, kind_of
 from medusa_train.models.facts import context_length
 from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.partial import check_exit
 from medusa_train.tracking import Tracker, open_tracker
 from medusa_train.training.attention import choose_attention
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
@@ -88,6 +89,8 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> Data:
     check_start(cfg)
     text = config.get_text_config()
     check_vocabulary(cfg, text.vocab_size)
+    if cfg.draft == "kangaroo":
+        check_exit(cfg.drafted.settings["exit_layer"], text.num_hidden_layers, cfg.base_model)
     context = context_length(text)
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")

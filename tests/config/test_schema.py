@@ -64,6 +64,14 @@ def test_silent_yamls_get_the_papers_settings() -> None:
     assert (cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout) == (32, 16, 0.05)
 
 
+@pytest.mark.parametrize("kind", ["hydra", "amphista", "kangaroo"])
+def test_other_drafts_learn_at_the_learning_rate(kind: str) -> None:
+    """A factor of four is Medusa's recipe."""
+    assert train(f"draft={kind}", "learning_rate=3e-5").heads_learning_rate == 3e-5
+    assert train(f"draft={kind}", "learning_rate=3e-5", "medusa_lr_multiplier=2").heads_learning_rate == 6e-5
+    assert train(f"draft={kind}", "sequence_len=5").sequence_len == 5  # medusa_num_heads has no say in it
+
+
 def test_every_foreign_key_is_taken_whatever_it_holds() -> None:
     cfg = train(*(f"{name}={{odd: [1]}}" for name in FOREIGN_KEYS))
     assert set(cfg.ignored) == FOREIGN_KEYS

@@ -12,11 +12,12 @@ from medusa_train.checkpoint.subject import load_subject, locate
 from medusa_train.cli.train import headline
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kinds import DRAFTS
 from medusa_train.models.memory import estimate_memory
+from medusa_train.training.inspect import inspect_run
 from medusa_train.training.run import train
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after
@@ -87,6 +88,14 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(make_draft_config, make_c
         train(
             make_draft_config("hydra", hydra=wider, lora_model_dir=first, overwrite_output_dir=True), console, console
         )
+
+
+def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make_draft_config, console, monkeypatch):
+    monkeypatch.setattr(Backbone, "load", None)
+    cfg = make_draft_config("kangaroo", kangaroo={"exit_layer": 9})
+    for command in (train, inspect_run):
+        with pytest.raises(BackboneError, match=r"early exit after 9 layers: .* choose 1 to"):
+            command(cfg, console, console)
 
 
 @pytest.mark.parametrize("kind", KINDS)

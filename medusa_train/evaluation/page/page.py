@@ -161,6 +161,8 @@ def _draft_section(report: Json) -> str:
     if tree := report.get("tree"):
         chain = overall["chain_acceleration_rate"]
         caption = f"{len(tree['medusa_choices'])} nodes; per node, the share of the steps in which it was accepted."
+        if report["meta"].get("early_stop"):
+            caption += " Counted as if the draft never stopped early, which it does."
         if chain is not None:
             caption += f" The chain of first guesses alone would have made {chain:.2f} tokens per step."
         drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
