@@ -12,6 +12,6 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> Path:
-    """torch.compile's own default, so that a kernel is built once and not for every run that a test makes."""
-    default = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    """One for all tests to come, so that a kernel is built once and not for every run that a test makes."""
+    default = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
     return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))

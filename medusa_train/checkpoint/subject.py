@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 def kernels_of(run: Path) -> Path:
     """Where what is built and compiled for this machine is kept: TORCHINDUCTOR_CACHE_DIR, or a folder of the run."""
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or run.resolve() / "compiled")
+    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        if named != default_cache_dir():  # which torch itself puts there as soon as it looks
+            return Path(named)
+    return run.resolve() / "compiled"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-from medusa_train.checkpoint.subject import load_subject, load_tree, locate, newest_run
+from medusa_train.checkpoint.subject import kernels_of, load_subject, load_tree, locate, newest_run
 from medusa_train.errors import CheckpointError
 from medusa_train.trees.tree import Tree
 
@@ -150,3 +151,15 @@ def test_loads_backbone_heads_and_tree(run_dir: Path) -> None:
     assert subject.draft.num_heads == 3
     assert subject.tree == Tree.cartesian([2, 2])
     assert str(subject.backbone.dtype) == "torch.bfloat16"
+
+
+def test_what_is_compiled_is_kept_in_the_run_or_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert kernels_of(tmp_path) == tmp_path.resolve() / "compiled"
+    cache_dir()  # torch names its own default in the environment as soon as it is asked
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    assert kernels_of(tmp_path) == tmp_path.resolve() / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert kernels_of(tmp_path) == tmp_path / "elsewhere"
