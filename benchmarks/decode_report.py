@@ -214,7 +214,7 @@ def _cpu_goal(tree: Row, over: Overheads) -> str:
         return f"- {where}: no plain step was measured beside the tree of 16"
     text = f"{where}: a tree of 16 takes {ratio:.2f} of the fastest plain step, at most 1.25"
     floors = ""
-    if tree.floor_ms and plain.floor_ms:  # whether the goal is one that this machine can reach at all
+    if tree.floor_ms and plain.floor_ms:  # what the ratio would be if nothing but the machine's rates counted
         floors = f"; their floors: {tree.floor_ms / plain.floor_ms:.2f}"
     return _goal(f"{text} (tree: {_took(tree)}; plain: {_took(plain)}{floors})", ratio <= 1.25)
 

@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 def kernels_of(run: Path) -> Path:
     """Where what is built and compiled for this machine is kept: TORCHINDUCTOR_CACHE_DIR, or a folder of the run."""
+    return _named_cache() or run.resolve() / "compiled"
+
+
+def _named_cache() -> Path | None:
+    """The TORCHINDUCTOR_CACHE_DIR that the user chose."""
     if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         if named != default_cache_dir():  # which torch itself puts there as soon as it looks
             return Path(named)
-    return run.resolve() / "compiled"
+    return None
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class SubjectPaths:
         return self.quantization or "unquantised"
 
     @property
-    def compiled(self) -> Path:
-        """Where what is built and compiled for this machine is kept; see `kernels_of`."""
-        return kernels_of(self.home)
+    def kernels(self) -> Path | None:
+        """Where a kernel may be built unasked: in a run's own folder, or where the user says; else nowhere."""
+        return kernels_of(self.home) if (self.home / "config.yaml").is_file() else _named_cache()
 
     @property
     def name(self) -> str | None:
@@ -238,15 +243,16 @@ def load_backbone(paths: SubjectPaths, dtype: str) -> Backbone:
     )
 
 
-def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled: bool = False) -> Subject:
+def load_subject(
+    paths: SubjectPaths, dtype: str, *, pack: bool = True, build: bool = True, compiled: bool = False
+) -> Subject:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
         pack: on a CPU lay weights out for its kernels, and choose a form of attention, where that is measured to be
             faster. Sums are then rounded in another order.
-        compiled: compile the passes of the decoding loop, which takes up to a minute.
-
-    What is built or compiled for this machine is kept in `paths.compiled`.
+        build: with `pack`, build a kernel for that in `paths.kernels` where it is not there yet.
+        compiled: compile the passes of the decoding loop, which takes up to a minute; see `kernels_of`.
 
     Raises BackboneError and CheckpointError.
     """
@@ -254,10 +260,11 @@ def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled
 
     backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_with_adapter(paths, paths.adapter, dtype)
     if pack:
-        backbone.pack(paths.compiled)
+        backbone.pack(paths.kernels if build else None)
     if compiled:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(paths.compiled)
-        backbone.compile_passes(paths.compiled)
+        kept = kernels_of(paths.home)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
+        backbone.compile_passes(kept)
     if paths.heads is None:
         return Subject(backbone, None, None)
     draft = load_draft(paths.heads, backbone, backbone.dtype)

@@ -85,7 +85,7 @@ def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list
     The backbone is let go on return.
     """
     backbone = load_backbone(paths, dtype)
-    packed = backbone.pack(paths.compiled)
+    packed = backbone.pack(paths.kernels)
     return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device), packed
 
 

@@ -165,7 +165,8 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     _take_own_device()
     paths = paths_of(cfg)
     # float32 is asked for where a set has to be the same elsewhere, and what layouts are worth is measured
-    subject = load_subject(paths, dtype, pack=dtype != "float32")
+    # and nothing is built: a run that answers is only read here
+    subject = load_subject(paths, dtype, pack=dtype != "float32", build=False)
     return LocalEngine(
         subject.backbone,
         temperature=cfg.temperature,

@@ -151,11 +151,12 @@ def check_start(cfg: TrainConfig) -> None:
 def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
     """Compare what the configuration says of the adapter with the one that would be trained on."""
     made = read_adapter_config(directory)
+    targets = made.get("target_modules") or ()
     stored = {
         "lora_r": made.get("r"),
         "lora_alpha": made.get("lora_alpha"),
         "lora_dropout": made.get("lora_dropout"),
-        "lora_target_modules": sorted(made.get("target_modules") or ()),
+        "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
     }
     said = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set and getattr(cfg, key) is not None}
     if "lora_target_modules" in said:
