@@ -175,8 +175,9 @@ class CompiledPass:
         if tree := len(slots) > 1:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)
-        # weights become constants that a CPU's kernels may lay out to their liking; as an option it comes too late
-        with inductor.patch(freezing=self._on_cpu):
+        # weights become constants that a CPU's kernels may lay out to their liking, those of projections that read the
+        # same states side by side as one; as options both come too late
+        with inductor.patch({"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}):
             out = (self._tree if tree else self._plain)(tokens, positions, mask, slots, stored)
         self._ready.add(tree)
         return out

@@ -79,6 +79,20 @@ def test_plain_steps_have_a_program_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
+@needs_compiler
+def test_projections_that_read_the_same_states_are_one_product() -> None:
+    """Queries, keys and values; gate and up: four products in a layer and not seven, and one for the logits."""
+    backbone = random_backbone("llama", max_position_embeddings=2 * BLOCK)
+    with torch._inductor.config.patch("cpp.enable_kernel_profile", True):
+        backbone.compile_passes()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        steps = Decoder(backbone).generate([5, 6, 7], 4, eos_ids=()).steps
+    kernels = [e for e in seen.key_averages() if e.key.startswith("aoti_torch_cpu_")]
+    products = sum(e.count for e in kernels if "mm_out" in e.key or "linear" in e.key)
+    assert steps == 3
+    assert products == 3 * (4 * backbone.num_layers + 1)
+
+
 @pytest.mark.slow
 def test_there_are_two_programs_whatever_the_tree_and_the_length() -> None:
     torch.compiler.reset()
