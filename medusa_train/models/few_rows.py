@@ -99,7 +99,7 @@ def use_few_rows(model: Any, kernels: Path | None = None) -> bool:
 
     Args:
         kernels: with the kernel made for it, where this CPU can run it; it is kept in this folder, and built first
-            where it is not there yet (ten seconds).
+            where it is not there yet (twenty seconds).
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads

@@ -1,7 +1,8 @@
-"""Builds and loads few_rows.cpp, attention of few rows for CPUs with AVX512-BF16; knows no model and no tree.
+"""Builds and loads attention and products of few rows for CPUs with AVX512-BF16; knows no model and no tree.
 
-torch's own kernel reaches a fifth of what such a CPU multiplies where there are few queries, and less with one. It is
-built once for each version of torch, beside what torch.compile makes, and needs a C++ compiler.
+torch's own attention reaches a fifth of what such a CPU multiplies where there are few queries, and less with one; and
+a draft's heads, one row each, take longer in calls of their own than in one. Both are built once for each version of
+torch, beside what torch.compile makes, and need a C++ compiler.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-SOURCE = Path(__file__).with_name("few_rows.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("few_rows.cpp", "few_rows_product.cpp"))
 MOST_SIZE = 256  # of a head
+_LANES = 16  # columns of a panel
 
 _INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "fma")
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
@@ -52,6 +55,29 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     return torch.ops.medusa_train.few_rows(query, key, value, mask, scaling)
 
 
+class Products:
+    """G linear maps of one size with the weights laid out, each for a few rows of its own, in one call.
+
+    Args:
+        weights: G of them, [out, in] in bfloat16, `in` being even; what is laid out is a copy of them.
+        biases: G of them, [out]; or None.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> None:
+        self._columns, inputs = weights[0].shape
+        panels = -(-self._columns // _LANES)
+        # two neighbouring inputs of sixteen columns lie together, as the instruction takes them
+        self._laid_out = weights[0].new_empty(len(weights), panels, inputs // 2, _LANES, 2)
+        for place, weight in zip(self._laid_out, weights, strict=True):
+            whole = pad(weight.detach(), (0, 0, 0, panels * _LANES - self._columns))
+            place.copy_(whole.view(panels, _LANES, inputs // 2, 2).transpose(1, 2))
+        self._bias = None if biases is None else torch.stack([bias.detach() for bias in biases])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[g, B, in] -> [g, B, out] by the first g maps."""
+        return torch.ops.medusa_train.few_rows_product(x, self._laid_out, self._bias, self._columns)
+
+
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether it is loaded, and made for such tensors."""
     return dtype == torch.bfloat16 and device.type == "cpu" and is_loaded()  # in this order: asked in every layer
@@ -63,7 +89,7 @@ def is_loaded() -> bool:
 
 
 def load(home: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Load the kernel, built in `home` where it is not there yet (ten seconds); says whether it can be used.
+    """Load the kernel, built in `home` where it is not there yet (twenty seconds); says whether it can be used.
 
     Where this CPU or its compiler can't, that is no error: torch's own kernel does the same.
     """
@@ -79,7 +105,7 @@ def load(home: Path, environ: Mapping[str, str] = os.environ) -> bool:
             library.unlink()
             torch.ops.load_library(str(build(home, environ)))
     except (ImportError, OSError, subprocess.SubprocessError) as error:
-        _log.info("attention stays with torch's own kernel, since %s could not be built: %s", SOURCE.name, error)
+        _log.info("attention stays with torch's own kernel, since %s could not be built: %s", SOURCES[0].name, error)
         return False
     torch.library.register_fake("medusa_train::few_rows", _shape)
     return True
@@ -104,9 +130,10 @@ def build(home: Path, environ: Mapping[str, str] = os.environ) -> Path:
     if (compiler := shutil.which(name)) is None:
         raise FileNotFoundError(f"there is no C++ compiler ({name})")
     where = [*(f"-isystem{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
-    command = [compiler, *_FLAGS, *where, str(SOURCE), "-lc10", "-ltorch_cpu"]
+    command = [compiler, *_FLAGS, *where, *map(str, SOURCES), "-lc10", "-ltorch_cpu"]
     said = f"{torch.__version__} {command}".encode()
-    library = home / f"few_rows_{hashlib.sha256(SOURCE.read_bytes() + said).hexdigest()[:16]}.so"
+    made_of = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES) + said)
+    library = home / f"few_rows_{made_of.hexdigest()[:16]}.so"
     if library.is_file():
         return library
     home.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +21,6 @@ from tests.families import random_backbone
 from tests.models.test_few_rows import Attends, by_the_book
 
 HIDDEN = float("-inf")
-
-
-@pytest.fixture(scope="module")
-def kernel(kernels: Path) -> None:
-    if not few_rows_kernel.can_run():
-        pytest.skip("this CPU has no AVX512-BF16")
-    if shutil.which(os.environ.get("CXX") or "c++") is None:
-        pytest.skip("no C++ compiler")
-    assert few_rows_kernel.load(kernels)
 
 
 @contextmanager

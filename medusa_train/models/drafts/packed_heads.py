@@ -8,13 +8,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from medusa_train.models import few_rows_kernel
 from medusa_train.models.packed import Layout
+
+
+class _Maps:
+    """One linear map for each head, [count, B, in] -> [count, B, out]: in one call where our kernel is loaded.
+
+    Args:
+        alike: whether all heads read the same rows, for which oneDNN has one matrix of all of them.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], alike: bool = False) -> None:
+        weights = [linear.weight.detach() for linear in linears]
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None] or None
+        self._products: few_rows_kernel.Products | None = None
+        self._one: tuple[Layout, Tensor | None] | None = None
+        self._each: list[tuple[Layout, Tensor | None]] = []
+        if few_rows_kernel.serves(weights[0].dtype, weights[0].device) and weights[0].shape[1] % 2 == 0:
+            self._products = few_rows_kernel.Products(weights, biases)
+        elif alike:
+            self._one = Layout(torch.cat(weights)), None if biases is None else torch.cat(biases)
+        else:
+            each = biases if biases is not None else [None] * len(weights)
+            self._each = [(Layout(weight), bias) for weight, bias in zip(weights, each, strict=True)]
+        self._count = len(weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._products is not None:
+            return self._products(x)
+        if self._one is not None:
+            layout, bias = self._one
+            return layout.product(x[0], bias).unflatten(1, (self._count, -1))[:, : len(x)].transpose(0, 1)
+        return torch.stack([layout.product(row, bias) for row, (layout, bias) in zip(x, self._each, strict=False)])
 
 
 class PackedHeads:
     """The products of K heads for a few rows.
-
-    Every first block reads the same states, so theirs is one matrix of K d rows; all others are one per head.
 
     Args:
         blocks: per residual layer, if there are any, the K linear maps d -> d, all with a bias.
@@ -22,27 +52,17 @@ class PackedHeads:
     """
 
     def __init__(self, blocks: Sequence[Sequence[nn.Linear]], lm_heads: Sequence[nn.Linear]) -> None:
-        first, later = blocks[:1], blocks[1:]
-        self._first = [Layout(torch.cat([linear.weight.detach() for linear in layer])) for layer in first]
-        self._first_bias = [torch.cat([linear.bias.detach() for linear in layer]) for layer in first]
-        self._later = [[(Layout(linear.weight), linear.bias.detach()) for linear in layer] for layer in later]
-        self._unembeddings = [
-            (Layout(linear.weight), None if linear.bias is None else linear.bias.detach()) for linear in lm_heads
-        ]
-        self._count = len(first[0]) if first else 0
+        self._blocks = [_Maps(layer, alike=place == 0) for place, layer in enumerate(blocks)]
+        self._unembedding = _Maps(lm_heads) if lm_heads else None
 
     def states(self, hidden: Tensor, count: int) -> Tensor:
         """The backbone's states [B, d] -> those of heads 1..count, [count, B, d]."""
         x = hidden.expand(count, *hidden.shape)
-        for layout, bias in zip(self._first, self._first_bias, strict=True):
-            flat = layout.product(hidden, bias)
-            x = hidden + silu(flat.unflatten(1, (self._count, -1))[:, :count].transpose(0, 1))
-        for layer in self._later:
-            added = [layout.product(row, bias) for row, (layout, bias) in zip(x, layer, strict=False)]
-            x = x + silu(torch.stack(added))
+        for block in self._blocks:
+            x = x + silu(block(x))
         return x
 
     def logits(self, states: Tensor) -> Tensor:
         """[count, B, d] -> [count, B, V] by every head's own matrix, without soft cap and scale."""
-        made = [layout.product(row, bias) for row, (layout, bias) in zip(states, self._unembeddings, strict=False)]
-        return torch.stack(made)
+        assert self._unembedding is not None  # heads that share the backbone's have none
+        return self._unembedding(states)
