@@ -1,7 +1,7 @@
 """What heads over a reduced draft vocabulary gain and lose on the embedded tiny backbone, in one command.
 
     python benchmarks/draft_vocab.py                                   # four trainings, eight times the tiny bench
-    python benchmarks/draft_vocab.py --epochs 1 --only full 256        # two of the sizes, a quarter of the steps
+    python benchmarks/draft_vocab.py --epochs 1 --only full 256        # two of the sizes, half of the steps
     python benchmarks/draft_vocab.py --set medusa_share_lm_head=true --out runs/benchmarks/draft_vocab-shared
 
 Trains `configs/tiny_m1.yaml` with every size of `medusa_vocab_size`, decodes the same questions with each run, and
@@ -37,7 +37,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--config", default="configs/tiny_m1.yaml", help="what is trained")
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="N", help="vocabularies; full: all tokens")
     parser.add_argument("--only", nargs="+", metavar="N", help="train and measure these of them now; default: all")
-    parser.add_argument("--epochs", type=float, default=4, help="passes over the data")
+    parser.add_argument("--epochs", type=float, default=2, help="passes over the data")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="in every training")
     parser.add_argument("--bench", default="tiny", help="of medusa-eval")
     parser.add_argument("--limit", type=int, help="questions at most; default: all")

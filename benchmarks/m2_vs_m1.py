@@ -1,7 +1,7 @@
 """Medusa-2 against Medusa-1 on the embedded tiny backbone, with equal head-training tokens, in one command.
 
     python benchmarks/m2_vs_m1.py --gsm8k train.jsonl              # half an hour on two CPU cores
-    python benchmarks/m2_vs_m1.py --longer 10                      # also both recipes with 10 epochs instead of 5
+    python benchmarks/m2_vs_m1.py --longer 10                      # also both recipes with 10 epochs instead of 2
     python benchmarks/m2_vs_m1.py --joint medusa_heads_coefficient=0.1 --out runs/benchmarks/m2_lambda0.1
 
 Trains Medusa-1 for all epochs; Medusa-2 (LoRA, KL) for as many, the first of them as Medusa-1 (stage one); the same
@@ -56,8 +56,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description="Compare Medusa-2 with Medusa-1 at equal head-training tokens.")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/m2_vs_m1"), metavar="DIR", help="results")
-    parser.add_argument("--epochs", type=float, default=5, help="passes over the data in which heads learn (5)")
-    parser.add_argument("--stage-one", type=float, default=2, help="of these, as Medusa-1 before Medusa-2 begins (2)")
+    parser.add_argument("--epochs", type=float, default=2, help="passes over the data in which heads learn (2)")
+    parser.add_argument("--stage-one", type=float, default=1, help="of these, as Medusa-1 before Medusa-2 begins (1)")
     parser.add_argument("--longer", type=float, metavar="EPOCHS", help="both recipes with so many epochs as well")
     problems = "its train.jsonl, of which what the tiny backbone did not learn is taken; default: the hub's test split"
     parser.add_argument("--gsm8k", type=Path, metavar="FILE", help=problems)

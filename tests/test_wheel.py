@@ -28,6 +28,7 @@ NEEDED = [
     "data/bench/tiny/question.jsonl",
     "data/seeds/tiny.jsonl",
     "data/selfdistill/tiny.jsonl",
+    "data/selfdistill/tiny_more.jsonl",
     "data/tiny/chat_template.jinja",
     "data/tiny/config.json",
     "data/tiny/model.safetensors",

@@ -2,6 +2,11 @@
 
     python data/seeds/make_tiny.py [--count 3000] [--seed 0] [--output data/seeds/tiny.jsonl]
 
+and those behind data/selfdistill/tiny_more.jsonl, none of whose turns is among the first or among the bench's:
+
+    python data/seeds/make_tiny.py --count 6000 --seed 7 --name more --output runs/more.jsonl \
+        --without data/seeds/tiny.jsonl data/bench/tiny/question.jsonl
+
 Word problems (55 %) and requests for Python functions (45 %), composed from our own scenarios, function ideas and
 wordings; every third conversation has two or three turns. The same seed gives the same file on every Python.
 """
@@ -13,6 +18,7 @@ import hashlib
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from code_requests import request, word_request
 from drawing import Draw
@@ -48,9 +54,9 @@ def conversation_turns(rng: Random, turns: int) -> list[str]:
     return kinds[0](Draw(rng), turns)
 
 
-def make_seeds(count: int, seed: int) -> list[dict[str, object]]:
-    """`count` conversations in ShareGPT form; no user turn occurs twice in the whole set."""
-    seeds: list[dict[str, object]] = []
+def make_seeds(count: int, seed: int, name: str = "tiny") -> list[dict[str, Any]]:
+    """`count` conversations in ShareGPT form; no user turn occurs twice in the whole set. `name` begins their ids."""
+    seeds: list[dict[str, Any]] = []
     seen: set[str] = set()
     for number in range(count):
         turns = MULTI_TURN[(number // 3) % 3] if number % 3 == 2 else 1
@@ -63,8 +69,17 @@ def make_seeds(count: int, seed: int) -> list[dict[str, object]]:
             attempt += 1
         seen.update(texts)
         human = [{"from": "human", "value": text} for text in texts]
-        seeds.append({"id": f"tiny-{number:04d}", "conversations": human})
+        seeds.append({"id": f"{name}-{number:04d}", "conversations": human})
     return seeds
+
+
+def turns_of(path: Path) -> set[str]:
+    """What users say in a file of seeds, or of a bench's questions."""
+    said: set[str] = set()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        said.update(record["turns"] if "turns" in record else (turn["value"] for turn in record["conversations"]))
+    return said
 
 
 def main() -> None:
@@ -72,8 +87,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3000, help="conversations (default 3000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another set (default 0)")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("tiny.jsonl"))
+    parser.add_argument("--name", default="tiny", help="what ids begin with (default tiny)")
+    parser.add_argument("--without", type=Path, nargs="*", default=[], metavar="FILE", help="leave out what these hold")
     args = parser.parse_args()
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in make_seeds(args.count, args.seed)]
+    known = set().union(*(turns_of(path) for path in args.without))
+    seeds = make_seeds(args.count, args.seed, args.name)
+    seeds = [record for record in seeds if not known & {turn["value"] for turn in record["conversations"]}]
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in seeds]
     args.output.write_text("".join(lines), encoding="utf-8")
     print(f"{len(lines)} conversations -> {args.output}")
 

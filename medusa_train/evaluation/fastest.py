@@ -67,7 +67,7 @@ def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]
     shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
     laid_out = f"; weights in {' and '.join(packed)} laid out for this CPU" if packed else ""
     if best == "bfloat16" and few_rows_kernel.is_loaded():
-        laid_out += "; attention of few rows by a kernel built for it"
+        laid_out += "; kernels for few rows built for it"
     note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step{laid_out})")
     return best
 

@@ -73,8 +73,9 @@ def fit_tree(
     draft.eval()
     if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
         student.adapter.merge()
-    student.backbone.pack(kernels_of(out))  # as medusa-eval will decode
-    draft.pack()
+    with console.status("laying weights out for decoding"):  # as medusa-eval will; kernels are built on the way
+        student.backbone.pack(kernels_of(out))
+        draft.pack()
     progress = Progress(
         TextColumn("[bold]tree "),
         BarColumn(bar_width=24),

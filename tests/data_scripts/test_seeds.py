@@ -127,3 +127,25 @@ def test_the_script_writes_where_it_is_told(
     monkeypatch.setattr(sys, "argv", ["make_tiny.py", "--count", "6", "--output", str(out)])
     scripts.main()
     assert read(out) == scripts.make_seeds(6, 0)
+
+
+def test_the_further_conversations_come_from_seeds_that_share_nothing_with_these_and_the_bench(
+    scripts: ModuleType, records: list[dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """data/selfdistill/tiny_more.jsonl: the command in the script's own help makes its seeds."""
+    words = ["--count", "6000", "--seed", "7", "--name", "more", "--without"]
+    known = [str(SEEDS / "tiny.jsonl"), str(BENCH)]
+    monkeypatch.setattr(sys, "argv", ["make_tiny.py", *words, *known, "--output", str(tmp_path / "more.jsonl")])
+    scripts.main()
+    seeds = {record["id"]: turns_of(record) for record in read(tmp_path / "more.jsonl")}
+    answered = read(PROJECT_ROOT / "data" / "selfdistill" / "tiny_more.jsonl")
+    dropped = read(PROJECT_ROOT / "data" / "selfdistill" / "tiny_more.dropped.jsonl")
+    assert [r["id"] for r in answered] == sorted(r["id"] for r in answered)
+    assert {r["id"] for r in answered} | {r["id"] for r in dropped} == set(seeds)
+    for record in answered:
+        said = [message["content"] for message in record["messages"] if message["role"] == "user"]
+        assert said == seeds[record["id"]][: len(said)]  # later turns of an answer that was too long are left out
+    turns = {text for said in seeds.values() for text in said}
+    assert not turns & {text for record in records for text in turns_of(record)}
+    bench = {gram for question in read(BENCH) for text in question["turns"] for gram in grams(text, 10)}
+    assert not [text for text in turns if grams(text, 10) & bench]

@@ -79,10 +79,10 @@ def test_plain_steps_have_a_program_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
-@needs_compiler
-def test_projections_that_read_the_same_states_are_one_product() -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float64), ("qwen2", torch.bfloat16)])
+def test_projections_that_read_the_same_states_are_one_product(family: str, dtype: torch.dtype) -> None:
     """Queries, keys and values; gate and up: four products in a layer and not seven, and one for the logits."""
-    backbone = random_backbone("llama", max_position_embeddings=2 * BLOCK)
+    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=2 * BLOCK)
     with torch._inductor.config.patch("cpp.enable_kernel_profile", True):
         backbone.compile_passes()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -93,6 +93,7 @@ def test_projections_that_read_the_same_states_are_one_product() -> None:
     assert products == 3 * (4 * backbone.num_layers + 1)
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_there_are_two_programs_whatever_the_tree_and_the_length() -> None:
     torch.compiler.reset()
@@ -128,7 +129,7 @@ def test_the_cache_is_written_in_place() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "granite", "olmo2"])
 def test_other_families_too(family: str) -> None:
     assert_same_answers(family, torch.float64)
 

@@ -286,7 +286,8 @@ class MedusaDraft(Draft):
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         if self.token_map is not None:
             best = self.token_map[best]
-        return Proposal(torch.cat([roots[:, None], best[:, tree.guess_index]], dim=1), tree)
+        guesses = best.index_select(1, tree.guess_index)
+        return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
     def _order(self, states: Tensor, k: int) -> Tensor:
         """Head k's logits [B, V] at [B, d] but for soft cap and scale, which keep their order."""
