@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
 	touch $(STAMP)
 
-demo: install ## train Medusa heads for the embedded backbone, then measure the speedup (about ten minutes)
+demo: install ## train Medusa heads for the embedded backbone, then measure the speedup (a quarter of an hour)
 	$(BIN)/medusa-train configs/tiny_m1.yaml output_dir=runs/demo overwrite_output_dir=true
 	$(BIN)/medusa-eval --bench tiny --model runs/demo
 
