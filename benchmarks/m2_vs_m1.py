@@ -1,6 +1,6 @@
 """Medusa-2 against Medusa-1 on the embedded tiny backbone, with equal head-training tokens, in one command.
 
-    python benchmarks/m2_vs_m1.py --gsm8k train.jsonl              # half an hour on two CPU cores
+    python benchmarks/m2_vs_m1.py --gsm8k train.jsonl              # about an hour on two CPU cores
     python benchmarks/m2_vs_m1.py --longer 10                      # also both recipes with 10 epochs instead of 2
     python benchmarks/m2_vs_m1.py --joint medusa_heads_coefficient=0.1 --out runs/benchmarks/m2_lambda0.1
 

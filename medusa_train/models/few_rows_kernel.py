@@ -74,7 +74,11 @@ class Products:
         self._bias = None if biases is None else torch.stack([bias.detach() for bias in biases])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[g, B, in] -> [g, B, out] by the first g maps."""
+        """[g, B, in] -> [g, B, out] by the first g maps; rows in bfloat16, dense in their last dimension.
+
+        Raises:
+            RuntimeError: they are not, or there are more of them than maps, or of another size.
+        """
         return torch.ops.medusa_train.few_rows_product(x, self._laid_out, self._bias, self._columns)
 
 
