@@ -30,7 +30,8 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: SubjectPaths, console: Conso
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench, paths, console)
-    subject = load_subject(paths, dtype, compiled=cfg.compile)
+    with console.status(f"loading and laying out in {dtype}"):
+        subject = load_subject(paths, dtype, compiled=cfg.compile)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     talks = talks_of_run(paths, chat, cfg.seed)
     kind = "prompts that the run held out"

@@ -175,7 +175,8 @@ def _load_and_time(
     cfg: EvalConfig, bench: Bench, paths: SubjectPaths, dtype: str, log: TurnLog, console: Console
 ) -> tuple[Subject, list[TurnRecord], list[SkippedTurn]]:
     try:
-        subject = load_subject(paths, dtype, compiled=cfg.compile)
+        with console.status(f"loading and laying out in {dtype}"):
+            subject = load_subject(paths, dtype, compiled=cfg.compile)
         if subject.tree is not None and paths.tree is None:
             console.print(
                 "no tree.json beside the heads: taking the chain of their first guesses (--tree names another)"

@@ -29,7 +29,8 @@ def choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
         chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
         return chat.prompt([Message("user", bench.questions[0].turns[0])])
 
-    return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
+    with console.status("timing plain decoding in each dtype"):  # the first time, kernels are built on the way
+        return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
 
 
 def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:

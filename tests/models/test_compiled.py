@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
+from torch.torch_version import TorchVersion
 
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
@@ -79,6 +80,7 @@ def test_plain_steps_have_a_program_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="older releases leave projections apart")
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float64), ("qwen2", torch.bfloat16)])
 def test_projections_that_read_the_same_states_are_one_product(family: str, dtype: torch.dtype) -> None:
     """Queries, keys and values; gate and up: four products in a layer and not seven, and one for the logits."""

@@ -70,9 +70,9 @@ class DraftLayer(nn.Module):
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
         """Keep the angles' frequencies as they are through `.to(dtype)`: in bfloat16 they would be wrong by radians."""
-        exact = dict(self.body.named_buffers())
+        exact = dict(self.body.named_buffers(remove_duplicate=False))  # one tensor may have two names
         super()._apply(fn, recurse)
-        for name, moved in list(self.body.named_buffers()):
+        for name, moved in list(self.body.named_buffers(remove_duplicate=False)):
             owner, _, leaf = name.rpartition(".")
             self.body.get_submodule(owner)._buffers[leaf] = exact[name].to(moved.device)
         return self
