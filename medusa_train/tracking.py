@@ -5,15 +5,30 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Record = Mapping[str, Any]
+
+
+@contextmanager
+def standing(console: Console, line: str) -> Iterator[None]:
+    """Show `line` on a terminal while something is done, and take it away; drawn once.
+
+    A spinner's refreshing thread would run beside what is timed meanwhile.
+    """
+    if not console.is_terminal:
+        yield
+        return
+    with Live(f"{line} ...", console=console, auto_refresh=False, transient=True):
+        yield
 
 
 class Sink(Protocol):

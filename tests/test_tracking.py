@@ -1,10 +1,11 @@
 import io
 import json
+import threading
 
 import pytest
 from rich.console import Console
 
-from medusa_train.tracking import MetricsFile, duration, keep_until, open_tracker
+from medusa_train.tracking import MetricsFile, duration, keep_until, open_tracker, standing
 from tests.full_disk import full_disk
 
 TRAIN = {
@@ -129,3 +130,14 @@ def test_a_skipped_step_is_a_line_of_its_own(tmp_path, terminal):
         tracker.log("skipped", 7, {**figures, "max_nonfinite_steps": 2})
     text = "step 7 skipped (1 of at most 2): the loss is nan. Records in it: a.jsonl:3, [b]"
     assert text in shown.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_standing_line_runs_nothing_beside_what_is_done(terminal):
+    shown = console(terminal)
+    before = set(threading.enumerate())
+    with standing(shown, "loading"):
+        assert set(threading.enumerate()) <= before
+        assert ("loading ..." in shown.file.getvalue()) == terminal
+        shown.print("found")
+    assert "found" in shown.file.getvalue()

@@ -14,6 +14,7 @@ from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.calibration import collect, save, search, table, talks_of_bench, talks_of_run
 from medusa_train.evaluation.fastest import choose_dtype
 from medusa_train.evaluation.progress import TurnProgress
+from medusa_train.tracking import standing
 from medusa_train.trees.tree import Tree
 
 TREE = "tree.json"
@@ -30,7 +31,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: SubjectPaths, console: Conso
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench, paths, console)
-    with console.status(f"loading and laying out in {dtype}"):
+    with standing(console, f"loading and laying out in {dtype}"):
         subject = load_subject(paths, dtype, compiled=cfg.compile)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     talks = talks_of_run(paths, chat, cfg.seed)

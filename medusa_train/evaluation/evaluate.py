@@ -31,6 +31,7 @@ from medusa_train.evaluation.report import Report, model_id, terminal_table
 from medusa_train.evaluation.report_files import write_report
 from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.evaluation.turn_log import TurnLog
+from medusa_train.tracking import standing
 
 # How the comparison of the answers in a dtype ended, in the report.
 COMPARED = "compared"
@@ -175,7 +176,7 @@ def _load_and_time(
     cfg: EvalConfig, bench: Bench, paths: SubjectPaths, dtype: str, log: TurnLog, console: Console
 ) -> tuple[Subject, list[TurnRecord], list[SkippedTurn]]:
     try:
-        with console.status(f"loading and laying out in {dtype}"):
+        with standing(console, f"loading and laying out in {dtype}"):
             subject = load_subject(paths, dtype, compiled=cfg.compile)
         if subject.tree is not None and paths.tree is None:
             console.print(

@@ -17,6 +17,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models import few_rows_kernel
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import resolve_backbone
+from medusa_train.tracking import standing
 
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3
@@ -29,7 +30,7 @@ def choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
         chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
         return chat.prompt([Message("user", bench.questions[0].turns[0])])
 
-    with console.status("timing plain decoding in each dtype"):  # the first time, kernels are built on the way
+    with standing(console, "timing plain decoding in each dtype"):  # the first time, kernels are built on the way
         return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
 
 

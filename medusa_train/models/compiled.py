@@ -176,7 +176,7 @@ class CompiledPass:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)
         # weights become constants that a CPU's kernels may lay out to their liking, those of projections that read the
-        # same states side by side as one; as options both come too late
+        # same states side by side as one (from torch 2.12 on); as options both come too late
         with inductor.patch({"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}):
             out = (self._tree if tree else self._plain)(tokens, positions, mask, slots, stored)
         self._ready.add(tree)

@@ -19,7 +19,7 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
-from medusa_train.tracking import duration
+from medusa_train.tracking import duration, standing
 from medusa_train.training.heldout import HeldOut
 from medusa_train.training.run_dir import HEADS, TREE
 from medusa_train.training.state import TrainState
@@ -73,7 +73,7 @@ def fit_tree(
     draft.eval()
     if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
         student.adapter.merge()
-    with console.status("laying weights out for decoding"):  # as medusa-eval will; kernels are built on the way
+    with standing(console, "laying weights out for decoding"):  # as medusa-eval will; kernels are built on the way
         student.backbone.pack(kernels_of(out))
         draft.pack()
     progress = Progress(
