@@ -1,11 +1,12 @@
-"""Makes the scripts under `data/tiny` importable by their own names, as they are when run as scripts."""
+"""Make the scripts under `data/seeds` and `data/tiny` importable by their own names, as when run as scripts."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / "tiny"))
+for _name in ("seeds", "tiny"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / _name))
 
 
 @pytest.fixture(scope="session")

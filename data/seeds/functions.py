@@ -1,11 +1,283 @@
-# ruff: noqa: E501  (an idea is one line of text)
-"""Ideas for functions, one a line: `names; arguments; what it does`, alternatives apart by `|`.
+# ruff: noqa: E501
+"""Requests for Python functions and methods for the tiny prompts: wordings, composed families, and single ideas.
 
-Arguments are apart by `, ` and may have defaults; `{0}`, `{1}`, ... stand for the chosen names. A verb that is
-marked `~` takes the form that the request needs (`return~`: "return", "returns"). Knows nothing of wordings.
+In descriptions a verb marked `~` takes the form that the wording needs ("return~": "return" or "returns"), and
+`[one|or|other]` marks alternatives. The order of draws determines data/seeds/tiny.jsonl: keep it.
 """
 
-STRINGS = """
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from drawing import Draw
+
+
+@dataclass(frozen=True)
+class Request:
+    """A function to write, or a method of the class that `owner` describes."""
+
+    name: str
+    arguments: str
+    description: str
+    owner: str | None = None  # "a class Playlist that keeps its songs in self.songs"
+
+
+def draw_request(d: Draw) -> Request:
+    """Draw an idea (60 %) or a member of a family."""
+    if d.rng.random() < 0.6:
+        return from_idea(d, d.pick(*IDEAS))
+    families, weights = zip(*FAMILIES, strict=True)
+    family = d.rng.choices(families, weights)[0]
+    return family(d)  # type: ignore[no-any-return]
+
+
+def from_idea(d: Draw, idea: str) -> Request:
+    """Draw the names of a line of IDEAS."""
+    names, arguments, description = (part.strip() for part in idea.split(";"))
+    chosen: list[str] = []
+    for index, argument in enumerate(re.split(r", (?![^(]*\))", arguments)):
+        alternatives, equals, default = argument.partition("=")
+        name = d.pick(*alternatives.split("|"))
+        chosen.append(name + equals + default)
+        description = description.replace(f"{{{index}}}", name)
+    return Request(d.pick(*names.split("|")), ", ".join(chosen), description)
+
+
+def word_request(d: Draw, request: Request, *, is_later: bool) -> str:
+    """Word a request as a user would; with `is_later` half of the wordings refer to an earlier turn."""
+    description = d.expand(request.description)
+    wording = d.pick(*(LATER_TURN if is_later and d.rng.random() < 0.5 else FIRST_TURN))
+    description = description[:1].lower() + description[1:]
+    text = wording.format(
+        sig=f"{request.name}({request.arguments})",
+        kind="method" if request.owner else "function",
+        do=description.replace("~", ""),
+        does=re.sub(r"(\w+)~", lambda match: third_person(match[1]), description),
+    )
+    if request.owner is None:
+        return text
+    frame = d.pick("{text}", "{text} It is for {owner}.") if is_later else d.pick(*WITH_CLASS)
+    return frame.format(owner=request.owner, text=text)
+
+
+def third_person(verb: str) -> str:
+    """Return `returns` for `return`, `searches` for `search`, `tries` for `try`."""
+    if verb.endswith(("s", "sh", "ch", "x", "z")):
+        return verb + "es"
+    if verb.endswith("y") and verb[-2] not in "aeiou":
+        return verb[:-1] + "ies"
+    return verb + "s"
+
+
+# fmt: off
+FIRST_TURN = (  # {sig}: name(arguments); {does}, {do}: "returns ...", "return ..."; {kind}: function or method
+    "Write a Python {kind} `{sig}` that {does}.",
+    "Write `{sig}` in Python: it should {do}.",
+    "Please write {sig}, a {kind} which {does}.",
+    "I need some code. {sig} should {do}.",
+    "Can you show me a {kind} {sig} that {does}?",
+    "Implement `{sig}` so that it {does}.",
+    "How would {sig} look in Python if it has to {do}?",
+    "Define {sig}. The {kind} {does}.",
+    "I want to {do}. Write {sig} for that.",
+    "My script has to {do}; give me `{sig}`.",
+    "Help me out with {sig}: a {kind} that {does}.",
+    "Create a small {kind} `{sig}` to {do}.",
+    "What is the code of a Python {kind} {sig} that {does}?",
+    "Make a {kind} `{sig}` which {does}.",
+    "For a project at work I need {sig}, which {does}.",
+    "Is there a short way to {do}? Write it as {sig}.",
+    "Python please: {sig}, to {do}.",
+    "Task: {do}. Signature: {sig}.",
+    "Could you implement a {kind} that {does}? Call it `{sig}`.",
+    "Give me {sig}; it {does}.",
+    "Let's write {sig}. It {does}.",
+    "I'm looking for a {kind} `{sig}` that {does}.",
+    "Show me how to {do} with a {kind} {sig}.",
+    "We need a {kind} named {sig} in our program. It {does}.",
+    "{sig} is missing from my module. It {does}. Please write it.",
+    "Write the code for {sig}. What it does: it {does}.",
+    "In Python, how do I {do}? The {kind} should be {sig}.",
+    "Complete `def {sig}:` so that the {kind} {does}.",
+)
+LATER_TURN = (
+    "Now write {sig}, which {does}.",
+    "Also `{sig}`, to {do}.",
+    "Next comes `{sig}`: it {does}.",
+    "And a {kind} {sig} that {does}?",
+    "Good, and {sig}? It should {do}.",
+    "One more: {sig}, which {does}.",
+    "Thanks! Can you also write {sig}, a {kind} that {does}?",
+    "That helps. The next {kind} is `{sig}`; it {does}.",
+    "I also have to {do}. Let that be {sig}.",
+)
+WITH_CLASS = (
+    "I have {owner}. {text}",
+    "For {owner}: {text}",
+    "There is {owner}. {text}",
+    "{text} It belongs to {owner}.",
+    "Think of {owner}. {text}",
+)
+
+# singular: plural, then fields
+THINGS = {
+    "user": ("users", "name", "email", "country", "age"), "order": ("orders", "date", "price", "customer", "status"),
+    "product": ("products", "price", "category", "weight", "code"), "employee": ("employees", "department", "salary", "name", "city"),
+    "student": ("students", "grade", "school", "name", "score"), "message": ("messages", "sender", "date", "subject", "size"),
+    "invoice": ("invoices", "number", "amount", "customer", "date"), "song": ("songs", "artist", "album", "length", "year"),
+    "recipe": ("recipes", "author", "time", "title", "kind"), "city": ("cities", "country", "population", "name", "region"),
+    "flight": ("flights", "airline", "price", "origin", "gate"), "book": ("books", "author", "year", "publisher", "title"),
+    "car": ("cars", "color", "owner", "model", "speed"), "patient": ("patients", "doctor", "age", "room", "name"),
+    "task": ("tasks", "priority", "owner", "deadline", "state"), "event": ("events", "date", "kind", "place", "source"),
+    "comment": ("comments", "author", "score", "date", "topic"), "packet": ("packets", "source", "length", "protocol", "port"),
+    "image": ("images", "width", "format", "owner", "size"), "session": ("sessions", "user", "start", "token", "address"),
+    "rule": ("rules", "name", "weight", "action", "target"), "player": ("players", "team", "score", "level", "name"),
+    "sensor": ("sensors", "location", "value", "unit", "id"), "job": ("jobs", "queue", "priority", "worker", "state"),
+    "node": ("nodes", "depth", "label", "parent", "weight"), "movie": ("movies", "director", "rating", "year", "genre"),
+}
+CONDITIONS = {  # adjective: the noun it goes with
+    "even": "numbers", "odd": "numbers", "negative": "numbers", "positive": "values", "empty": "lines", "long": "words",
+    "short": "names", "unique": "values", "repeated": "words", "missing": "keys", "hidden": "files", "blank": "rows",
+    "broken": "links", "unused": "names", "finite": "values", "numeric": "fields", "quoted": "strings", "upper_case": "words",
+}
+UNITS = (
+    ("celsius", "fahrenheit"), ("feet", "meters"), ("miles", "kilometers"), ("pounds", "kilograms"),
+    ("gallons", "liters"), ("hours", "seconds"), ("days", "minutes"), ("degrees", "radians"), ("bytes", "megabytes"),
+    ("inches", "centimeters"), ("knots", "kilometers_per_hour"), ("rgb", "hex"), ("seconds", "minutes"),
+)
+LIST_CLASSES = (  # class, item, name of the attribute that is a list
+    ("Playlist", "song", "songs"), ("Cart", "product", "products"), ("Stack", "value", "values"),
+    ("Polygon", "point", "points"), ("Schedule", "task", "tasks"), ("Deck", "card", "cards"),
+    ("Route", "stop", "stops"), ("Classroom", "student", "students"), ("Logger", "handler", "handlers"),
+    ("Album", "photo", "photos"), ("Team", "player", "players"), ("Menu", "entry", "entries"),
+    ("Pipeline", "stage", "stages"), ("Mailbox", "message", "messages"), ("Tree", "child", "children"),
+)
+DICT_CLASSES = (  # class, item, name of the attribute that is a dict
+    ("Inventory", "item", "items"), ("Cache", "entry", "entries"), ("Config", "option", "options"),
+    ("Registry", "handler", "handlers"), ("Dictionary", "word", "words"), ("Graph", "node", "nodes"),
+    ("Scoreboard", "score", "scores"), ("Headers", "header", "headers"), ("Bank", "account", "accounts"),
+    ("Router", "route", "routes"), ("Translator", "phrase", "phrases"), ("Catalog", "product", "products"),
+)
+
+def over_records(d: Draw) -> Request:
+    """Process a list of dicts by one of their fields."""
+    thing = d.rng.choice(sorted(THINGS))
+    many, *fields = THINGS[thing]
+    key, other = d.sample(fields, 2)
+    return d.pick(
+        Request(f"sort_{many}_by_{key}", f"{many}, reverse=False", f"return~ the {many} [sorted|ordered] by their {key}"),
+        Request(f"group_{many}_by_{key}", many, f"return~ a dict that maps [each|every] {key} to the list of {many} that have it"),
+        Request(f"index_{many}_by_{key}", many, f"build~ a dict from {key} to {thing} and raise~ KeyError if a {key} comes twice"),
+        Request(f"count_{many}_by_{key}", many, f"count~ how many {many} there are for each {key}"),
+        Request(f"find_{thing}_by_{key}", f"{many}, {key}", f"return~ the first of the {many} with the given {key}, or None"),
+        Request(f"filter_{many}_by_{key}", f"{many}, {key}", f"return~ [only the|a list of the] {many} whose {key} is equal to the given one"),
+        Request(f"load_{many}", d.pick("path", "filename"), f"read~ a [JSON|CSV] file and return~ the {many} in it as a list of dicts"),
+        Request(f"save_{many}", f"{many}, {d.pick('path', 'filename')}", f"write~ the {many} to a file, one JSON object a line"),
+        Request(f"validate_{thing}", thing, f"raise~ ValueError if the {key} or the {other} of the {thing} is missing or empty"),
+        Request(f"parse_{thing}_line", "line", f"split~ a line at its commas and return~ a dict with the {key} and the {other} of the {thing}"),
+        Request(f"format_{thing}", f"{thing}", f"return~ a line of text with the {key} and the {other} of a {thing}"),
+        Request(f"drop_{many}_without_{key}", many, f"return~ the {many} except those that have no {key}"),
+        Request(f"merge_{thing}_lists", "first, second", f"join~ two lists of {many}, keeping one {thing} for every {key}"),
+        Request(f"unique_{thing}_{key}_values", many, f"return~ the sorted set of all {key} values that the {many} have"),
+        Request(f"print_{many}", f"{many}, file=None", f"print~ {key} and {other} of each {thing} on a line of its own"),
+        Request(f"compare_{many}_by_{key}", "left, right", f"return~ a negative number, zero or a positive one as the {key} of the {thing} left is smaller, equal or larger"),
+        Request(f"update_{thing}_{key}", f"{thing}, {key}", f"store~ a new {key} in the {thing} and return~ the old one"),
+        Request(f"copy_{thing}_without_{key}", thing, f"return~ a copy of the {thing} that has everything but its {key}"),
+    )
+
+def over_conditions(d: Draw) -> Request:
+    """Process the elements that are even, empty, hidden, ..."""
+    adjective = d.rng.choice(sorted(CONDITIONS))
+    noun, phrase = CONDITIONS[adjective], adjective.replace("_", "-")
+    return d.pick(
+        Request(f"count_{adjective}_{noun}", noun, f"count~ the {phrase} {noun} in a list"),
+        Request(f"keep_{adjective}_{noun}", noun, f"return~ a list of the {phrase} {noun} only"),
+        Request(f"skip_{adjective}_{noun}", noun, f"yield~ all {noun} but the {phrase} ones"),
+        Request(f"first_{adjective}_{noun[:-1]}", f"{noun}, default=None", f"return~ the first of the {noun} that is {phrase}, or the default"),
+        Request(f"split_{adjective}_{noun}", noun, f"return~ two lists, the {phrase} {noun} and all the others"),
+        Request(f"positions_of_{adjective}_{noun}", noun, f"return~ the indexes at which {phrase} {noun} stand"),
+        Request(f"has_{adjective}_{noun}", noun, f"tell~ whether any of the {noun} is {phrase}"),
+        Request(f"replace_{adjective}_{noun}", f"{noun}, replacement", f"return~ a copy of {noun} with the {phrase} ones replaced"),
+    )
+
+def over_units(d: Draw) -> Request:
+    """Convert one value or a list between two units."""
+    a, b = d.pick(*UNITS)
+    if d.rng.random() < 0.5:
+        a, b = b, a
+    x, y = a.replace("_", " "), b.replace("_", " ")
+    return d.pick(
+        Request(f"{a}_to_{b}", d.pick("value", a), f"convert~ a value from {x} to {y}"),
+        Request(f"convert_{a}_list_to_{b}", "values", f"return~ a list with each value converted from {x} to {y}"),
+        Request(f"format_{a}_as_{b}", f"value, {d.pick('digits=1', 'precision=2')}", f"convert~ {x} to {y} and return~ the result as text with its unit"),
+    )
+
+def list_method(d: Draw) -> Request:
+    """Draw a method of a class that holds a list."""
+    name_of_class, item, many = d.pick(*LIST_CLASSES)
+    attribute = f"self.{many}"
+    owner = d.pick(
+        f"a class {name_of_class} that keeps its {many} in {attribute}",
+        f"the class {name_of_class}, whose {many} are the list {attribute}",
+    )
+    name, arguments, description = d.pick(
+        (f"add_{item}", f"self, {item}", f"append~ the {item} to {attribute} unless it is there already"),
+        (f"remove_{item}", f"self, {item}", f"take~ the {item} out of {attribute} and raise~ ValueError if it is not in it"),
+        (f"insert_{item}", f"self, index, {item}", f"put~ the {item} before the given position of {attribute}"),
+        (f"pop_{item}", "self, index=-1", f"remove~ a {item} and return~ it, raising IndexError when there are no {many}"),
+        (f"move_{item}", "self, old, new", f"move~ the {item} at one position of {attribute} to another"),
+        (f"swap_{many}", "self, i, j", f"exchange~ two {many} by their positions"),
+        (f"has_{item}", f"self, {item}", f"return~ True if the {item} is one of {attribute}"),
+        (f"clear_{many}", "self", f"empty~ {attribute} and return~ how many {many} were in it"),
+        (f"find_{many}", "self, predicate", f"return~ the {many} for which the predicate is true"),
+        (f"last_{item}", "self, default=None", f"return~ the {item} at the end, or the default when {attribute} is empty"),
+        (f"shuffle_{many}", "self, rng=None", f"bring~ {attribute} into a random order"),
+        (f"sorted_{many}", "self, key=None", f"return~ a sorted copy of {attribute}"),
+        (f"extend_{many}", f"self, {many}", f"add~ every {item} of an iterable by calling self.add_{item}"),
+        (f"next_{item}", "self", f"return~ the {item} at self.position and go~ on to the next, starting over at the end"),
+        ("__len__", "self", f"return~ the number of {many}"),
+        ("__iter__", "self", f"iterate~ over a copy of {attribute}"),
+        ("__contains__", f"self, {item}", f"test~ whether the {item} is in {attribute}"),
+        ("__repr__", "self", f"return~ the name of the class and its {many}"),
+        ("__add__", "self, other", f"return~ a new {name_of_class} with the {many} of both"),
+        ("to_dict", "self", f"return~ a dict with the name of the class and the {many} as a list"),
+    )
+    return Request(name, arguments, description, owner)
+
+def dict_method(d: Draw) -> Request:
+    """Draw a method of a class that holds a dict."""
+    name_of_class, item, many = d.pick(*DICT_CLASSES)
+    attribute = f"self.{many}"
+    owner = d.pick(
+        f"a class {name_of_class} with a dict {attribute}", f"my {name_of_class} class, which stores its {many} by name in {attribute}",
+    )
+    name, arguments, description = d.pick(
+        (f"get_{item}", "self, name, default=None", f"return~ the {item} of that name, or the default"),
+        (f"set_{item}", f"self, name, {item}", f"store~ the {item} under its name and return~ the one it replaces"),
+        (f"delete_{item}", "self, name", f"delete~ the {item} and raise~ KeyError with a clear message if there is none"),
+        (f"rename_{item}", "self, old, new", f"give~ a {item} another name, refusing a name that is taken"),
+        (f"has_{item}", "self, name", f"tell~ whether there is a {item} of that name"),
+        (f"count_{many}", "self, prefix=''", f"count~ the {many} whose names begin with the prefix"),
+        (f"update_{many}", "self, other", f"copy~ all {many} of another {name_of_class} into this one"),
+        (f"{item}_names", "self", f"return~ the names of all {many}, sorted"),
+        (f"load_{many}", "self, path", f"read~ {attribute} from a JSON file"),
+        (f"save_{many}", "self, path", f"write~ {attribute} to a JSON file"),
+        (f"expire_{many}", "self, now", f"remove~ the {many} whose time lies before now"),
+        (f"require_{item}", "self, name", f"return~ the {item}, raising LookupError if it is unknown"),
+        ("__getitem__", "self, name", f"return~ the {item} called name"),
+        ("__setitem__", f"self, name, {item}", f"store~ the {item} after checking that the name is a string"),
+        ("__delitem__", "self, name", f"remove~ the {item} called name"),
+        ("__str__", "self", f"return~ one line for each of the {many}"),
+        ("from_dict", "cls, data", f"create~ a {name_of_class} whose {many} come from a dict"),
+        ("copy", "self", f"return~ another {name_of_class} with the same {many}"),
+    )
+    return Request(name, arguments, description, owner)
+
+FAMILIES = ((over_records, 12), (over_conditions, 6), (over_units, 2), (list_method, 7), (dict_method, 6))  # with weights
+
+# names; arguments; description. Alternatives stand apart by `|`; `{0}`, `{1}`, ... are the names chosen for the arguments.
+IDEAS = """
 reverse_words|flip_words; text|sentence|phrase; return~ {0} with its words in the opposite order
 word_lengths|length_of_words; text|sentence; return~ a list with the length of each word in {0}
 capitalize_words|title_words; text|name; return~ {0} with the first letter of every word in upper case
@@ -51,9 +323,6 @@ initials|first_letters; name|full_name; return~ the first letter of each part of
 swap_case_at|toggle_letter; text|word, index|position; return~ {0} with the letter at {1} changed between upper and lower case
 only_digits|extract_digits; text|phone; return~ the digits of {0} as one string
 sum_of_digits|digit_sum; number|value; add~ up the decimal digits of {0}
-"""
-
-SEQUENCES = """
 merge_sorted|merge_two_sorted; left|first, right|second; merge~ two sorted lists into one sorted list
 merge_intervals|join_overlapping; intervals|spans; merge~ the overlapping pairs in {0} and return~ them sorted
 merge_sorted_intervals|combine_sorted_spans; left|first, right|second; merge~ two sorted lists of intervals into one without overlaps
@@ -99,9 +368,6 @@ shuffle_copy|shuffled; items|cards, rng=None; return~ {0} in random order and le
 pick_weighted|weighted_choice; items|options, weights|chances; choose~ one of {0} at random according to {1}
 batched_items|in_batches; iterable|stream, size|count; yield~ lists of up to {1} elements taken from {0}
 take_until|read_until; iterable|stream, predicate|stop; yield~ elements of {0} until {1} returns true for one
-"""
-
-MAPPINGS = """
 invert_dict|swap_keys_and_values; mapping|table; return~ a new dict whose keys are the values of {0}
 merge_dicts|combine_dicts; first|base, second|other; return~ a dict with the entries of both, {1} winning
 deep_merge|merge_recursively; base|defaults, extra|changes; copy~ the entries of {1} into {0}, going into nested dicts
@@ -120,9 +386,6 @@ first_missing_key|missing_key; mapping|record, required|keys; return~ the first 
 filter_values|keep_values; mapping|table, predicate|test; return~ the entries of {0} whose value passes {1}
 default_for|get_or_call; mapping|cache, key|name, factory|make; return~ the value of {1}, calling {2} and storing what it gives if there is none
 add_counts|sum_counters; left|first, right|second; add~ up two dicts of counts key by key
-"""
-
-SYSTEM = """
 list_files|find_files; directory|root, pattern='*'; return~ the paths below {0} that match {1}, sorted
 ensure_directory|make_directory; path|directory; create~ {0} with all its parents unless it exists
 read_json|load_json; path|filename; open~ {0} and return~ the JSON value in it
@@ -161,9 +424,6 @@ unpack_header|decode_header; data|buffer; read~ a two-byte code and a four-byte 
 checksum|simple_checksum; data|payload; add~ up the bytes of {0} modulo 65536
 hex_dump|show_bytes; data|buffer, width=16; return~ lines with the offset, the bytes in hex and the printable characters
 decode_text|to_text; data|raw, encodings=('utf-8', 'latin-1'); try~ each of the encodings on {0} and return~ the first text that works
-"""
-
-LOGIC = """
 retry|call_with_retry; function|action, attempts|times=3, delay=0; call~ {0} up to {1} times until it raises nothing
 memoize|cached; function|func; return~ a wrapper that remembers the results of {0} by its arguments
 timed|measure_time; function|func; wrap~ {0} so that every call prints how long it took
@@ -208,6 +468,4 @@ random_password|make_password; length|size=12, alphabet=None; return~ a random s
 convert_bool|parse_bool; value|text; return~ True or False for words such as yes and off, raising ValueError for others
 validate_range|check_range; value|number, low|minimum, high|maximum; raise~ ValueError with a clear message unless {0} lies between {1} and {2}
 safe_divide|divide_or; numerator|a, denominator|b, default=0.0; divide~ {0} by {1} and return~ {2} when that is impossible
-"""
-
-IDEAS = tuple(line for block in (STRINGS, SEQUENCES, MAPPINGS, SYSTEM, LOGIC) for line in block.strip().splitlines())
+""".strip().splitlines()
