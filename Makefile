@@ -1,4 +1,4 @@
-# Everything a newcomer needs; each target prepares what it depends on. Needs Python 3.10-3.13, PyPI, a C++ compiler.
+# Everything a newcomer needs; each target prepares what it depends on. Needs Python 3.10-3.13 and PyPI.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -16,14 +16,12 @@ from decode_floor import Sizes
 from random_llama import SHAPES, random_backbone, shape_config
 from transformers import AutoConfig
 
-from medusa_train.checkpoint.subject import kernels_of
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.device_memory import free_memory
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
-RESULTS = Path("runs/benchmarks")  # beside which a kernel for this CPU is kept
 HEADS = 5
 SPARE = 0.9  # share of the free memory that may be taken
 
@@ -103,13 +101,13 @@ class Shape:
 
 
 def _pack(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
-    if not any([backbone.pack(kernels_of(RESULTS)), *(draft.pack() for draft in drafts.values())]):
+    if not any([backbone.pack(), *(draft.pack() for draft in drafts.values())]):
         raise Unusable("nothing was packed: no faster here, no such kernels for this dtype, or too little memory")
 
 
 def _compile(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
     try:
-        backbone.compile_passes(kernels_of(RESULTS))
+        backbone.compile_passes()
     except BackboneError as error:
         reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
         raise Unusable(f"not compiled: {reason}") from error

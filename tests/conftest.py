@@ -1,4 +1,4 @@
-"""What all tests share: one folder for all that is built and compiled for this machine."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels() -> Path:
-    """One for all tests to come, so that a kernel is built once and not for every run that a test makes."""
+def compile_cache_dir() -> None:
+    """Keep what torch.compile builds in one folder, so that it is built once and not for every run of a test."""
     default = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))

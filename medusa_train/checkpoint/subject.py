@@ -21,19 +21,14 @@ if TYPE_CHECKING:
     from medusa_train.trees.tree import Tree
 
 
-def kernels_of(run: Path) -> Path:
-    """Where what is built and compiled for this machine is kept: TORCHINDUCTOR_CACHE_DIR, or a folder of the run."""
-    return _named_cache() or run.resolve() / "compiled"
-
-
-def _named_cache() -> Path | None:
-    """The TORCHINDUCTOR_CACHE_DIR that the user chose."""
+def compile_cache_dir(run: Path) -> Path:
+    """Return the folder for torch.compile's cache: TORCHINDUCTOR_CACHE_DIR if the user set it, else RUN/compiled."""
     if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         if named != default_cache_dir():  # which torch itself puts there as soon as it looks
             return Path(named)
-    return None
+    return run.resolve() / "compiled"
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,6 @@ class SubjectPaths:
         if self.adapter is not None:
             return f"{self.quantization}, dequantised, adapter folded in" if self.quantization else "adapter folded in"
         return self.quantization or "unquantised"
-
-    @property
-    def kernels(self) -> Path | None:
-        """Where a kernel may be built unasked: in a run's own folder, or where the user says; else nowhere."""
-        return kernels_of(self.home) if (self.home / "config.yaml").is_file() else _named_cache()
 
     @property
     def name(self) -> str | None:
@@ -243,16 +233,13 @@ def load_backbone(paths: SubjectPaths, dtype: str) -> Backbone:
     )
 
 
-def load_subject(
-    paths: SubjectPaths, dtype: str, *, pack: bool = True, build: bool = True, compiled: bool = False
-) -> Subject:
+def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled: bool = False) -> Subject:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
         pack: on a CPU lay weights out for its kernels, and choose a form of attention, where that is measured to be
             faster. Sums are then rounded in another order.
-        build: with `pack`, build a kernel for that in `paths.kernels` where it is not there yet.
-        compiled: compile the passes of the decoding loop, which takes up to a minute; see `kernels_of`.
+        compiled: compile the passes of the decoding loop, which takes up to a minute; see `compile_cache_dir`.
 
     Raises BackboneError and CheckpointError.
     """
@@ -260,11 +247,10 @@ def load_subject(
 
     backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_with_adapter(paths, paths.adapter, dtype)
     if pack:
-        backbone.pack(paths.kernels if build else None)
+        backbone.pack()
     if compiled:
-        kept = kernels_of(paths.home)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
-        backbone.compile_passes(kept)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
+        backbone.compile_passes()
     if paths.heads is None:
         return Subject(backbone, None, None)
     draft = load_draft(paths.heads, backbone, backbone.dtype)

@@ -26,7 +26,6 @@ CONDITIONS = {
     "compiled": "compile",
     "packed": "layout of the weights",
     "attention": "form of attention",
-    "attention_kernel": "attention kernel",
     "backbone": "form of the backbone",
     "torch": "version of torch",
     "transformers": "version of transformers",

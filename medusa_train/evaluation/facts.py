@@ -21,7 +21,6 @@ from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.exactness import EXACTNESS_DTYPES
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.models import few_rows_kernel
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.packed import is_packed
 
@@ -52,7 +51,6 @@ def facts(
         "dtype": dtype,
         "packed": is_packed(subject.backbone.model),
         "attention": subject.backbone.attention,
-        "attention_kernel": few_rows_kernel.serves(subject.backbone.dtype, subject.backbone.device),
         "compiled": subject.backbone.compiled is not None,
         "heads": None if draft is None else draft.num_heads,
         "early_stop": getattr(draft, "threshold", 0.0),

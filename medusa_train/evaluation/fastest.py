@@ -14,7 +14,6 @@ from medusa_train.errors import BackboneError
 from medusa_train.evaluation.benches import Bench
 from medusa_train.evaluation.memory import Weights, is_out_of_memory, release_memory
 from medusa_train.inference.generate import Decoder
-from medusa_train.models import few_rows_kernel
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.tracking import standing
@@ -30,7 +29,7 @@ def choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
         chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
         return chat.prompt([Message("user", bench.questions[0].turns[0])])
 
-    with standing(console, "timing plain decoding in each dtype"):  # the first time, kernels are built on the way
+    with standing(console, "timing plain decoding in each dtype"):
         return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
 
 
@@ -68,8 +67,6 @@ def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]
     best = min(seconds, key=lambda dtype: seconds[dtype])
     shown = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
     laid_out = f"; weights in {' and '.join(packed)} laid out for this CPU" if packed else ""
-    if best == "bfloat16" and few_rows_kernel.is_loaded():
-        laid_out += "; kernels for few rows built for it"
     note(f"dtype: {best}, the fastest for plain decoding here ({shown} per step{laid_out})")
     return best
 
@@ -87,7 +84,7 @@ def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list
     The backbone is let go on return.
     """
     backbone = load_backbone(paths, dtype)
-    packed = backbone.pack(paths.kernels)
+    packed = backbone.pack()
     return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device), packed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -242,26 +241,20 @@ class Backbone:
             raise BackboneError(f"{type(self.body).__name__} feeds its first layer more than scaled token embeddings")
         return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
 
-    def pack(self, kernels: Path | None = None) -> bool:
+    def pack(self) -> bool:
         """Make passes over few tokens faster on a CPU, where that is measured; says whether weights were laid out.
 
         Sums are then rounded in another order. Attention of few rows changes its form too (`models.few_rows`).
-
-        Args:
-            kernels: the folder of a kernel for that, built where it is not there yet; None: none is built.
         """
-        self._attend_few_rows(kernels)
+        self._attend_few_rows()
         return pack_linears(self.model)
 
-    def _attend_few_rows(self, kernels: Path | None = None) -> None:
-        if use_few_rows(self.model, kernels):
+    def _attend_few_rows(self) -> None:
+        if use_few_rows(self.model):
             self.attention = self.config._attn_implementation
 
-    def compile_passes(self, kernels: Path | None = None) -> None:
+    def compile_passes(self) -> None:
         """From now on decode single rows with passes compiled by torch.compile; takes up to a minute.
-
-        Args:
-            kernels: as for `pack`.
 
         Raises:
             BackboneError: masks or angles of this model depend on what a compiled pass can't see, or this machine
@@ -273,7 +266,7 @@ class Backbone:
             raise BackboneError(
                 f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
             )
-        self._attend_few_rows(kernels)
+        self._attend_few_rows()
         compiled = CompiledPass(self.body, self.logits, on_cpu=self.device.type == "cpu")
         compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled

@@ -1,16 +1,14 @@
-"""Attention of few rows, in the form that a CPU's kernel is fast in; knows no draft and no tree.
+"""Attention over few query rows, in the form that torch's CPU kernel computes fastest.
 
 Under a mask transformers repeats keys and values for the query heads that share them, though torch's kernel can read
 them where they lie. And in bfloat16 that kernel takes several times longer for one query than for two (torch 2.13): so
-the query heads of one key/value head stand as rows of one query, and a row that is alone gets a second one beside it.
-Where a kernel made for this is loaded (`few_rows_kernel`), it takes all of them.
+the query heads of one key/value head are folded into rows of one query, and a single row is duplicated.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-from medusa_train.models import few_rows_kernel
 
 NAME = "sdpa_few_rows"  # to transformers
 
@@ -47,9 +43,6 @@ def few_rows_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if few_rows_kernel.takes(query, key, value, attention_mask):
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        return few_rows_kernel.attend(query, key, value, attention_mask, scaling), None
     return few_rows_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -91,15 +84,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def use_few_rows(model: Any, kernels: Path | None = None) -> bool:
-    """Let a model on a CPU attend in this manner where that is measured to be faster; says whether it does so now.
+def use_few_rows(model: Any) -> bool:
+    """Switch a model on a CPU to this attention where it is measured to be faster; return whether it is used now.
 
     Only one whose attention is transformers' "sdpa", and where there is something to gain: in bfloat16, or where query
     heads share keys and values.
-
-    Args:
-        kernels: with the kernel made for it, where this CPU can run it; it is kept in this folder, and built first
-            where it is not there yet (twenty seconds).
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -107,8 +96,6 @@ def use_few_rows(model: Any, kernels: Path | None = None) -> bool:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if model.device.type != "cpu" or config._attn_implementation not in ("sdpa", NAME):
         return False
-    if kernels is not None and model.dtype == torch.bfloat16:
-        few_rows_kernel.load(kernels)
     if config._attn_implementation == NAME:
         return True
     if not _faster(model.dtype, heads, kv_heads, size):

@@ -164,9 +164,8 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     assert dtype is not None  # only a server's is unknown
     _take_own_device()
     paths = paths_of(cfg)
-    # float32 is asked for where a set has to be the same elsewhere, and what layouts are worth is measured
-    # and nothing is built: a run that answers is only read here
-    subject = load_subject(paths, dtype, pack=dtype != "float32", build=False)
+    # float32 is chosen where the answers must be the same on other machines; whether to prepack is measured on this one
+    subject = load_subject(paths, dtype, pack=dtype != "float32")
     return LocalEngine(
         subject.backbone,
         temperature=cfg.temperature,

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.checkpoint.drafts import save_draft
-from medusa_train.checkpoint.subject import kernels_of
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import MedusaError
 from medusa_train.inference.calibrate import Calibration, calibrate
@@ -73,8 +72,8 @@ def fit_tree(
     draft.eval()
     if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
         student.adapter.merge()
-    with standing(console, "laying weights out for decoding"):  # as medusa-eval will; kernels are built on the way
-        student.backbone.pack(kernels_of(out))
+    with standing(console, "prepacking weights for decoding"):  # as medusa-eval does
+        student.backbone.pack()
         draft.pack()
     progress = Progress(
         TextColumn("[bold]tree "),

@@ -386,7 +386,7 @@ def test_settings_that_do_nothing_say_why(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(Unusable, match="for CPUs only"):
         shape.load(Model("float32", "packed"), torch.device("cuda"))
 
-    def refuses(backbone: Backbone, kernels: Path) -> None:
+    def refuses(backbone: Backbone) -> None:
         raise BackboneError("compile: small has sliding windows; leave the key out")
 
     monkeypatch.setattr(Backbone, "compile_passes", refuses)

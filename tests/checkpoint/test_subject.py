@@ -7,7 +7,7 @@ import pytest
 import yaml
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-from medusa_train.checkpoint.subject import SubjectPaths, kernels_of, load_subject, load_tree, locate, newest_run
+from medusa_train.checkpoint.subject import compile_cache_dir, load_subject, load_tree, locate, newest_run
 from medusa_train.errors import CheckpointError
 from medusa_train.trees.tree import Tree
 
@@ -157,19 +157,9 @@ def test_what_is_compiled_is_kept_in_the_run_or_where_the_user_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert kernels_of(tmp_path) == tmp_path.resolve() / "compiled"
+    assert compile_cache_dir(tmp_path) == tmp_path.resolve() / "compiled"
     cache_dir()  # torch names its own default in the environment as soon as it is asked
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
-    assert kernels_of(tmp_path) == tmp_path.resolve() / "compiled"
+    assert compile_cache_dir(tmp_path) == tmp_path.resolve() / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert kernels_of(tmp_path) == tmp_path / "elsewhere"
-
-
-def test_nothing_is_built_in_a_directory_that_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = fake_run(tmp_path / "run")
-    alone = SubjectPaths(tmp_path / "heads", "some/model", tmp_path / "heads", None, None)
-    for named in (None, str(tmp_path / "named")):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named or default_cache_dir())
-        where = None if named is None else Path(named)
-        assert alone.kernels == where
-        assert replace(alone, home=run).kernels == (where or run.resolve() / "compiled")
+    assert compile_cache_dir(tmp_path) == tmp_path / "elsewhere"

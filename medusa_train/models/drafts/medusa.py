@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,9 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
-from medusa_train.models.drafts.packed_heads import PackedHeads
 from medusa_train.models.drafts.side_by_side import lay_side_by_side, side_by_side
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.packed import worth_packing
+from medusa_train.models.packed import Layout, worth_packing
 from medusa_train.models.unembedding import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
@@ -45,6 +45,31 @@ class Stacked(NamedTuple):
 
     blocks: list[tuple[Tensor, Tensor]]
     unembedding: tuple[Tensor, Tensor | None] | None
+
+
+class Prepacked(NamedTuple):
+    """The linear maps of all heads, [B, in] -> [B, out], with weights prepacked for a CPU.
+
+    Attributes:
+        first: those of the first layer as one, d -> K * d, since they read the same states; None without blocks.
+        blocks: for each further layer one per head. lm_heads: one per head; empty where they share the backbone's.
+    """
+
+    first: Callable[[Tensor], Tensor] | None
+    blocks: list[list[Callable[[Tensor], Tensor]]]
+    lm_heads: list[Callable[[Tensor], Tensor]]
+
+
+@torch.no_grad()
+def _prepack(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """Prepack linear maps of the same input as one, their outputs concatenated."""
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return partial(Layout(torch.cat([linear.weight for linear in linears])).product, bias=bias)
+
+
+def _each(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """Apply map k to x[k]: [count, B, in] -> [count, B, out]; later maps are left out."""
+    return torch.stack([product(row) for product, row in zip(products, x, strict=False)])
 
 
 class MedusaState(NamedTuple):
@@ -106,12 +131,12 @@ class MedusaDraft(Draft):
         self.lm_heads = nn.ModuleList(
             nn.Linear(hidden_size, self.widest, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
         )
-        self._packed: PackedHeads | None = None
+        self._packed: Prepacked | None = None
         self._lay_side_by_side()
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
         """Keep the heads side by side through `.to()` and its like, which move parameters one by one."""
-        self._packed = None
+        self._packed = None  # it would hold the old weights
         super()._apply(fn, recurse)
         self._lay_side_by_side()
         return self
@@ -138,20 +163,24 @@ class MedusaDraft(Draft):
         return self.vocab_size if self.token_map is None else len(self.token_map)
 
     def pack(self) -> bool:
-        """Lay the weights out for decoding on a CPU where that is faster, see `models.packed`; says whether."""
-        blocks: list[list[Any]] = [
-            [block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)
-        ]
+        """Prepack the weights for decoding on a CPU where that is faster (`models.packed`); return whether it was."""
+        blocks = self._blocks_by_layer()
         lm_heads: list[Any] = list(self.lm_heads)
         if worth_packing([linear.weight for linears in (*blocks, lm_heads) for linear in linears]):
-            self._packed = PackedHeads(blocks, lm_heads)
+            self._packed = Prepacked(
+                first=_prepack(blocks[0]) if blocks else None,
+                blocks=[[_prepack([linear]) for linear in linears] for linears in blocks[1:]],
+                lm_heads=[_prepack([head]) for head in lm_heads],
+            )
         return self._packed is not None
+
+    def _blocks_by_layer(self) -> list[list[Any]]:
+        """The residual blocks' linear maps, head by head, for each layer."""
+        return [[block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)]
 
     def _alike(self) -> Iterator[list[nn.Parameter]]:
         """The parameters that all heads have, head by head: per layer W1 and b1, then W2 and its bias."""
-        groups: list[list[Any]] = [
-            [block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)
-        ]
+        groups = self._blocks_by_layer()
         if self.shared is None:
             groups.append(list(self.lm_heads))
         for linears in groups:
@@ -277,8 +306,7 @@ class MedusaDraft(Draft):
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
         """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
         if self._packed is not None:
-            states = self._packed.states(state.hidden, tree.max_depth)
-            logits = self._packed.logits(states) if self.shared is None else self.shared.raw(states)
+            logits = self._packed_logits(state.hidden, self._packed, tree.max_depth)
         elif state.stacked is None:
             logits = torch.stack([self._order(state.hidden, k) for k in range(1, tree.max_depth + 1)])
         else:
@@ -292,6 +320,15 @@ class MedusaDraft(Draft):
     def _order(self, states: Tensor, k: int) -> Tensor:
         """Head k's logits [B, V] at [B, d] but for soft cap and scale, which keep their order."""
         return self.unembed(k).raw(self.hidden_at(states, k))
+
+    def _packed_logits(self, states: Tensor, packed: Prepacked, count: int) -> Tensor:
+        """`_order` of heads 1..count, [count, B, V], with prepacked weights."""
+        x = states.expand(count, *states.shape)
+        if packed.first is not None:
+            x = x + silu(packed.first(states).unflatten(1, (self.num_heads, -1))[:, :count].transpose(0, 1))
+        for products in packed.blocks:
+            x = x + silu(_each(products, x))
+        return self.shared.raw(x) if self.shared is not None else _each(packed.lm_heads, x)
 
     def _all_orders(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
         """`_order` of heads 1..count, [count, B, V]: a product for each layer of all of them.
