@@ -46,8 +46,8 @@ from machine import facts, warning  # noqa: E402
 from random_llama import SHAPES  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.evaluation.memory import is_out_of_memory, release_memory  # noqa: E402
-from medusa_train.models.device_memory import free_memory  # noqa: E402
+from medusa_train.evaluation.choose_dtype import is_out_of_memory, release_memory  # noqa: E402
+from medusa_train.models.precision import free_memory  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
 LOOP_NODES = (16, 64)  # trees that the whole loop is timed with, beside plain decoding

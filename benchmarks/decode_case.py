@@ -17,16 +17,15 @@ import torch
 from clock import Clock
 from torch import Tensor
 
-from medusa_train.evaluation.memory import is_out_of_memory
+from medusa_train.evaluation.choose_dtype import is_out_of_memory
 from medusa_train.inference.accept import accept
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import block_end
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
-from medusa_train.trees.batch_cache import BatchCache
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.masks import TreeMask
 from medusa_train.trees.tree import Ranks, Tree
-from medusa_train.trees.tree_mask import TreeMask
 
 LOOP_TOKENS = 96  # that an answer grows by before the loop begins it anew, so that the context stays about the same
 _BURST = 3  # calls in a row that are timed, behind one that is not: a step finds in the caches what the last one left

@@ -18,8 +18,8 @@ from transformers import AutoConfig
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.device_memory import free_memory
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.precision import free_memory
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
 HEADS = 5

@@ -12,21 +12,20 @@ import torch
 from clock import Clock
 from rich.console import Console
 
-from medusa_train.checkpoint.drafts import load_draft
-from medusa_train.checkpoint.found import heads_files
-from medusa_train.checkpoint.layouts import read_heads
+from medusa_train.checkpoint.heads import load_draft, read_heads
+from medusa_train.checkpoint.heads_files import heads_files
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.checkpoint.subject import load_subject, locate
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
-from medusa_train.data.vocabulary import coverage, token_counts
-from medusa_train.evaluation.benches import load_bench
+from medusa_train.data.draft_vocabulary import coverage, token_counts
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.training.prepare import load_data
+from medusa_train.training.setup import load_data
 from medusa_train.trees.tree import Tree
 
 WARMUP = 5

@@ -12,8 +12,7 @@ from m2_vs_m1 import keep
 from machine import facts, sentence, table
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.bootstrap import Counts, compare_rates
-from medusa_train.evaluation.intervals import interval, resample
+from medusa_train.evaluation.bootstrap import Counts, compare_rates, interval, resample
 
 FULL = "full"
 TITLES = (

@@ -12,15 +12,15 @@ from typing import Any
 
 from m2_case import training
 
-from medusa_train.checkpoint.drafts import load_draft
-from medusa_train.checkpoint.subject import Subject, SubjectPaths, load_subject, load_tree, locate
-from medusa_train.data.chat import ChatEncoder
+from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject, load_tree, locate
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation.calibration import collect, talks_of_run
-from medusa_train.inference.search import joint_trees
+from medusa_train.evaluation.calibrate import collect, talks_of_run
+from medusa_train.inference.tree_search import joint_trees
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts import kind_of
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.drafts.kinds import kind_of
 from medusa_train.trees.tree import Tree
 
 ANSWER = 256  # longest answer that a tree is fitted to

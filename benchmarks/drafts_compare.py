@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.bootstrap import RESAMPLES, Counts, compare_rates
-from medusa_train.evaluation.intervals import Interval, interval, resample
+from medusa_train.evaluation.bootstrap import PAIRED_RESAMPLES, Counts, Interval, compare_rates, interval, resample
 
 Found = Mapping[str, Any]
 Questions = dict[str, Counts]
@@ -160,7 +159,7 @@ def paired_difference(first: Questions, second: Questions) -> tuple[float, Inter
     Unlike `compare_rates` it forms no ratio, so rates may be zero.
     """
     rows = torch.tensor([[*first[name], *second[name]] for name in sorted(first)], dtype=torch.float64)
-    hits, of, other_hits, other_of = resample(rows, RESAMPLES).unbind(dim=1)
+    hits, of, other_hits, other_of = resample(rows, PAIRED_RESAMPLES).unbind(dim=1)
     found = interval(other_hits / other_of - hits / of) if len(rows) > 1 else None
     return _rate(second) - _rate(first), found
 

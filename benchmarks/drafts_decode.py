@@ -21,18 +21,16 @@ from drafts_case import EQUAL, FILLED, OWN, TREES, Contender, Field, common_back
 from m2_vs_m1 import keep
 from rich.console import Console
 
-from medusa_train.checkpoint.subject import Subject
-from medusa_train.evaluation.acceptance import accepted_lengths
-from medusa_train.evaluation.benches import Bench, load_bench
-from medusa_train.evaluation.exactness import judge_timed
-from medusa_train.evaluation.fastest import choose_dtype
-from medusa_train.evaluation.metrics import by_category, summarize
+from medusa_train.checkpoint.load import Subject
+from medusa_train.evaluation.choose_dtype import choose_dtype
+from medusa_train.evaluation.metrics import accepted_lengths, by_category, summarize
+from medusa_train.evaluation.output_equality import judge_timed
 from medusa_train.evaluation.progress import TurnProgress
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
+from medusa_train.evaluation.questions import Bench, load_bench
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnLog, TurnRecord
 from medusa_train.evaluation.speed import Answerer, LoopAnswerer, SpeedTest
-from medusa_train.evaluation.turn_log import TurnLog
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import trace_answer
+from medusa_train.inference.traces import trace_answer
 
 COUNTS, TIMES = "counts", "times"
 WARM_UP = 2  # questions that every decoder answers before it is timed

@@ -11,15 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.checkpoint.subject import load_subject, locate
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import DatasetConfig, TrainConfig
-from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
 from medusa_train.data.dataset import BatchLoader, EncodedDataset, load_datasets
-from medusa_train.evaluation.benches import load_bench
-from medusa_train.evaluation.quality import Quality, compare, load_versions
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.evaluation.backbone_quality import Quality, compare, load_versions
+from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.generate import Decoder
 from medusa_train.trees.tree import Tree
 

@@ -27,16 +27,23 @@ from machine import facts, sentence, table, warning  # noqa: E402
 from peers_vllm import vllm_answerers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from medusa_train.checkpoint.subject import Subject, SubjectPaths, load_subject, locate  # noqa: E402
+from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject, locate  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.data.chat import ChatEncoder  # noqa: E402
+from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import MedusaError  # noqa: E402
-from medusa_train.evaluation.baselines import GENERATE, GenerateAnswerer, describe, further_baselines  # noqa: E402
-from medusa_train.evaluation.benches import Bench, load_bench  # noqa: E402
-from medusa_train.evaluation.facts import short_path  # noqa: E402
-from medusa_train.evaluation.fastest import choose_dtype  # noqa: E402
+from medusa_train.evaluation.choose_dtype import choose_dtype  # noqa: E402
+from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord  # noqa: E402
-from medusa_train.evaluation.speed import PLAIN, TREE, SpeedTest  # noqa: E402
+from medusa_train.evaluation.run_metadata import short_path  # noqa: E402
+from medusa_train.evaluation.speed import (  # noqa: E402  # noqa: E402
+    GENERATE,
+    PLAIN,
+    TREE,
+    GenerateAnswerer,
+    SpeedTest,
+    describe,
+    further_baselines,
+)
 
 WARM_UP = 2  # questions that every decoder answers before it is timed
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.subject import Subject, SubjectPaths
+from medusa_train.checkpoint.load import Subject, SubjectPaths
 from medusa_train.evaluation.records import TimedAnswer
 from medusa_train.export.write import export_run
 

@@ -27,14 +27,12 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.subject import Subject, SubjectPaths, load_subject, locate
-from medusa_train.selfdistill.choice import Choice, choose
+from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject, locate
 from medusa_train.selfdistill.engines import Engine
-from medusa_train.selfdistill.local import LocalEngine
-from medusa_train.selfdistill.replay import replay
-from medusa_train.selfdistill.seed_sets import find_seeds
-from medusa_train.selfdistill.seeds import Seed, read_seeds
-from medusa_train.selfdistill.talks import Rules
+from medusa_train.selfdistill.hf_engine import LocalEngine
+from medusa_train.selfdistill.modes import Rules, replay
+from medusa_train.selfdistill.prompts import Seed, find_seeds, read_seeds
+from medusa_train.selfdistill.select_prompts import Choice, choose
 
 BAR = 4.0  # how many times faster a batch of 16 has to be than one conversation at a time
 

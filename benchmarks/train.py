@@ -100,7 +100,7 @@ def has_gpu() -> bool:
 def measure_here(case: Case) -> Result:
     """Measure `case` in this process."""
     limit_memory()
-    from medusa_train.evaluation.memory import is_out_of_memory
+    from medusa_train.evaluation.choose_dtype import is_out_of_memory
 
     try:
         if case.what == "loss":

@@ -137,7 +137,7 @@ def limit_memory(share: float = 0.9) -> None:
     """Let allocations fail before the machine has to kill somebody; a GPU says by itself when it is full."""
     import torch
 
-    from medusa_train.evaluation.memory import free_memory
+    from medusa_train.evaluation.choose_dtype import free_memory
 
     free = free_memory(torch.device("cpu"))
     if free is not None and not torch.cuda.is_available():

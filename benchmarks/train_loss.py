@@ -15,7 +15,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
 
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 of the paper
 

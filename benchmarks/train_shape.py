@@ -18,10 +18,10 @@ from train_step import Step
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.evaluation.memory import release_memory
+from medusa_train.evaluation.choose_dtype import release_memory
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.memory import estimate_memory
-from medusa_train.training.precision import Precision
+from medusa_train.models.precision import Precision
+from medusa_train.training.inspect import estimate_memory
 
 LARGE = "7B"
 SMALL = (128, 256, 2, 4, 4, 512)  # what runs the same code where there is no GPU

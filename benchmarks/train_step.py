@@ -27,11 +27,11 @@ from medusa_train.losses.schedules import head_weight
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.models.memory import estimate_memory
+from medusa_train.models.precision import Precision
+from medusa_train.training.backbone_recipe import Student, make_student
+from medusa_train.training.inspect import estimate_memory
 from medusa_train.training.optim import build_optimizer, parameter_groups
-from medusa_train.training.precision import Precision
-from medusa_train.training.prepare import load_data
-from medusa_train.training.student import Student, make_student
+from medusa_train.training.setup import load_data
 
 BATCHES = 8  # micro-batches that a repeat goes through, each an optimizer step
 LLAMA = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_train.checkpoint.subject import SubjectPaths, load_subject, locate
+from medusa_train.checkpoint.load import SubjectPaths, load_subject, locate
 from medusa_train.inference.model import Model
 from medusa_train.models.precision import has_fast_bf16
 

@@ -14,12 +14,12 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from medusa_train.checkpoint.layouts import read_heads
-from medusa_train.checkpoint.subject import load_subject, locate
+from medusa_train.checkpoint.heads import read_heads
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.config.schema import TrainConfig
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
-from medusa_train.losses.linear_ce import linear_cross_entropy
+from medusa_train.losses.fused_linear import linear_cross_entropy
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.training.run import train
 from medusa_train.trees.tree import Tree

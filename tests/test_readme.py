@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from medusa_train.cli.common import split_arguments
+from medusa_train.config.docs import replace_reference
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.reference import replace_reference
 from medusa_train.config.schema import TrainConfig
 from tests.evaluation.tiny_model import write_backbone, write_run
 
@@ -27,7 +27,7 @@ def _commands() -> list[list[str]]:
 
 
 def test_the_key_tables_are_the_schemas() -> None:
-    assert replace_reference(README) == README, "run `python -m medusa_train.config.reference`"
+    assert replace_reference(README) == README, "run `python -m medusa_train.config.docs`"
 
 
 def test_every_path_that_is_named_exists() -> None:

@@ -18,10 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_train.checkpoint.disk import WRITE_ERRORS, sync, write_failure
-from medusa_train.checkpoint.files import checksum, read_json, read_tensors, write_json, write_tensors
-from medusa_train.checkpoint.pack import pack, unpack
+from medusa_train.checkpoint.serialize import checksum, pack, read_json, read_tensors, unpack, write_json, write_tensors
 from medusa_train.errors import CheckpointError
+from medusa_train.io import WRITE_ERRORS, sync, write_failure
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

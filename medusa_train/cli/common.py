@@ -18,8 +18,8 @@ from typing import ParamSpec, TypeVar
 
 from rich.console import Console
 
-from medusa_train.config.base import Config
 from medusa_train.config.load import load_config
+from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError, MedusaError, Terminated, interrupted_code
 
 P = ParamSpec("P")

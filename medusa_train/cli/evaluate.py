@@ -16,8 +16,8 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.subject import SubjectPaths
-    from medusa_train.evaluation.benches import Bench
+    from medusa_train.checkpoint.load import SubjectPaths
+    from medusa_train.evaluation.questions import Bench
 
 #: A log file or a pipe has no width; the table needs this much.
 PIPE_WIDTH = 120
@@ -71,7 +71,7 @@ def evaluate(
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
 
-    from medusa_train.checkpoint.subject import locate
+    from medusa_train.checkpoint.load import locate
 
     questions = None if interactive else _questions(cfg)
     paths = locate(
@@ -92,26 +92,26 @@ def evaluate(
         _say_written(console, search(cfg, questions, paths, console))
         return
 
-    from medusa_train.evaluation.evaluate import evaluate as measure
+    from medusa_train.evaluation.run import evaluate as measure
 
     _say_written(console, measure(cfg, questions, paths, shlex.join(["medusa-eval", *sys.argv[1:]]), console)[1])
 
 
 def _questions(cfg: EvalConfig) -> Bench:
-    from medusa_train.evaluation.benches import load_bench
+    from medusa_train.evaluation.questions import load_bench
 
     return load_bench(cfg.bench, error_console().print).limited(cfg.limit)
 
 
 def _chat(cfg: EvalConfig, paths: SubjectPaths, console: Console) -> None:
     from medusa_train.api import open_model
-    from medusa_train.cli.interactive import Chat
+    from medusa_train.cli.chat import Chat
 
     Chat(open_model(paths, cfg.dtype, compiled=cfg.compile), console, cfg.max_new_tokens).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
-    from medusa_train.checkpoint.subject import runs_directory
+    from medusa_train.checkpoint.load import runs_directory
     from medusa_train.evaluation.compare import load_reports, show, write
 
     evaluated = load_reports(names, bench)

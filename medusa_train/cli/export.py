@@ -55,7 +55,7 @@ def export(
     """Read the arguments, export, and say what was written."""
     cfg = read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})
 
-    from medusa_train.checkpoint.subject import locate
+    from medusa_train.checkpoint.load import locate
 
     paths = locate(cfg.run, None, None)
 
@@ -87,7 +87,7 @@ def read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCon
 
 def export_after_training(run: str, targets: Iterable[ExportTarget], console: Console) -> None:
     """Write the layouts that a training configuration asks for, the merged backbone first: heads then name it."""
-    from medusa_train.checkpoint.subject import locate
+    from medusa_train.checkpoint.load import locate
     from medusa_train.export.write import export_run
 
     paths = locate(run, None, None)

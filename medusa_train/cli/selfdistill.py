@@ -12,10 +12,10 @@ from medusa_train.cli.common import EXIT_INTERRUPTED, error_console, read_argume
 from medusa_train.config.schema import SelfDistillConfig
 
 if TYPE_CHECKING:
-    from medusa_train.selfdistill.choice import Shard
-    from medusa_train.selfdistill.distill import Tally
-    from medusa_train.selfdistill.seeds import Seed
-    from medusa_train.selfdistill.writer import Writer
+    from medusa_train.selfdistill.output import Writer
+    from medusa_train.selfdistill.prompts import Seed
+    from medusa_train.selfdistill.run import Tally
+    from medusa_train.selfdistill.select_prompts import Shard
 
 EMBEDDED = "data/tiny"
 
@@ -62,8 +62,8 @@ def selfdistill(
     }
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
-    from medusa_train.selfdistill.job import output_of, seeds_of, shard_of
-    from medusa_train.selfdistill.merge import shard_output
+    from medusa_train.selfdistill.output import shard_output
+    from medusa_train.selfdistill.run import output_of, seeds_of, shard_of
 
     part = shard_of(shard)
     # Of several processes one terminal shows the first; errors and interruptions all tell.
@@ -83,7 +83,7 @@ def selfdistill(
 
 def _first_line(cfg: SelfDistillConfig, out: Path) -> str:
     """What was taken, defaults included."""
-    from medusa_train.selfdistill.job import model_name
+    from medusa_train.selfdistill.run import model_name
 
     who = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
@@ -97,9 +97,8 @@ def _first_line(cfg: SelfDistillConfig, out: Path) -> str:
 
 def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | None, console: Console) -> int:
     """Answer the seeds of this process, or those that are left of them."""
-    from medusa_train.selfdistill.job import dtype_of, settings_of
-    from medusa_train.selfdistill.merge import shard_output
-    from medusa_train.selfdistill.writer import Writer
+    from medusa_train.selfdistill.output import Writer, shard_output
+    from medusa_train.selfdistill.run import dtype_of, settings_of
 
     mine = seeds if part is None else [seed for seed in seeds if part.holds(seed)]
     target = shard_output(out, part)
@@ -125,9 +124,8 @@ def _run(
     cfg: SelfDistillConfig, seeds: list[Seed], dtype: str | None, writer: Writer, console: Console
 ) -> Tally | None:
     """Answer the seeds behind a progress bar and print the figures; None when the user interrupts."""
-    from medusa_train.selfdistill.distill import distill
-    from medusa_train.selfdistill.job import facts_of, mode_of, open_engine
-    from medusa_train.selfdistill.progress import DistillProgress, summary
+    from medusa_train.selfdistill.preview import DistillProgress, summary
+    from medusa_train.selfdistill.run import distill, facts_of, mode_of, open_engine
 
     engine = open_engine(cfg, dtype)
     try:
@@ -150,8 +148,8 @@ def _run(
 
 def _merge(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, console: Console) -> int:
     """Join the shards beside `out`."""
-    from medusa_train.selfdistill.job import dtype_of, settings_of
-    from medusa_train.selfdistill.merge import merge
+    from medusa_train.selfdistill.output import merge
+    from medusa_train.selfdistill.run import dtype_of, settings_of
 
     merged = merge(out, settings_of(cfg, dtype_of(cfg)), [seed.id for seed in seeds])
     console.print(

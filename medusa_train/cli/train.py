@@ -8,12 +8,10 @@ import typer
 from rich.console import Console
 
 from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
-from medusa_train.cli.processes import follow, start_all, train_with_others
-from medusa_train.config.json_schema import schema_text
-from medusa_train.config.reference import TITLE
+from medusa_train.cli.launch import follow, start_all, train_with_others
+from medusa_train.config.docs import TITLE, schema_text, show_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.config.show import show_config
-from medusa_train.training.ranks import announced
+from medusa_train.training.process_info import announced
 
 #: A log file or a pipe has no width; the tables need this much.
 PIPE_WIDTH = 120
@@ -110,8 +108,7 @@ def train(
     results = Console()
     if not results.is_terminal:
         results = Console(width=PIPE_WIDTH)
-    from medusa_train.training.inputs import check_inputs
-    from medusa_train.training.run_dir import check_output_dir
+    from medusa_train.checkpoint.run_layout import check_inputs, check_output_dir
 
     if place is None or inspect:  # several processes find it out together, or the others would wait for this one
         if not inspect:

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from medusa_train.config.base import key
-from medusa_train.config.types import Bool, Float, Int
+from medusa_train.config.types import Bool, Float, Int, key
 
 
 class HeadsLoss(NamedTuple):

@@ -15,10 +15,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from medusa_train.config.base import Config
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.source import KeyPath, PlainLoader, Source, read_yaml_file, spell
-from medusa_train.config.types import show
+from medusa_train.config.types import Config, show
+from medusa_train.config.yaml_lines import KeyPath, PlainLoader, Source, read_yaml_file, spell
 from medusa_train.errors import ConfigError
 
 C = TypeVar("C", bound=Config)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from medusa_train.config.base import Config, Impossible, key
-from medusa_train.config.combinations import (
+from medusa_train.config.constraints import (
     IMPOSSIBLE,
     SELFDISTILL_IMPOSSIBLE,
     asks_for_joint_training,
@@ -28,9 +27,11 @@ from medusa_train.config.drafts import (
 from medusa_train.config.types import (
     Bool,
     BoolOrAuto,
+    Config,
     ExportTarget,
     ExportTargets,
     Float,
+    Impossible,
     Int,
     Interval,
     Resume,
@@ -38,6 +39,7 @@ from medusa_train.config.types import (
     Text,
     TextList,
     TextOrMapping,
+    key,
 )
 
 #: Axolotl keys that mean nothing here: accepted whatever they hold, and listed as ignored.

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.batch import Batch, collate
-from medusa_train.data.chat import ChatEncoder
-from medusa_train.data.corpus import DataReport, encode_sources, open_sources
-from medusa_train.data.examples import Example, hold_out
-from medusa_train.data.mixture import Mixture
-from medusa_train.data.packing import pack
-from medusa_train.data.prepared import prepared
+from medusa_train.data.batch import Batch, collate, pack
+from medusa_train.data.cache import DataReport, encode_sources, open_sources, prepared
+from medusa_train.data.tokenize import ChatEncoder, Example, hold_out
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches among which rows of like length are brought together
@@ -263,3 +259,57 @@ class BatchLoader:
         if self.shuffle:
             draw.shuffle(batches)
         return batches
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources mixed by weight (`datasets[].weight`).
+
+    An epoch is as long as all sources together. A source has its weight's share of it: one with more conversations
+    than its share gives some of them, and others in the next epoch; one with fewer gives some several times. Over
+    the epochs each source is gone through evenly: no conversation is taken twice more often than another of it.
+
+    Attributes:
+        members: the numbers of each source's conversations.
+        quotas: how many of them an epoch takes; adds up to the number of conversations in all.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    quotas: tuple[int, ...]
+
+    @classmethod
+    def by_weight(cls, origins: Sequence[int], weights: Sequence[float]) -> Mixture:
+        """Share out an epoch.
+
+        Args:
+            origins: for each conversation the number of its source.
+            weights: of each source, above 0; only their ratios count. Sources without conversations are passed over.
+        """
+        members = tuple(
+            tuple(index for index, origin in enumerate(origins) if origin == source) for source in range(len(weights))
+        )
+        shares = [weight if own else 0.0 for weight, own in zip(weights, members, strict=True)]
+        exact = [len(origins) * share / sum(shares) for share in shares]
+        quotas = [int(count) for count in exact]
+        # what rounding down left over goes to those who lost most by it
+        by_loss = sorted(range(len(exact)), key=lambda source: (quotas[source] - exact[source], source))
+        for source in by_loss[: len(origins) - sum(quotas)]:
+            quotas[source] += 1
+        return cls(members, tuple(quotas))
+
+    def lines(self, names: Sequence[str]) -> list[str]:
+        """Return one sentence on each source, for people."""
+        rows = zip(names, self.members, self.quotas, strict=True)
+        return [f"an epoch takes {quota} of {name}, which has {len(own)} to train on" for name, own, quota in rows]
+
+    def draw(self, epoch: int, seed: int) -> list[int]:
+        """Return the conversations of one epoch, source by source; the same for the same arguments."""
+        taken: list[int] = []
+        for source, (own, quota) in enumerate(zip(self.members, self.quotas, strict=True)):
+            # an endless line of shuffled passes over the source, of which each epoch takes the next `quota`
+            for place in range(epoch * quota, (epoch + 1) * quota):
+                turn, at = divmod(place, len(own))
+                if at == 0 or place == epoch * quota:
+                    line = random.Random(f"{seed}/{source}/{turn}").sample(own, len(own))
+                taken.append(line[at])
+        return taken

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.formats import ReadResult, read_conversations, read_records
+from medusa_train.data.records import ReadResult, read_conversations, read_records
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.hub import hub_is_out_of_reach
 
 _PARQUET = ".parquet"
 _FILES = (".jsonl", ".json", _PARQUET)

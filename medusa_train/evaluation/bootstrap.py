@@ -1,17 +1,97 @@
-"""Whether one run decodes in fewer steps than another: paired bootstrap over questions. Knows no model and no clock."""
+"""Bootstrap intervals of speed ratios over the questions of a bench. Knows no model and no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.intervals import Interval, interval, resample
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 
-RESAMPLES = 10_000
+Interval = tuple[float, float]
+
+RESAMPLES = 2000
+SEED = 20
+
+
+def interval(draws: Tensor, share: float = 0.95) -> Interval | None:
+    """The middle `share` of the drawn values [R]; None where a tenth or more of them is no number."""
+    finite = draws[torch.isfinite(draws)]
+    if len(finite) < 0.9 * len(draws):
+        return None
+    tail = (1 - share) / 2
+    low, high = torch.quantile(finite, torch.tensor([tail, 1 - tail], dtype=finite.dtype)).tolist()
+    return low, high
+
+
+def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tensor:
+    """Sums [R, C] of R samples of the n rows [n, C], each drawn n times with replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(rows), (resamples, len(rows)), generator=generator)
+    counts = torch.zeros(resamples, len(rows), dtype=rows.dtype)
+    counts.scatter_add_(1, chosen, torch.ones_like(counts))
+    return counts @ rows
+
+
+def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]:
+    """95 % percentile bootstrap intervals of the ratios in a summary, by the same names.
+
+    Whole questions are drawn, all their turns together, since the turns of a conversation are not independent. A
+    ratio of sums is computed anew for every sample. Empty with fewer than two questions or without a tree.
+    """
+    if not records or records[0].tree is None:
+        return {}
+    questions: dict[int | str, list[TurnRecord]] = {}
+    for record in records:
+        questions.setdefault(record.question_id, []).append(record)
+    if len(questions) < 2:
+        return {}
+    names = ["tree", *records[0].baselines]
+    rows = torch.tensor([_row(turns, names) for turns in questions.values()], dtype=torch.float64)
+    sums = dict(zip(names, resample(rows).split(len(_sums([])), dim=1), strict=True))
+    return {name: interval(draws) for name, draws in _ratios(sums).items()}
+
+
+def _row(turns: Sequence[TurnRecord], names: Sequence[str]) -> list[float]:
+    made: list[float] = []
+    for name in names:
+        answers = [turn.tree if name == "tree" else turn.baselines[name] for turn in turns]
+        made += _sums([answer for answer in answers if answer is not None])
+    return made
+
+
+def _sums(answers: Sequence[TimedAnswer]) -> list[float]:
+    """Tokens, seconds; and of the decoding steps alone: tokens, steps, seconds."""
+    return [
+        sum(len(answer.tokens) for answer in answers),
+        sum(answer.seconds for answer in answers),
+        sum(len(answer.tokens) - 1 for answer in answers),
+        sum(answer.steps for answer in answers),
+        sum(answer.decode_seconds for answer in answers),
+    ]
+
+
+def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The ratios [R] of the sums [R, 5] of every decoder."""
+    tree, plain = sums["tree"], sums["plain"]
+    speed = {name: part[:, 0] / part[:, 1] for name, part in sums.items()}
+    over = {name: speed["tree"] / rate for name, rate in speed.items() if name != "tree"}
+    return {
+        "acceleration_rate": tree[:, 2] / tree[:, 3],
+        "overhead": tree[:, 4] / tree[:, 3] / (plain[:, 4] / plain[:, 3]),
+        "speedup": over["plain"],
+        "speedup_over_generate": over["generate"],
+        "speedup_over_fastest": speed["tree"] / torch.maximum(speed["plain"], speed["generate"]),
+        "tokens_per_s": speed["tree"],
+        **{f"over_{name}": ratio for name, ratio in over.items()},
+    }
+
+
+PAIRED_RESAMPLES = 10_000
 
 
 class Counts(NamedTuple):
@@ -41,7 +121,7 @@ class RateComparison:
 
 
 def compare_rates(
-    first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = RESAMPLES
+    first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
 ) -> RateComparison:
     """Compare two runs question by question: percentile bootstrap, whole questions drawn, both runs' together.
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation.page.compare_page import compare_page
+from medusa_train.evaluation.html_report.comparison import compare_page
 
 #: What has to be the same for two speeds to be comparable, and how it is called.
 CONDITIONS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +14,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from medusa_train.evaluation.acceptance import node_acceptance
-from medusa_train.evaluation.metrics import Figures, by_category, summarize
-from medusa_train.evaluation.records import TurnRecord
+from medusa_train.evaluation.html_report.page import html_page
+from medusa_train.evaluation.judge import model_answers
+from medusa_train.evaluation.metrics import Figures, by_category, is_looping, node_acceptance, summarize
+from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.trees.tree import Tree
 
 
@@ -195,3 +198,119 @@ def _quality(report: Report) -> str:
 def _between(figures: Figures, key: str) -> str:
     found = figures["intervals"].get(key)
     return "" if found is None else f" ({found[0]:.2f}-{found[1]:.2f})"
+
+
+def markdown(report: Report) -> str:
+    """The content of report.md."""
+    titles, rows = rows_of(report, terminal=False)
+    table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
+    table += ["| " + " | ".join(row) + " |" for row in rows[:-1]]
+    table.append("| " + " | ".join(f"**{cell}**" for cell in rows[-1]) + " |")
+    facts = [f"- {key.replace('_', ' ')}: {_fact(value)}" for key, value in report.meta.items()]
+    blocks = [[f"# {title_of(report)}"], [summary_of(report)], table, _further(report), _definitions(report)]
+    blocks += [["## Run"], facts]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _further(report: Report) -> list[str]:
+    """Figures of the whole bench that have no column."""
+    overall = report.overall
+    lines = [
+        f"- {name.replace('_', ' ')}: {compared['tokens_per_s']:.0f} tokens/s"
+        + ("" if compared["speedup"] is None else f", speedup {compared['speedup']:.2f}x")
+        + f", {compared['equal_to_plain']}/{overall['answers']} answers equal to plain ones"
+        for name, compared in overall["baselines"].items()
+        if compared["tokens_per_s"] is not None
+    ]
+    for key, what, scale, digits in (
+        ("mean_speedup", "mean of the questions' own speedups", 1, 2),
+        ("time_to_first_token_s", "milliseconds until the first token", 1000, 1),
+        ("chain_acceleration_rate", "tokens per step of the chain of first guesses", 1, 2),
+    ):
+        if overall[key] is not None:
+            lines.append(f"- {what}: {overall[key] * scale:.{digits}f}")
+    if shares := overall["ctar"]:
+        shown = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
+        lines.append(f"- CTAR(w), steps that accepted at least w draft tokens: {shown}")
+    if table := overall["head_accuracy"]:
+        shown = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
+        lines.append(f"- top-1 / top-5 accuracy along the answers: {shown}")
+    return lines
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {item}" for key, item in value.items()) or "-"
+    return "-" if value is None else str(value)
+
+
+def _definitions(report: Report) -> list[str]:
+    lines = ["- **plain**: our decoding loop with the empty tree. **generate**: greedy `generate` of transformers."]
+    if report.has_tree:
+        lines += [
+            "- **tokens per step** (acceleration rate): over decoding steps; the first token comes from the prefill.",
+            "- **overhead**: latency of a step with the tree over that of a plain step, prefill excluded.",
+            "- **speedup**: total tokens per second with the tree over plain, prefill included. Intervals in brackets "
+            "are 95 % bootstrap intervals over questions.",
+            "- **equal fp32, bf16**: answers equal to the plain ones token for token, in float32 and in bfloat16; "
+            "+n counts ties, which first differ where the two best logits lie within 1e-4.",
+        ]
+    lines.append("- **loops**: answers that hold an 8-token sequence three times or more; loops flatter a speedup.")
+    return lines
+
+
+def _answer_line(record: TurnRecord) -> dict[str, Any]:
+    timed = record.answer
+    return {
+        "question_id": record.question_id,
+        "category": record.category,
+        "turn": record.turn,
+        "asked": record.asked,
+        "text": record.text,
+        "pieces": list(record.pieces),
+        "prompt_tokens": len(record.prompt_ids),
+        "tokens": len(timed.tokens),
+        "steps": timed.steps,
+        "accepted": list(timed.accepted),
+        "loops": is_looping(timed.tokens),
+        "seconds": {
+            "tree": None if record.tree is None else record.tree.seconds,
+            **{name: answer.seconds for name, answer in record.baselines.items()},
+        },
+        "exact": {dtype: verdict.value for dtype, verdict in record.exact.items()},
+    }
+
+
+def write_report(
+    report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
+) -> list[Path]:
+    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl.
+
+    `directory` is made if absent. Returns the files' paths.
+    """
+    answers = [_answer_line(record) for record in records]
+    answers += [
+        {"question_id": turn.question_id, "turn": turn.turn, "prompt_tokens": turn.prompt_tokens, "skipped": True}
+        for turn in skipped
+    ]
+    contents = {
+        "report.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n",
+        "report.md": markdown(report),
+        "report.html": html_page(report.as_json(), answers, rows_of(report, terminal=False)),
+        "answers.jsonl": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
+    }
+    name = model_id(report.meta)
+    contents[f"model_answer/{name}.jsonl"] = "".join(
+        json.dumps(line, ensure_ascii=False) + "\n" for line in model_answers(records, name)
+    )
+    (directory / "model_answer").mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        _replace(directory / name, content)
+    return [directory / name for name in contents]
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a file so that an interruption leaves the old one or the new one, never half of one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content, encoding="utf-8")
+    os.replace(temporary, path)

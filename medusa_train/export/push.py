@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.files import read_json
-from medusa_train.config.hub import hub_is_out_of_reach
+from medusa_train.checkpoint.serialize import read_json
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.hub import hub_is_out_of_reach
 
 
 def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:

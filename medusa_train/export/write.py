@@ -9,17 +9,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.disk import WRITE_ERRORS, replace_text, write_failure
-from medusa_train.checkpoint.layouts import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.load import SubjectPaths
 from medusa_train.checkpoint.reference import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.subject import SubjectPaths
 from medusa_train.checkpoint.vllm import filled_in
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.export.card import model_card
-from medusa_train.export.merged import MERGED, load_trained_backbone, trained_the_backbone, write_merged
-from medusa_train.export.tensorrt import backbone_keys, choices
-from medusa_train.export.vllm_rules import check_vllm_directory
+from medusa_train.export.targets import (
+    MERGED,
+    backbone_keys,
+    check_vllm_directory,
+    choices,
+    load_trained_backbone,
+    trained_the_backbone,
+    write_merged,
+)
+from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads whatever config.json says."""

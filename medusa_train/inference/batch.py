@@ -22,7 +22,7 @@ from medusa_train.inference.generate import (
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
 from medusa_train.models.features import PLAIN, Features
-from medusa_train.trees.batch_cache import BatchCache, mask_behind
+from medusa_train.trees.kv_cache import BatchCache, mask_behind
 from medusa_train.trees.tree import Tree
 
 

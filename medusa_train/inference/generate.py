@@ -16,8 +16,8 @@ from medusa_train.models.compiled import block_end
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import TreeMasks
 from medusa_train.trees.tree import Tree
-from medusa_train.trees.tree_mask import TreeMasks
 
 Finish = Literal["eos", "length", "context"]
 

@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from medusa_train.data.chat import ChatEncoder
 from medusa_train.data.conversation import Message
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import Decoder, Finish, Step, finish_of
 from medusa_train.inference.sampling import Sampling
-from medusa_train.inference.text import TextStream
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.trees.tree import Tree

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.targets import IGNORE, shift
-from medusa_train.losses.distill import linear_kl, linear_soft_cross_entropy
-from medusa_train.losses.linear import LinearSums
-from medusa_train.losses.linear_ce import linear_cross_entropy
+from medusa_train.losses.fused_linear import LinearSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
 from medusa_train.losses.matrix import UnembeddingLike
 from medusa_train.losses.schedules import head_weight, lambda0
 

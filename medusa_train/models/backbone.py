@@ -10,23 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.adapter import low_rank_of
-from medusa_train.models.attention import document_bounds
+from medusa_train.models.attention import document_bounds, use_few_rows
+from medusa_train.models.compatibility import check_model
 from medusa_train.models.compiled import BLOCK, CompiledPass, capacity_for
-from medusa_train.models.embedding import Embedding
-from medusa_train.models.facts import context_length, eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.few_rows import use_few_rows
+from medusa_train.models.hf_config import context_length, eos_ids, layer_types, logit_scale, rope_switch
+from medusa_train.models.hooks import inputs_of, outputs_of
+from medusa_train.models.layer_split import Split
+from medusa_train.models.lm_head import Embedding, Unembedding
 from medusa_train.models.loading import dtype_of, load_model
-from medusa_train.models.packed import pack_linears
-from medusa_train.models.packing_mask import packing_mask
-from medusa_train.models.partial import Split
+from medusa_train.models.lora import low_rank_of
+from medusa_train.models.prepack import pack_linears
 from medusa_train.models.quantization import Quantization
-from medusa_train.models.support import check_model
-from medusa_train.models.taps import inputs_of, outputs_of
-from medusa_train.models.unembedding import Unembedding
-from medusa_train.models.windows import windowed
 from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import packing_mask, windowed
 
 
 class Backbone:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.config.hub import hub_is_out_of_reach
 from medusa_train.config.paths import names_a_path, resolve_path
 from medusa_train.errors import BackboneError
+from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.models.compatibility import check_architecture
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
-from medusa_train.models.support import check_architecture
 
 
 def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:

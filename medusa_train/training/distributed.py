@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.training.ranks import Place
+from medusa_train.training.process_info import Place
 
 T = TypeVar("T")
 

@@ -7,27 +7,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from medusa_train.checkpoint.run_layout import TREE
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
-from medusa_train.losses.objective import Objective, ObjectiveOutput
+from medusa_train.errors import MedusaError
+from medusa_train.losses.objective import LMSums, Objective, ObjectiveOutput
 from medusa_train.models.drafts.base import Draft
-from medusa_train.tracking import Tracker
+from medusa_train.models.precision import Precision
+from medusa_train.progress import Tracker
+from medusa_train.training.backbone_recipe import Student
 from medusa_train.training.distributed import ALONE, World
-from medusa_train.training.engine import Engine
-from medusa_train.training.heldout import HeldOut, evaluate_held_out
-from medusa_train.training.interrupt import StopRequest
-from medusa_train.training.nonfinite import NonFiniteStep
-from medusa_train.training.plan import Plan
-from medusa_train.training.precision import Precision
-from medusa_train.training.run_dir import TREE
-from medusa_train.training.snapshot import restore_weights, take_snapshot
-from medusa_train.training.state import TrainState, Window
-from medusa_train.training.step import MicroStep, StepSums
-from medusa_train.training.student import Student
+from medusa_train.training.signals import StopRequest
+from medusa_train.training.state import Plan, TrainState, Window, restore_weights, take_snapshot
+from medusa_train.training.strategy import Engine
+from medusa_train.training.validation import HeldOut, evaluate_held_out
 
 
 class Outcome(Enum):
@@ -268,3 +266,90 @@ class Trainer:
             self.world.lead(
                 lambda: self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
             )
+
+
+@dataclass
+class MicroStep:
+    """What is kept of one micro-batch once its gradients are added."""
+
+    records: list[str]
+    loss: Tensor  # scalar, this micro-batch's share
+    correct: Tensor  # long [K]
+    counts: Tensor  # long [K]
+    known: Tensor  # long [K]
+    tokens: int
+    lm: LMSums | None  # of the backbone's own loss, where it learns
+
+    def row(self) -> Tensor:
+        """All numbers in one row, float64 on the CPU, to be added up; `StepSums.of` takes the sum apart."""
+        lm = [0.0, 0.0, 0.0] if self.lm is None else [float(self.lm.ce), float(self.lm.kl), float(self.lm.count)]
+        heads = [*self.correct.tolist(), *self.counts.tolist(), *self.known.tolist()]
+        return torch.tensor([float(self.loss), self.tokens, *lm, *heads], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over one global batch: all micro-batches of all processes.
+
+    Attributes:
+        loss: the step's. tokens: read.
+        lm_ce, lm_kl, lm_count: the backbone's own sums in nats, and its targets; 0 where it is frozen.
+        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
+    """
+
+    loss: float
+    tokens: int
+    lm_ce: float
+    lm_kl: float
+    lm_count: int
+    correct: list[int]
+    counts: list[int]
+    known: list[int]
+
+    @classmethod
+    def of(cls, row: Tensor) -> StepSums:
+        """Take apart a sum of `MicroStep.row`."""
+        loss, tokens, ce, kl, targets, *rest = row.tolist()
+        heads = [int(number) for number in rest]
+        count = len(heads) // 3
+        parts = (heads[start : start + count] for start in (0, count, 2 * count))
+        return cls(loss, int(tokens), ce, kl, int(targets), *parts)
+
+
+class NonFiniteLossError(MedusaError):
+    """The loss or the gradient is NaN or infinite; going on would only spread it."""
+
+
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """A step that must not change anything.
+
+    Attributes:
+        step: its number. loss: of the whole step.
+        records: where the loss is not finite those of the micro-batches to blame, else all of the step.
+    """
+
+    step: int
+    loss: float
+    records: list[str]
+
+    @property
+    def reason(self) -> str:
+        """What was not finite."""
+        return f"the loss is {self.loss}" + (", its gradient is not finite" if math.isfinite(self.loss) else "")
+
+    def error(self, skipped: int, good: Path | None) -> NonFiniteLossError:
+        """Say why the run ends here.
+
+        Args:
+            skipped: steps of this kind that were skipped before it.
+            good: the last checkpoint.
+        """
+        where = f"The last good checkpoint is {good}." if good else "There is no checkpoint yet."
+        before = f" ({skipped} like it were skipped before, which is all that max_nonfinite_steps allows)"
+        return NonFiniteLossError(
+            f"step {self.step}: {self.reason}; the heads were left as they were before it{before if skipped else ''}.\n"
+            f"Records in it: {', '.join(self.records)}.\n{where}\n"
+            "Look at these records; if they are sound, lower learning_rate, or set bf16: false. "
+            "max_nonfinite_steps lets so many such steps of a run be skipped."
+        )

@@ -136,3 +136,150 @@ class TreeCache(Cache):
         """Forget everything, keep the memory."""
         self.length = 0
         self._pending = 0
+
+
+_BLOCK = 256  # positions; memory that has to grow does so by whole blocks, so that it seldom has to
+
+
+class BatchCache(TreeCache):
+    """A `TreeCache` whose row b holds `lengths[b]` committed positions, at columns 0 .. lengths[b] - 1.
+
+        row 0  a a a a a a a a P P P       a committed, P pending, - neither: nobody may attend to these columns
+        row 1  b b b b b - - - P P P       (`gaps`)
+                               ^ length
+
+    Pending positions stand behind the longest row, at the same columns in all, so that a pass writes them in one piece.
+    What is kept of them moves to the end of its own row. The memory of rows that have left is kept for those that join.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(num_layers, capacity)
+        self.lengths: list[int] = []
+        self._memory: Tensor | None = None  # of which `_storage` is the first rows
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Make the storage, see `TreeCache.allocate`."""
+        super().allocate(keys, values)
+        self._memory = self._storage
+
+    def commit_rows(self, lengths: Sequence[int]) -> None:
+        """Take the first `lengths[b]` pending positions of each row over as they lie: prompts, padded behind.
+
+        Raises:
+            MedusaError: a prompt is longer than what was written.
+        """
+        if max(lengths) > self._pending:
+            raise MedusaError(f"{max(lengths)} positions to commit, only {self._pending} are pending")
+        self.lengths = list(lengths)
+        self.length = max(lengths)
+        self._pending = 0
+
+    def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
+        """Take over the pending positions `paths[b]` (increasing) of each row, and drop the others.
+
+        Raises:
+            MedusaError: a node is not pending.
+        """
+        last = max(path[-1] for path in paths)
+        if last >= self._pending:
+            raise MedusaError(f"node {last} to keep, only {self._pending} are pending")
+        # Rows that keep less copy their last node again and again: it lands behind their end, where nobody reads.
+        count = max(len(path) for path in paths)
+        source = [[self.length + path[min(i, len(path) - 1)] for i in range(count)] for path in paths]
+        target = [[own + i for i in range(count)] for own in self.lengths]
+        if source != target:
+            self._move(source, target)
+        self.lengths = [own + len(path) for own, path in zip(self.lengths, paths, strict=True)]
+        self.length = max(self.lengths)
+        self._pending = 0
+
+    def _move(self, source: list[list[int]], target: list[list[int]]) -> None:
+        assert self._storage is not None
+        device = self._storage.device
+        rows = torch.arange(len(source), device=device)[:, None]
+        there = torch.tensor(target, device=device)  # [B, count]
+        # copied first, so source and target may overlap
+        if len(source[0]) == 1 and source.count(source[0]) == len(source):
+            # one column of all rows, as in plain decoding, takes half the time as a slice
+            kept = self._storage[:, :, :, :, source[0][0], None].clone().permute(2, 4, 0, 1, 3, 5)
+        else:
+            kept = self._storage[:, :, rows, :, torch.tensor(source, device=device)]
+        self._storage[:, :, rows, :, there] = kept
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Go on with `rows` alone; row i becomes what was row rows[i].
+
+        In place: a row may only move to the place of one that is given up or has moved before (rows[i] >= i). Before
+        anything was written there is nothing to move.
+        """
+        for row, was in enumerate(rows):
+            if was < row:
+                raise ValueError(f"row {was} can't move up to {row}")
+            if was != row and self._storage is not None:
+                used = self.lengths[was]
+                self._storage[:, :, row, :, :used] = self._storage[:, :, was, :, :used]
+        if self._storage is not None:
+            self._storage = self._storage[:, :, : len(rows)]
+        self.lengths = [self.lengths[was] for was in rows]
+        self.length = max(self.lengths, default=0)
+
+    def join(self, other: BatchCache, capacity: int) -> None:
+        """Let the rows of `other` follow one's own, with copies of what they have committed.
+
+        Args:
+            other: of the same backbone; it is not changed. capacity: positions that a row needs from now on.
+
+        Raises:
+            ValueError: positions are pending here, where the next pass would look for them; or nothing was ever written
+                in either.
+        """
+        if self._pending:
+            raise ValueError(f"{self._pending} positions are pending; keep or drop them before rows join")
+        if other._storage is None:
+            raise ValueError("nothing was written in the cache whose rows are to join")
+        rows, used = len(self.lengths), other.length
+        memory = self._reserve(rows + len(other.lengths), max(capacity, used))
+        self._storage = memory[:, :, : rows + len(other.lengths)]
+        self._storage[:, :, rows:, :, :used] = other._storage[:, :, :, :, :used]
+        self.lengths = [*self.lengths, *other.lengths]
+        self.length = max(self.lengths)
+
+    def _reserve(self, rows: int, capacity: int) -> Tensor:
+        """The memory for so many rows of so many positions, with what is there in its place."""
+        if self._memory is None:
+            raise ValueError("nothing was written in the cache that rows are to join")
+        layers, two, held, heads, _, dim = self._memory.shape
+        if rows <= held and capacity <= self.capacity:
+            return self._memory
+        if capacity > self.capacity:
+            self.capacity = -(-capacity // _BLOCK) * _BLOCK
+        grown = self._memory.new_zeros(layers, two, max(rows, held), heads, self.capacity, dim)
+        own = len(self.lengths)
+        grown[:, :, :own, :, : self.length] = self._memory[:, :, :own, :, : self.length]
+        self._memory = grown
+        return grown
+
+    def gaps(self, device: torch.device) -> Tensor:
+        """Where nobody may look: bool [B, length], true behind each row's own end."""
+        ends = torch.tensor(self.lengths, device=device)
+        return torch.arange(self.length, device=device) >= ends[:, None]
+
+
+def mask_behind(cache: TreeCache, block: Tensor) -> Tensor:
+    """What the pending positions of a pass see: their own row's committed positions, and of each other as `block` says.
+
+    Args:
+        block: additive, [q, q], or [1 or B, q, q] where rows differ.
+
+    Returns:
+        [1 or B, 1, q, length + q], B for a `BatchCache`.
+    """
+    block = block if block.dim() == 3 else block[None]
+    if not isinstance(cache, BatchCache):
+        mask = block.new_zeros(1, 1, block.shape[1], cache.length + block.shape[2])
+        mask[0, :, :, cache.length :] = block
+        return mask
+    rows = len(cache.lengths)
+    prefix = block.new_zeros(rows, cache.length).masked_fill_(cache.gaps(block.device), float("-inf"))
+    prefix = prefix[:, None].expand(-1, block.shape[1], -1)
+    return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]

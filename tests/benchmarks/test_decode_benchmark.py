@@ -20,15 +20,15 @@ from random_llama import SHAPES, llama_config, quantize_nf4, random_backbone, ra
 
 from medusa_train.errors import BackboneError
 from medusa_train.inference.accept import accept
-from medusa_train.models import packed
+from medusa_train.models import prepack as packed
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.packed import is_packed
-from medusa_train.trees.batch_cache import BatchCache
+from medusa_train.models.prepack import is_packed
+from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
-from tests.models.test_packed import needs_onednn
+from tests.models.test_prepack import needs_onednn
 
 CPU = torch.device("cpu")
 SMALL = llama_config(32, 48, 2, 4, 2, 61)

@@ -22,15 +22,15 @@ from drafts_decode import COUNTS, answerers, measure
 from drafts_report import accuracies, markdown, write_report
 from m2_vs_m1 import Stage
 
-from medusa_train.checkpoint.drafts import save_draft
+from medusa_train.checkpoint.heads import save_draft
 from medusa_train.cli.common import split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.evaluation.bootstrap import Counts
-from medusa_train.models.adapter import Adapter, LoraSpec
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.drafts.kinds import DRAFTS
+from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import backbone_dir, chats, sentence
 
@@ -256,7 +256,7 @@ def test_counts_are_those_of_decoding_and_go_on_where_they_stopped(
     }
     assert all(one.backbone is field.backbone for one in field.contenders)
 
-    from medusa_train.evaluation.turn_log import TurnLog
+    from medusa_train.evaluation.records import TurnLog
 
     append, seen = TurnLog.append, []
 

@@ -13,7 +13,7 @@ import peers
 import peers_vllm
 import pytest
 
-from medusa_train.checkpoint.subject import load_subject, locate
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
 

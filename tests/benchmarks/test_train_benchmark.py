@@ -21,7 +21,7 @@ from train_step import Step, measure_joint
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.data.targets import IGNORE
-from medusa_train.training.precision import Precision
+from medusa_train.models.precision import Precision
 from tests.families import random_backbone
 
 SMALL = Case("loss", "naive", tokens=64, vocab=61, width=16, heads=2, repeats=1)

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from medusa_train.checkpoint.drafts import load_draft, save_draft
-from medusa_train.checkpoint.layouts import read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft, write_heads, write_vllm
 from medusa_train.checkpoint.reference import from_reference
 from medusa_train.checkpoint.vllm import config_as_loaded, from_vllm, loader_problems, to_vllm
 from medusa_train.errors import CheckpointError

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from medusa_train.checkpoint.layouts import read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference import from_reference, to_reference
 from medusa_train.checkpoint.vllm import config_as_loaded, filled_in, from_vllm, loader_problems, to_vllm
 from medusa_train.errors import CheckpointError

@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from medusa_train.checkpoint.layouts import save_heads
+from medusa_train.checkpoint.heads import save_heads
 from medusa_train.cli.export import app, export_after_training
 from medusa_train.models.drafts.medusa import MedusaDraft
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
-from medusa_train.selfdistill import seed_sets
+from medusa_train.selfdistill import prompts as seed_sets
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.fake_server import Reply, error, serving
 
@@ -69,7 +69,7 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
 def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1", "--output", "whole.jsonl"]
     assert runner.invoke(app, flags).exit_code == 0
-    monkeypatch.setattr("medusa_train.selfdistill.job.open_engine", None)
+    monkeypatch.setattr("medusa_train.selfdistill.run.open_engine", None)
     result = runner.invoke(app, flags)
     assert result.exit_code == 0, result.output
     assert "nothing is left to do: whole.jsonl is complete" in result.output
@@ -134,7 +134,7 @@ def test_mistakes_end_with_their_code_and_a_message(
 
 
 def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medusa_train.selfdistill.local import LocalEngine
+    from medusa_train.selfdistill.hf_engine import LocalEngine
 
     answer, asked = LocalEngine.next, []
 

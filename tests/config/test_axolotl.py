@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from medusa_train.checkpoint.layouts import read_heads
+from medusa_train.checkpoint.heads import read_heads
 from medusa_train.cli.train import app
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.config.base import Config
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import (
@@ -15,6 +14,7 @@ from medusa_train.config.schema import (
     SelfDistillConfig,
     TrainConfig,
 )
+from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError
 
 MINIMAL = ["base_model=m", "datasets=[{path: a}]"]

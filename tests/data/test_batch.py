@@ -1,8 +1,11 @@
+import random
+
+import pytest
 import torch
 
-from medusa_train.data.batch import collate
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import collate, pack
 from medusa_train.data.targets import IGNORE
+from medusa_train.data.tokenize import Example
 
 
 def example(first: int, length: int, learnt: int) -> Example:
@@ -34,3 +37,52 @@ def test_rows_of_several_documents() -> None:
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 1, 1]]
     assert batch.records == ["from 10", "from 20", "from 30", "from 40"]
+
+
+def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The same by its definition, in n * rows steps."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        for row in rows:
+            if sum(lengths[i] for i in row) + lengths[index] <= capacity:
+                row.append(index)
+                break
+        else:
+            rows.append([index])
+    return rows
+
+
+def test_by_hand() -> None:
+    assert pack([4, 7, 3, 6], 10) == [[1, 2], [3, 0]]
+    assert pack([5, 5, 5], 10) == [[0, 1], [2]]
+    assert pack([10, 10], 10) == [[0], [1]]
+    assert pack([1], 10) == [[0]]
+    assert pack([], 10) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_document_stands_in_the_first_row_with_room(seed: int) -> None:
+    draw = random.Random(seed)
+    capacity = draw.randint(1, 40)
+    lengths = [draw.randint(1, capacity) for _ in range(draw.randint(1, 70))]
+    assert pack(lengths, capacity) == first_fit_decreasing(lengths, capacity)
+
+
+@pytest.mark.parametrize("capacity", [2048, 4096])
+def test_rows_of_chats_are_nearly_full(capacity: int) -> None:
+    """Lengths like those of shared chats: log-normal around 900 tokens, long ones cut somewhere below capacity."""
+    draw = random.Random(0)
+    lengths = []
+    while len(lengths) < 5000:
+        length = max(20, round(draw.lognormvariate(6.8, 1.0)))
+        lengths.append(length if length <= capacity else draw.randint(capacity // 2, capacity))
+    rows = pack(lengths, capacity)
+    assert sorted(index for row in rows for index in row) == list(range(5000))
+    assert max(sum(lengths[index] for index in row) for row in rows) <= capacity
+    assert sum(lengths) / (len(rows) * capacity) > 0.95
+
+
+@pytest.mark.parametrize("lengths", [[3, 11], [0, 3]])
+def test_documents_that_are_no_part_of_a_row_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="must have 1 to 10 tokens"):
+        pack(lengths, 10)

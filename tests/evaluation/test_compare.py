@@ -9,9 +9,8 @@ from rich.console import Console
 
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.compare import category_rows, differences, load_reports, rows, show, write
-from medusa_train.evaluation.report import Report
-from medusa_train.evaluation.report_files import write_report
-from tests.evaluation.page.test_page import TREE, Balance, record
+from medusa_train.evaluation.report import Report, write_report
+from tests.evaluation.html_report.test_page import TREE, Balance, record
 from tests.evaluation.test_report import meta
 
 

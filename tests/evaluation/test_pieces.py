@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from medusa_train.evaluation.pieces import guessed_by, token_pieces
+from medusa_train.inference.detokenize import guessed_by, token_pieces
 
 
 def test_pieces_put_together_are_the_text_and_no_character_is_torn(backbone_dir: Path) -> None:

@@ -5,11 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from medusa_train.evaluation.markdown import markdown
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord, Verdict
-from medusa_train.evaluation.report import Report, terminal_table
-from medusa_train.evaluation.report_files import write_report
-from medusa_train.inference.ranks import Trace
+from medusa_train.evaluation.report import Report, markdown, terminal_table, write_report
+from medusa_train.inference.traces import Trace
 
 KEYS = {
     "acceleration_rate",

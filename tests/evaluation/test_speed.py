@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from medusa_train.checkpoint.subject import Subject, load_subject, locate
-from medusa_train.data.chat import ChatEncoder
+from medusa_train.checkpoint.load import Subject, load_subject, locate
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
-from medusa_train.evaluation.baselines import GenerateAnswerer
-from medusa_train.evaluation.benches import Question, load_bench
+from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
-from medusa_train.checkpoint.layouts import save_heads
-from medusa_train.models.adapter import Adapter, LoraSpec
+from medusa_train.checkpoint.heads import save_heads
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from medusa_train.checkpoint.layouts import read_heads
-from medusa_train.checkpoint.subject import locate
+from medusa_train.checkpoint.heads import read_heads
+from medusa_train.checkpoint.load import locate
 from medusa_train.export.card import model_card
 from medusa_train.export.write import export_run
 

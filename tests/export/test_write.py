@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.layouts import load_heads, read_heads
+from medusa_train.checkpoint.heads import load_heads, read_heads
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.checkpoint.reference import HeadTensors
-from medusa_train.checkpoint.subject import load_subject, locate
 from medusa_train.checkpoint.vllm import loader_problems
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError

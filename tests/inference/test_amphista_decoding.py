@@ -15,7 +15,7 @@ from medusa_train.models.drafts.amphista import AmphistaDraft, AmphistaState
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
-from tests.models.test_amphista import VARIANTS, trained_like
+from tests.models.drafts.test_amphista import VARIANTS, trained_like
 
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])

@@ -172,7 +172,7 @@ def test_rows_that_join_late_say_what_they_say_alone(family: str, wanted: int) -
 
 
 def test_rows_join_up_to_the_contexts_end_and_in_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.trees.batch_cache._BLOCK", 4)
+    monkeypatch.setattr("medusa_train.trees.kv_cache._BLOCK", 4)
     backbone = random_backbone("llama")
     backbone.max_context = 24
     alone = [Decoder(backbone).generate(prompt, 17, ()) for prompt in QUEUE]

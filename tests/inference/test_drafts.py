@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_train.checkpoint.drafts import load_draft, save_draft
+from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.errors import CheckpointError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import trace_answer
 from medusa_train.inference.sampling import Sampling
+from medusa_train.inference.traces import trace_answer
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts import DRAFTS, kind_of
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.drafts.kinds import DRAFTS, kind_of
 from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone

@@ -11,18 +11,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder
-from medusa_train.inference.calibrate import step_latency
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import trace_answer
 from medusa_train.inference.sampling import Sampling
+from medusa_train.inference.traces import trace_answer
+from medusa_train.inference.tree_search import step_latency
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.kangaroo_state import KangarooState
 from medusa_train.models.features import Rows
-from medusa_train.models.partial import Places
-from medusa_train.trees.levels import Level
-from medusa_train.trees.tree import Tree
+from medusa_train.models.layer_split import Places
+from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 from tests.inference.chi_square import p_value
 

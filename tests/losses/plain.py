@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medusa_train.models.unembedding import LowRank, Unembedding
+from medusa_train.models.lm_head import LowRank, Unembedding
 
 RANK = 3
 VARIANTS: list[dict[str, Any]] = [

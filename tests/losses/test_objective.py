@@ -10,7 +10,7 @@ from torch.nn import functional
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Medusa1Objective, ObjectiveOutput
 from medusa_train.models.features import Features
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_document, part
 
 

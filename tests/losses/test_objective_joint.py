@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.features import Features
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
 from tests.losses.plain import Random, leaves
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, features, mean_term, one_document, part
 

@@ -12,7 +12,7 @@ from torch.nn.functional import log_softmax, one_hot
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Medusa1Objective
 from medusa_train.models.features import Features
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
 from tests.losses.toy import DECAY, B, D, K, Rows, T, V, one_document, part
 
 KEPT = torch.tensor([12, 3, 5, 0, 9, 16])

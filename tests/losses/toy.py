@@ -11,7 +11,7 @@ from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.targets import IGNORE
 from medusa_train.models.features import Features
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
 
 B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
 

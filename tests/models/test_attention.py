@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from medusa_train.data.batch import Batch, collate
 from medusa_train.errors import BackboneError
-from medusa_train.models.attention import document_bounds, flash_obstacle
+from medusa_train.inference.generate import Decoder
+from medusa_train.models import attention as few_rows
+from medusa_train.models.attention import NAME, document_bounds, few_rows_attention, few_rows_forward, flash_obstacle
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
-from tests.models.test_packing_mask import documents
+from tests.trees.test_masks import documents
 from tests.varlen import APART, LEAKING
 
 
@@ -101,3 +107,133 @@ def test_what_stands_in_the_way_of_flash_attention(changed: dict, reason: str | 
     facts = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "known": True, "installed": True, **changed}
     found = flash_obstacle(**facts)
     assert found is None if reason is None else reason in str(found)
+
+
+class Attends(nn.Module):
+    """What transformers' functions look at of a layer."""
+
+    is_causal = True
+
+    def __init__(self, shared: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = shared
+
+
+def made(rows: int, heads: int, kv_heads: int, q: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(heads + q)
+    query = torch.randn(rows, q, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2)
+    key, value = torch.randn(2, rows, kv_heads, keys, 8, generator=generator, dtype=torch.float64)
+    return query, key, value
+
+
+def tree_mask(rows: int, q: int, keys: int) -> Tensor:
+    """Another one for each row, that hides some keys from each query and never all."""
+    hidden = torch.rand(rows, 1, q, keys, generator=torch.Generator().manual_seed(q)) < 0.4
+    hidden[..., 0] = False
+    return torch.zeros(rows, 1, q, keys, dtype=torch.float64).masked_fill(hidden, float("-inf"))
+
+
+def by_the_book(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Head by head."""
+    shared = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // shared].transpose(1, 2) * scaling
+        scores = scores if mask is None else scores + mask[:, 0]
+        heads.append(scores.softmax(-1) @ value[:, head // shared])
+    return torch.stack(heads, dim=1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (1, 1), (8, 1)])
+@pytest.mark.parametrize("q", [1, 2, 5])
+@pytest.mark.parametrize("masks", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_it_is_attention_by_the_book(
+    heads: int, kv_heads: int, q: int, masks: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    query, key, value = (tensor.to(dtype) for tensor in made(2, heads, kv_heads, q, 11))
+    mask = tree_mask(masks, q, 11) if masks else None
+    found = few_rows_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
+    expected = by_the_book(query.double(), key.double(), value.double(), mask, 0.3)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("q", [1, 5])
+def test_values_may_be_of_another_size(q: int) -> None:
+    query, key, value = made(2, 6, 2, q, 11)
+    found = few_rows_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
+    expected = by_the_book(query, key, value[..., :3], None, 0.3)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_a_soft_cap_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the stock function's matter, which knows it, refuses it or, in older releases, leaves it out."""
+    seen: list[object] = []
+    monkeypatch.setattr(few_rows, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
+    with torch.no_grad():
+        few_rows_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
+    assert seen == [30.0]
+
+
+@pytest.mark.parametrize("case", ["gradient", "prefill", "mask by head"])
+def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> Tensor:
+        raise AssertionError("not the stock function")
+
+    monkeypatch.setattr(few_rows, "few_rows_attention", never)
+    q = 5
+    query, key, value = made(1, 4, 2, q, q)
+    mask = {"prefill": None, "mask by head": tree_mask(1, q, q).repeat(1, 4, 1, 1)}.get(case, tree_mask(1, q, q))
+    with torch.set_grad_enabled(case == "gradient"):
+        query.requires_grad_(case == "gradient")
+        found, _ = few_rows_forward(Attends(2), query, key, value, mask)
+        expected, _ = sdpa_attention_forward(Attends(2), query, key, value, mask)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        if case == "gradient":
+            ours, stock = (torch.autograd.grad(out.square().sum(), query)[0] for out in (found, expected))
+            torch.testing.assert_close(ours, stock, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_a_model_decodes_as_with_the_stock_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
+    backbone = random_backbone(family)
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    prompt, trees = [5, 9, 11, 3], (None, Tree.cartesian([3, 2]))
+    expected = [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees]
+    seen = []
+    attention = few_rows.few_rows_attention
+    monkeypatch.setattr(
+        few_rows, "few_rows_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
+    )
+    backbone.pack()
+    assert backbone.attention == backbone.config._attn_implementation == NAME
+    assert [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees] == expected
+    assert set(seen) == {1, 10}  # plain steps, and a tree of nine nodes behind its root
+
+
+def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
+    backbone = random_backbone("llama", dtype=torch.bfloat16)
+    tokens = torch.arange(6)[None]
+    cache = backbone.new_cache(8)
+    with torch.inference_mode():
+        backbone.run(tokens[:, :5], cache=cache)
+        cache.commit(5)
+        position = torch.tensor([[5]])
+        stock = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
+        backbone.pack()
+        assert backbone.attention == backbone.config._attn_implementation == NAME
+        ours = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
+    torch.testing.assert_close(ours, stock, rtol=5e-2, atol=5e-2)
+
+
+def test_no_model_takes_it_where_it_is_slower_or_can_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
+    capped = random_backbone("gemma2", dtype=torch.bfloat16)
+    capped.pack()
+    assert capped.attention == capped.config._attn_implementation == "eager"
+    monkeypatch.setattr(few_rows, "_faster", lambda *shape: False)
+    slower = random_backbone("llama", dtype=torch.bfloat16)
+    slower.pack()
+    assert slower.attention == "sdpa"

@@ -10,8 +10,8 @@ from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.facts import context_length
 from medusa_train.models.features import FeatureSpec
+from medusa_train.models.hf_config import context_length
 from medusa_train.models.loading import resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 

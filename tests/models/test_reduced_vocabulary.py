@@ -9,16 +9,16 @@ from torch import nn
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.ranks import trace_answer
-from medusa_train.models import packed
+from medusa_train.inference.traces import trace_answer
+from medusa_train.models import prepack as packed
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
-from medusa_train.models.unembedding import LowRank, Unembedding
+from medusa_train.models.lm_head import LowRank, Unembedding
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
-from tests.models.test_packed import needs_onednn
+from tests.models.test_prepack import needs_onednn
 
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])  # in no order, as others may write it
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from medusa_train.selfdistill.engines import Answer, Request
-from medusa_train.selfdistill.talks import Steps, Talk
+from medusa_train.selfdistill.modes import Steps, Talk
 
 
 def said(text: str, reason: str = "stop") -> Answer:

@@ -6,18 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.drafts import load_draft
-from medusa_train.checkpoint.layouts import read_heads
-from medusa_train.checkpoint.subject import load_subject, locate
+from medusa_train.checkpoint.heads import load_draft, read_heads
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.cli.train import headline
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.kinds import DRAFTS
-from medusa_train.models.memory import estimate_memory
-from medusa_train.training.inspect import inspect_run
+from medusa_train.models.drafts import DRAFTS
+from medusa_train.training.inspect import estimate_memory, inspect_run
 from medusa_train.training.run import train
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after

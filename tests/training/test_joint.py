@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.layouts import load_heads
+from medusa_train.checkpoint.heads import load_heads
+from medusa_train.checkpoint.load import load_subject, locate
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.checkpoint.subject import load_subject, locate
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone

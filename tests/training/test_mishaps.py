@@ -76,13 +76,13 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     run = tmp_path / "run"
     kills = [
         # before the first checkpoint: in the second micro-batch of step 2
-        (Mishap("medusa_train.training.engine:LocalEngine.backward", 4), []),
+        (Mishap("medusa_train.training.strategy:LocalEngine.backward", 4), []),
         # step 3 was the best evaluation and is saved; step 4 is done and logged, its checkpoint half written
         (Mishap("medusa_train.checkpoint.store:write_tensors", 6), [3]),
         # between the files of step 4 and their new name
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 1), [3]),
         # in the middle of the evaluation of step 6, its training line is written
-        (Mishap("medusa_train.training.heldout:linear_kl", 1), [3, 4]),
+        (Mishap("medusa_train.training.validation:linear_kl", 1), [3, 4]),
         # the evaluation of step 6 is logged, its checkpoint not begun
         (Mishap("medusa_train.checkpoint.store:pack", 1), [3, 4]),
         # checkpoint 8 has its name, those beyond the limit are still there
@@ -145,8 +145,8 @@ def test_sigterm_in_every_phase_tells_how_to_go_on(cfg: TrainConfig, whole: Path
     """Before training it only ends, with 143 and no trace; later with everything saved."""
     run = tmp_path / "run"
     for place, saved, words in (
-        ("medusa_train.training.prepare:load_datasets", [], "error: terminated\n"),
-        ("medusa_train.training.heldout:linear_kl", [3], "stopped after step 3, saved"),
+        ("medusa_train.training.setup:load_datasets", [], "error: terminated\n"),
+        ("medusa_train.training.validation:linear_kl", [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
         ("medusa_train.checkpoint.store:write_tensors", [3, 4], "stopped after step 4, saved"),
         (TRAINER + "MicroStep", [3, 4, 5], "stopped after step 5, saved"),
@@ -167,7 +167,7 @@ def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(
     cfg: TrainConfig, whole: Path, tmp_path: Path
 ) -> None:
     """Stopped in the evaluation of step 3, and killed after it was made up for and before that was saved."""
-    stopped, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.training.heldout:linear_kl", 1, terminate))
+    stopped, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.training.validation:linear_kl", 1, terminate))
     killed, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.checkpoint.store:pack"))
     assert (stopped, killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
     evaluated = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.layouts import load_heads
+from medusa_train.checkpoint.heads import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
@@ -17,8 +17,7 @@ from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaE
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.training import run as whole
-from medusa_train.training.nonfinite import NonFiniteLossError
-from medusa_train.training.trainer import Trainer
+from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import metrics
 

@@ -8,12 +8,12 @@ from typing import cast
 import pytest
 import torch
 
-from medusa_train.checkpoint.layouts import save_heads, write_vllm
+from medusa_train.checkpoint.heads import save_heads, write_vllm
 from medusa_train.checkpoint.reference import HeadTensors
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.training.prepare import Data, _heads
-from medusa_train.training.student import start_adapter, start_heads
+from medusa_train.training.backbone_recipe import start_adapter, start_heads
+from medusa_train.training.setup import Data, _heads
 
 
 @pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])

@@ -1,8 +1,26 @@
+"""Random generators draw the same numbers again after their state went through a checkpoint."""
+
+from __future__ import annotations
+
 import json
+import random
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from medusa_train.training.state import TrainState, Window
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.training.state import (
+    Plan,
+    TrainState,
+    Window,
+    count_steps,
+    interval,
+    rng_state,
+    seed_all,
+    set_rng_state,
+)
 
 
 def test_round_trip_through_json_keeps_every_bit():
@@ -32,3 +50,79 @@ def test_window_adds_per_head():
     assert window.outside() == {}
     window.add_heads([0, 0], [3, 1], [1, 0])
     assert window.outside() == {"outside_vocabulary": pytest.approx(0.3)}
+
+
+def draw() -> list[float]:
+    return [
+        *torch.rand(3).tolist(),
+        torch.randn(()).item(),
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+    ]
+
+
+def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    draw()  # leaves Python's and numpy's spare Gaussian behind: state beyond the key
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, {"rng": rng_state()})
+    wanted = draw()
+    assert draw() != wanted
+    set_rng_state(store.load(path)["rng"])
+    assert draw() == wanted
+
+
+def test_one_seed_decides_all_of_them() -> None:
+    seed_all(2**32 + 5)
+    first = draw()
+    draw()
+    seed_all(2**32 + 5)
+    assert draw() == first
+    seed_all(6)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def due(happens, total):
+    return [step for step in range(1, total + 1) if happens(step)]
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "epochs", "max_steps", "expected"),
+    [
+        (10, 1, 2, None, (20, 10.0)),
+        (10, 4, 1, None, (3, 2.5)),  # the last step of the epoch borrows from the next one
+        (10, 4, 0.5, None, (2, 2.5)),
+        (10, 1, 2, 7, (7, 10.0)),
+        (10, 1, 1, 25, (25, 10.0)),  # max_steps takes the place of num_epochs, upwards too
+        (1, 8, 1, None, (1, 0.125)),
+    ],
+)
+def test_steps_of_a_run(micro, accumulation, epochs, max_steps, expected):
+    assert count_steps(micro, accumulation, epochs, max_steps) == expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), (5, 5), (0.25, 10), (0.001, 1)])
+def test_an_interval_below_one_is_a_share_of_the_run(value, expected):
+    assert interval(value, 40) == expected
+
+
+def test_by_steps():
+    plan = Plan(10, 5.0, logging_steps=4, eval_every=3, save_every=5)
+    assert due(plan.logs, 10) == [4, 8, 10]
+    assert due(plan.evaluates, 10) == [3, 6, 9, 10]
+    assert due(plan.saves, 10) == [5, 10]
+
+
+def test_by_epochs_of_broken_length():
+    plan = Plan(10, 2.5, evals_per_epoch=1, saves_per_epoch=2)
+    assert due(plan.evaluates, 10) == [3, 5, 8, 10]
+    assert due(plan.saves, 10) == [2, 3, 4, 5, 7, 8, 9, 10]
+
+
+def test_silent_plan_acts_at_the_end():
+    plan = Plan(6, 3.0)
+    assert due(plan.evaluates, 6) == due(plan.saves, 6) == [6]

@@ -25,22 +25,19 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.kinds import DRAFTS
-from medusa_train.tracking import Tracker
+from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.precision import choose_precision
+from medusa_train.progress import Tracker
+from medusa_train.training.backbone_recipe import make_student
 from medusa_train.training.deepspeed_config import complete
 from medusa_train.training.distributed import ALONE, World, join
-from medusa_train.training.engine import Engine, LocalEngine
-from medusa_train.training.interrupt import StopRequest
-from medusa_train.training.loss_scale import LossScale
-from medusa_train.training.lr import build_scheduler
-from medusa_train.training.optim import parameter_groups
-from medusa_train.training.plan import Plan
-from medusa_train.training.precision import choose_precision
-from medusa_train.training.prepare import held_out_batches, load_data
-from medusa_train.training.ranks import announced
+from medusa_train.training.optim import build_scheduler, parameter_groups
+from medusa_train.training.process_info import announced
 from medusa_train.training.run import train
-from medusa_train.training.state import TrainState
-from medusa_train.training.student import make_student
+from medusa_train.training.setup import held_out_batches, load_data
+from medusa_train.training.signals import StopRequest
+from medusa_train.training.state import Plan, TrainState
+from medusa_train.training.strategy import Engine, LocalEngine, LossScale
 from medusa_train.training.trainer import Trainer
 
 STEPS = 4
@@ -176,7 +173,7 @@ CASES = {"equal": equal, "whole_run": whole_run, "dies": dies}
 
 def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, student: Any, optimizer: Any, scheduler: Any,
                world: World) -> Engine:  # fmt: skip
-    from medusa_train.training.deepspeed_engine import DeepSpeedEngine
+    from medusa_train.training.deepspeed import DeepSpeedEngine
 
     backbone = student.backbone
     direct = [*draft.parameters(), *backbone.head.parameters()]

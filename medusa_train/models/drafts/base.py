@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
-from medusa_train.models.packed import pack_linears
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.prepack import pack_linears
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 

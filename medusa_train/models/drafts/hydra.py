@@ -14,10 +14,9 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, states_at
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.levels import Levels
-from medusa_train.trees.tree import Tree
+from medusa_train.trees.tree import Levels, Tree
 
 
 class HydraState(NamedTuple):

@@ -11,17 +11,14 @@ from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.drafts.beginning import begin_as
 from medusa_train.models.drafts.kangaroo_state import KangarooState
-from medusa_train.models.drafts.layers import DraftLayer
+from medusa_train.models.drafts.layers import DraftLayer, begin_as
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
-from medusa_train.models.partial import Layers, Places
-from medusa_train.models.unembedding import Unembedding
-from medusa_train.models.windows import windowed
-from medusa_train.trees.batch_cache import mask_behind
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.levels import Level, Levels
-from medusa_train.trees.tree import Tree
+from medusa_train.models.layer_split import Layers, Places
+from medusa_train.models.lm_head import Unembedding
+from medusa_train.trees.kv_cache import TreeCache, mask_behind
+from medusa_train.trees.masks import windowed
+from medusa_train.trees.tree import Level, Levels, Tree
 
 
 class KangarooDraft(Draft):

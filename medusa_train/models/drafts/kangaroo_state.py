@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.models.drafts.layers import states_at
-from medusa_train.trees.batch_cache import BatchCache
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.levels import Levels
-from medusa_train.trees.tree import Tree
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.tree import Levels, Tree
 
 
 @dataclass

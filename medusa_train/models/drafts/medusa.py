@@ -13,10 +13,10 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
-from medusa_train.models.drafts.side_by_side import lay_side_by_side, side_by_side
+from medusa_train.models.drafts.stacked import lay_side_by_side, side_by_side
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.packed import Layout, worth_packing
-from medusa_train.models.unembedding import Unembedding
+from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.prepack import Layout, worth_packing
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 

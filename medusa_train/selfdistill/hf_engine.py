@@ -1,0 +1,327 @@
+"""The engine that runs the backbone in this process, one conversation or many at a time. Knows no seeds, no files."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_train.errors import DataError
+from medusa_train.inference.batch import Batch, BatchDecoder, Newcomer
+from medusa_train.inference.generate import Generation
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
+from medusa_train.models.precision import has_fast_bf16
+from medusa_train.selfdistill.chat_prompting import Speakers
+from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.trees.tree import Tree
+
+POOL = 4  # batches of requests at hand, so that those of like lengths can be picked
+JOIN = 4  # as many places as this share of a batch are free before others join: each time costs a pass over the prompts
+
+
+def fastest_dtype(device: torch.device | None = None) -> str:
+    """bfloat16 where the device multiplies it in hardware, else float16 on a GPU and float32 on a CPU."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if has_fast_bf16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    ticket: int
+    request: Request
+    prompt: list[int]
+
+
+@dataclass
+class _Speed:
+    """Tokens and seconds of the same answers, with heads and without."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the heads make it."""
+        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+
+class LocalEngine:
+    """The backbone itself.
+
+    Without a draft a batch stays full: as answers are done, requests that wait take their places. With one, a batch is
+    answered to its end before the next one begins.
+
+    In float32 and float64 an answer does not depend on the batch that it is made in: one that hangs on rounding (see
+    `exactness`) is made again alone. Sampled answers come from a generator of their own, by the request's seed.
+
+    Args:
+        backbone: who answers. max_new_tokens: longest answer.
+        temperature: 0 for greedy decoding. top_p, top_k: of sampling; 1 and 0 for all tokens.
+        chat_template: name of the template that chats are written in; None for the tokenizer's own.
+        batch_size: conversations in one pass; with 1 answers come in the order of the requests.
+        draft, tree: heads that speculate, if any. Their greedy answers are the backbone's own up to rounding; sampled
+            ones follow its distribution, but are other draws than without heads.
+        exact: make answers again that hang on rounding, where answers are made in batches without a draft.
+        compare: so many of the first answers are made without heads too, to tell how much faster these are.
+
+    Raises:
+        ConfigError: no template of that name.
+        DataError: the backbone's tokenizer has no chat template, and none was named.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        chat_template: str | None = None,
+        batch_size: int = 1,
+        draft: Draft | None = None,
+        tree: Tree | None = None,
+        exact: bool = True,
+        compare: int = 8,
+    ) -> None:
+        self.backbone = backbone
+        self.max_new_tokens = max_new_tokens
+        self.batch_size = batch_size
+        self.sampling = Sampling(temperature, top_k, top_p) if temperature else None
+        self._speakers = Speakers(backbone.tokenizer, chat_template)
+        self._plain = BatchDecoder(backbone)
+        self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
+        self._batch: Batch | None = None
+        if batch_size > 1 and draft is None and self._plain.batches:
+            self._batch = self._plain.begin(max_new_tokens, rule=self.sampling)
+        self._exact = exact and self._batch is not None and backbone.dtype in ROUNDING
+        self._compare = compare if draft is not None else 0
+        self._speed = _Speed()
+        self._warm = False
+        self._steps = self._stepped = 0
+        self._again = 0
+        self._waiting: list[_Asked] = []
+        self._underway: dict[int, _Asked] = {}
+        self._finished: deque[tuple[int, Answer]] = deque()
+
+    @property
+    def capacity(self) -> int:
+        """A few batches, of which requests of like lengths are picked; a single one where there are no batches."""
+        return 1 if self.batch_size == 1 else POOL * self.batch_size
+
+    def submit(self, ticket: int, request: Request) -> None:
+        """Keep a request until `next` answers it."""
+        try:
+            prompt = self._speakers.prompt(request)
+        except DataError:
+            # a chat that the template does not take must not end the run
+            self._finished.append((ticket, Answer("", "refused", 0, 0)))
+            return
+        if len(prompt) > self.backbone.max_context:
+            self._finished.append((ticket, Answer("", "context", len(prompt), 0)))
+        else:
+            self._waiting.append(_Asked(ticket, request, prompt))
+
+    def next(self) -> tuple[int, Answer]:
+        """The next answer; where none is ready, makes those of a batch or takes one on until some are."""
+        while not self._finished:
+            if self._batch is None:
+                asked = self._pick(self.batch_size)
+                made = self._make(asked)
+            else:
+                asked, made = self._go_on(self._batch)
+            for one, out in zip(asked, made, strict=True):
+                answer = self._speakers.answer(one.request, len(one.prompt), out.tokens, out.finish)
+                self._finished.append((one.ticket, answer))
+        return self._finished.popleft()
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Verification passes so far, and the steps of answers that were taken in them."""
+        return self._decoder.passes, self._steps
+
+    def figures(self) -> Mapping[str, str]:
+        """What the heads were worth, and how many answers of a batch hung on rounding."""
+        figures = {}
+        if self._steps and self._decoder is not self._plain:
+            figures["tokens per step"] = f"{self._stepped / self._steps:.2f}"
+        if self._speed.answers:
+            figures["faster than without heads"] = f"{self._speed.ratio:.2f}x ({self._speed.answers} answers)"
+        if self._again:
+            figures["made again alone (rounding)"] = f"{self._again:,}"
+        return figures
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _pick(self, count: int) -> list[_Asked]:
+        """The oldest request and those whose prompts are nearest to its in length, in the order of asking."""
+        oldest, *others = self._waiting
+        others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
+        picked = {asked.ticket for asked in (oldest, *others[: count - 1])}
+        found = [asked for asked in self._waiting if asked.ticket in picked]
+        self._waiting = [asked for asked in self._waiting if asked.ticket not in picked]
+        return found
+
+    def _go_on(self, batch: Batch) -> tuple[list[_Asked], list[Generation]]:
+        """Let requests that wait join where there is room, take all rows a step on: those that are done by now."""
+        free = self.batch_size - len(batch.active)
+        if self._waiting and free * JOIN >= self.batch_size:
+            joining = self._pick(free)
+            generators = [self._generator(asked) if self.sampling else None for asked in joining]
+            batch.join([Newcomer(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)])
+            self._underway.update((asked.ticket, asked) for asked in joining)
+        done = batch.step()
+        asked = [self._underway.pop(ticket) for ticket, _ in done]
+        made = [out for _, out in done]
+        self._steps += sum(out.steps for out in made)
+        if self._exact:
+            made = [self._certain(one, out) for one, out in zip(asked, made, strict=True)]
+        return asked, made
+
+    def _make(self, batch: Sequence[_Asked]) -> list[Generation]:
+        started = time.perf_counter()
+        made = self._generate(self._decoder, batch)
+        seconds = time.perf_counter() - started
+        self._steps += sum(out.steps for out in made)
+        self._stepped += sum(len(out.tokens) - 1 for out in made)
+        if self._speed.answers < self._compare:
+            self._compare_with_plain(batch, made, seconds)
+        return made
+
+    def _generate(self, decoder: BatchDecoder, batch: Sequence[_Asked]) -> list[Generation]:
+        generators = [self._generator(asked) for asked in batch] if self.sampling else None
+        prompts = [asked.prompt for asked in batch]
+        return decoder.generate_batch(prompts, self.max_new_tokens, rule=self.sampling, generators=generators)
+
+    def _generator(self, asked: _Asked) -> torch.Generator:
+        """Of the CPU, so that the same numbers come on every device."""
+        return torch.Generator().manual_seed(asked.request.seed)
+
+    def _certain(self, asked: _Asked, made: Generation) -> Generation:
+        """The answer, or the one made alone where rounding may have decided a token of it."""
+        generator = self._generator(asked) if self.sampling else None
+        if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
+            return made
+        self._again += 1
+        again = self._generate(self._plain, [asked])[0]
+        self._steps += again.steps
+        return again
+
+    def _compare_with_plain(self, batch: Sequence[_Asked], made: Sequence[Generation], seconds: float) -> None:
+        """Make a batch without heads too; the first one warms up and is not counted."""
+        started = time.perf_counter()
+        plain = self._generate(self._plain, batch)
+        plain_seconds = time.perf_counter() - started
+        if not self._warm:
+            self._warm = True
+            return
+        self._speed.answers += len(batch)
+        self._speed.tokens += sum(len(out.tokens) for out in made)
+        self._speed.seconds += seconds
+        self._speed.plain_tokens += sum(len(out.tokens) for out in plain)
+        self._speed.plain_seconds += plain_seconds
+
+
+#: How far rounding may move a logit, relative to the largest: ten times what was seen. Other dtypes promise nothing.
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
+_SUMS = 1e-12  # how far rounding may move a sum of probabilities in double precision
+_ROWS = 256  # positions whose logits are in memory at a time
+
+
+@torch.inference_mode()
+def is_certain(
+    backbone: Backbone,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> bool:
+    """Whether no token of an answer hangs on rounding.
+
+    Args:
+        prompt, tokens: what was continued, and with what. sampling: None for greedy decoding.
+        generator: in the state in which the answer was begun, one number having been drawn for each token.
+
+    Raises:
+        KeyError: the backbone computes in a dtype of which nothing is promised.
+    """
+    read = torch.tensor([[*prompt, *tokens[:-1]]], device=backbone.device)
+    hidden = backbone.run(read).hidden[0, len(prompt) - 1 :]
+    chosen = torch.tensor(tokens, device=backbone.device)
+    u = None
+    if sampling is not None:
+        assert generator is not None  # whoever samples has one
+        # One by one, as they were drawn: a generator gives other numbers when asked for many at once.
+        numbers = [torch.rand(1, generator=generator, dtype=torch.float64, device=generator.device) for _ in tokens]
+        u = torch.cat(numbers).to(backbone.device)
+    for start in range(0, len(tokens), _ROWS):
+        rows = slice(start, start + _ROWS)
+        logits = backbone.logits(hidden[rows]).double()
+        error = ROUNDING[backbone.dtype] * logits.abs().amax(-1, keepdim=True).clamp(min=1.0)
+        if sampling is None or u is None:
+            sure = _surely_best(logits, chosen[rows], error)
+        else:
+            sure = _surely_drawn(logits, chosen[rows], u[rows], sampling, error)
+        if not bool(sure.all()):
+            return False
+    return True
+
+
+def _surely_best(logits: Tensor, tokens: Tensor, error: Tensor) -> Tensor:
+    """Whether each token [N] is the argmax of logits [N, V] by more than twice `error` [N, 1]."""
+    best, place = logits.topk(2)
+    return (place[:, 0] == tokens) & (best[:, 0] - best[:, 1] > 2 * error[:, 0])
+
+
+def _surely_drawn(logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling, error: Tensor) -> Tensor:
+    """Whether inversion at `u` [N] gives the tokens [N], however the logits are moved within `error` [N, 1]."""
+    warped = sampling.warp(logits)
+    shift = error / sampling.temperature
+    mass = warped.softmax(-1).cumsum(-1)
+    upper = mass.gather(-1, tokens[:, None])
+    lower = torch.where(tokens[:, None] > 0, mass.gather(-1, (tokens[:, None] - 1).clamp(min=0)), 0.0)
+    place = u[:, None] * mass[:, -1:]
+    above = (lower == 0.0) | (place - lower > _moved(lower, shift))
+    below = (upper >= mass[:, -1:]) | (upper - place > _moved(upper, shift))
+    inside = (lower <= place) & (place < upper)
+    return (inside & above & below)[:, 0] & _surely_cut(logits, sampling, shift)
+
+
+def _moved(mass: Tensor, shift: Tensor) -> Tensor:
+    """How far probabilities of sets of tokens may move when each logit / T moves by `shift` at most.
+
+    Odds change by a factor between exp(-2 shift) and exp(2 shift), so that sets that are nearly sure, or nearly
+    impossible, hardly move.
+    """
+    return mass * (1 - mass) * torch.expm1(2 * shift) + _SUMS
+
+
+def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor) -> Tensor:
+    """Whether the same tokens fall to top-k and top-p however logits / T are moved within `shift` [N, 1]."""
+    sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    scaled = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        best = scaled.topk(sampling.top_k + 1).values
+        sure &= best[:, -2] - best[:, -1] > 2 * shift[:, 0]
+        scaled = scaled.masked_fill(scaled < best[:, -2:-1], float("-inf"))
+    if sampling.top_p < 1:
+        rising = scaled.sort(-1).values
+        mass = rising.softmax(-1).cumsum(-1)
+        sure &= ((mass - (1 - sampling.top_p)).abs() > _moved(mass, shift)).all(-1)
+        # What is left or cut must not change places either: the least kept and the best cut are told apart.
+        kept = (mass > 1 - sampling.top_p).int().argmax(-1, keepdim=True)
+        edge = rising.gather(-1, kept) - rising.gather(-1, (kept - 1).clamp(min=0))
+        sure &= ((kept == 0) | (edge > 2 * shift))[:, 0]
+    return sure

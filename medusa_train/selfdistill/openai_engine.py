@@ -1,0 +1,153 @@
+"""The engine that asks a chat server, many requests at a time. Knows no model, no seeds, no files and no torch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_train.errors import ServerError
+from medusa_train.openai_client import ChatServer, Refusal
+from medusa_train.selfdistill.engines import Answer, Reason, Request
+
+_IN_A_ROW = 50  # refusals without an answer between them: then it is no matter of single chats
+
+_Outcome = Answer | BaseException
+
+
+@dataclass(frozen=True)
+class ServerSampling:
+    """How the server draws; `top_p` 1 and `top_k` None are left unsaid, as not every server knows them."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    def body(self, model: str, request: Request) -> dict[str, Any]:
+        """The request as the server reads it. Seeds have 31 bits, which every server takes."""
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [message.as_dict() for message in request.messages],
+            "temperature": self.temperature,
+            "max_tokens": self.max_new_tokens,
+            "seed": request.seed % 2**31,
+        }
+        if self.top_p < 1:
+            body["top_p"] = self.top_p
+        if self.top_k is not None:
+            body["top_k"] = self.top_k
+        return body
+
+
+class ServerEngine:
+    """Any server with `/chat/completions`; requests are answered in whatever order it answers them.
+
+    Args:
+        server: whom to ask. model: the name that it knows the model by. concurrency: requests at a time.
+
+    Raises:
+        ServerError (from `next`): the server takes no request, or gives no answer for too long.
+    """
+
+    def __init__(self, server: ChatServer, model: str, sampling: ServerSampling, concurrency: int) -> None:
+        self.server = server
+        self.model = model
+        self.sampling = sampling
+        self.concurrency = concurrency
+        self._todo: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
+        self._open = 0  # requests submitted and not returned yet
+        self._held: deque[int] = deque()  # tickets of refused requests that are not returned yet
+        self._refusals: list[str] = []  # reasons since the last answer
+        self._takes_some = False  # whether there was any answer
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def capacity(self) -> int:
+        """One request for each connection, so that none waits while another conversation could go on."""
+        return self.concurrency
+
+    def submit(self, ticket: int, request: Request) -> None:
+        """Queue a request; the first ones start the threads that serve the queue."""
+        self._open += 1
+        self._todo.put((ticket, request))
+        if len(self._threads) < self.concurrency:
+            # Daemons: an interrupted run does not wait for answers that may take minutes.
+            thread = threading.Thread(target=self._serve, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def next(self) -> tuple[int, Answer]:
+        """The next answer that comes in. A refusal counts as one, unless the server refuses whatever it is asked."""
+        while not (self._held and self._takes_some):
+            self._check_refusals()
+            ticket, outcome = self._finished.get()
+            if isinstance(outcome, Refusal) and not outcome.too_long:
+                # Kept back until an answer shows that it is about this chat, and not about every one: a run whose
+                # requests are all refused has to end without a seed being noted as done.
+                self._held.append(ticket)
+                self._refusals.append(str(outcome))
+                continue
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Refusal):
+                raise outcome
+            self._open -= 1
+            if isinstance(outcome, Refusal):
+                return ticket, Answer("", "context", 0, 0)
+            self._takes_some = True
+            self._refusals.clear()
+            return ticket, outcome
+        self._open -= 1
+        return self._held.popleft(), Answer("", "refused", 0, 0)
+
+    def _check_refusals(self) -> None:
+        nothing_else = not self._takes_some and len(self._held) == self._open
+        if self._refusals and (nothing_else or len(self._refusals) >= _IN_A_ROW):
+            raise ServerError(
+                f"server {self.server.url}: it refused {len(self._refusals)} requests and answered none in between, "
+                f"the last: {self._refusals[-1]}"
+            )
+
+    def figures(self) -> Mapping[str, str]:
+        """How often the server had to be asked again."""
+        return {"requests repeated": f"{self.server.retries:,}"} if self.server.retries else {}
+
+    def close(self) -> None:
+        """Let go of the server."""
+        self.server.close()
+
+    def _serve(self) -> None:
+        while True:
+            ticket, request = self._todo.get()
+            self._finished.put((ticket, self._ask(request)))
+
+    def _ask(self, request: Request) -> _Outcome:
+        try:
+            return _answer(self.server.complete(self.sampling.body(self.model, request)))
+        except BaseException as error:  # raised again by `next`, in the thread that somebody watches
+            return error
+
+
+def _answer(content: Mapping[str, Any]) -> Answer:
+    """A chat completion as an answer; usage may be missing, then no tokens are counted."""
+    choice = content["choices"][0]
+    text = choice["message"].get("content") or ""
+    # Half of a surrogate pair, which JSON can spell and UTF-8 cannot, becomes a question mark.
+    text = str(text).encode("utf-8", "replace").decode("utf-8")
+    usage = content.get("usage") or {}
+    return Answer(
+        text,
+        _reason(choice.get("finish_reason")),
+        int(usage.get("prompt_tokens") or 0),
+        int(usage.get("completion_tokens") or 0),
+    )
+
+
+def _reason(finish: object) -> Reason:
+    """OpenAI's finish reasons; what is neither an end nor a limit (content_filter, tool_calls) is nothing to learn."""
+    if finish in ("stop", "eos", None):
+        return "stop"
+    return "length" if finish == "length" else "refused"

@@ -1,0 +1,311 @@
+"""The output file: one JSON line per conversation, appended whole, and resumed after any kind of end.
+
+Knows nothing of models or seeds. Beside `NAME.jsonl` stand `NAME.settings.json`, how it was made, and
+`NAME.dropped.jsonl`, the conversations of which nothing was left, so that they are not tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from medusa_train.errors import ConfigError, DataError
+from medusa_train.selfdistill.select_prompts import Shard
+
+FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can cost that many
+
+
+class AppendOnly:
+    """A JSONL file that holds complete lines only, but for what a crash tears off the last one.
+
+    Opening mends that: whatever follows the last newline is cut off.
+
+    Attributes:
+        places: where each line stands, (offset, length) in bytes, by its `id`; of lines that were there at opening.
+
+    Raises:
+        DataError: a complete line is no JSON object with an `id`, or another process has the file open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file: BinaryIO = path.open("ab+", buffering=0)
+        try:
+            _lock(self._file, path)
+            self.places = self._mend_and_read()
+        except BaseException:
+            self._file.close()
+            raise
+        self._unsynced = 0
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line in one piece; it is on disk after `FSYNC_EVERY` lines at the latest."""
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        while line:
+            line = line[self._file.write(line) :]
+        self._unsynced += 1
+        if self._unsynced >= FSYNC_EVERY:
+            self.sync()
+
+    def sync(self) -> None:
+        """Put everything on disk."""
+        os.fsync(self._file.fileno())
+        self._unsynced = 0
+
+    def close(self) -> None:
+        """Put everything on disk and let go of the file."""
+        self.sync()
+        self._file.close()
+
+    def _mend_and_read(self) -> dict[str, tuple[int, int]]:
+        places: dict[str, tuple[int, int]] = {}
+        offset = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    self._file.truncate(offset)
+                    break
+                try:
+                    places[str(json.loads(line)["id"])] = (offset, len(line))
+                except (ValueError, TypeError, KeyError):
+                    raise DataError(
+                        f"{self.path}:{number}: not a line of ours (a JSON object with an id); name another output, "
+                        "or mend or delete this file"
+                    ) from None
+                offset += len(line)
+        return places
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Keep a second process from appending to the same file; where there are no such locks, hope."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(f"{path}: another process is writing to it; wait for it, or name another output") from None
+    except OSError:
+        return  # a file system without locks
+
+
+class Writer:
+    """Appends conversations to `output`; knows which ones an earlier run has finished.
+
+    Args:
+        output: the JSONL file. settings: everything that the conversations depend on.
+
+    Attributes:
+        done: ids of the finished conversations, dropped ones included.
+        lines, dropped: the two files.
+
+    Raises:
+        ConfigError: `output` was made with other settings, or holds lines and no settings stand beside it.
+        DataError: it holds lines that are not ours, or another process writes to it.
+    """
+
+    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
+        self.output = output
+        _are_stored(output, settings)  # before a file that may be somebody else's is opened and mended
+        self.lines = AppendOnly(output)
+        try:
+            # again, and stored, while no other process can begin or go on with other ones
+            if not _are_stored(output, settings):
+                put_settings(output, settings)
+            self.dropped = AppendOnly(dropped_file(output))
+        except BaseException:
+            self.lines.close()
+            raise
+        self.done = {*self.lines.places, *self.dropped.places}
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a conversation; `record["id"]` must be new."""
+        self._mark(record)
+        self.lines.append(record)
+
+    def drop(self, record: Mapping[str, Any]) -> None:
+        """Note a conversation of which nothing is left."""
+        self._mark(record)
+        self.dropped.append(record)
+
+    def _mark(self, record: Mapping[str, Any]) -> None:
+        name = str(record["id"])
+        if name in self.done:
+            raise ValueError(f"conversation {name} is written already")
+        self.done.add(name)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.lines.close()
+        self.dropped.close()
+        if not self.done:  # nothing was made, so nothing is worth keeping settings for
+            settings_file(self.output).unlink(missing_ok=True)
+        for file in (self.lines, self.dropped):
+            if file.path.stat().st_size == 0:
+                file.path.unlink()
+
+
+def settings_file(output: Path) -> Path:
+    """The file beside `output` that says how it was made."""
+    return output.with_suffix(".settings.json")
+
+
+def dropped_file(output: Path) -> Path:
+    """The file beside `output` that names the conversations of which nothing was left."""
+    return output.with_suffix(".dropped.jsonl")
+
+
+def holds_lines(output: Path) -> bool:
+    """Whether any conversation is finished in `output`, written or dropped."""
+    return any(file.exists() and file.stat().st_size for file in (output, dropped_file(output)))
+
+
+def put_settings(output: Path, settings: Mapping[str, Any]) -> None:
+    """Store the settings beside `output`, whole or not at all."""
+    path = settings_file(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
+    put_file(path, [text.encode()])
+
+
+def put_file(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file beside `path`, bring it to disk and let it take that name: no crash leaves half of it there."""
+    fresh = path.with_name(path.name + ".new")
+    with fresh.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _are_stored(output: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether `settings` stand beside `output`, as they have to before its first line is written.
+
+    Raises:
+        ConfigError: `output` was made with others, or nobody knows how, or it has not the name of a JSONL file.
+    """
+    if output.suffix != ".jsonl":
+        raise ConfigError(f"output {output}: its name has to end with .jsonl")
+    path = settings_file(output)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        stored = None
+    except ValueError:
+        raise ConfigError(f"{path}: not valid JSON; mend it, or name another output") from None
+    made = holds_lines(output)
+    if made and stored is None:
+        raise ConfigError(f"output {output}: it exists, and no {path.name} says how it was made; name another output")
+    if stored is not None and (differing := _differing(stored, settings)):
+        if made:
+            raise ConfigError(_differences(output, differing, stored, settings))
+        return False  # nothing was made with them
+    return stored is not None
+
+
+def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that are not the same; one that is not there says no more than None."""
+    return [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
+
+
+def _differences(output: Path, differing: Sequence[str], stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    lines = [f"  {name}: {stored.get(name)!r} there, {settings.get(name)!r} now" for name in differing]
+    return "\n".join(
+        [
+            f"output {output}: it holds conversations made with other settings",
+            *lines,
+            "Name another output=FILE.jsonl, or delete this one and the files beside it.",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a union holds: `conversations`, those `dropped` whole, seeds still `missing`, from `parts` files."""
+
+    parts: int
+    conversations: int
+    dropped: int
+    missing: int
+
+
+def shard_output(output: Path, shard: Shard | None) -> Path:
+    """Where a part's conversations go: `NAME.shard-1-of-4.jsonl` beside `NAME.jsonl`."""
+    if shard is None:
+        return output
+    return output.with_name(f"{output.stem}.shard-{shard.index}-of-{shard.count}{output.suffix}")
+
+
+def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) -> Merged:
+    """Write the conversations of all shards beside `output`, and those in it, to `output`, in the order of the seeds.
+
+    A conversation that several files hold is taken once. The shards stay, and merging again after they went on is
+    fine. A later run without a shard goes on with what is missing.
+
+    Raises:
+        DataError: there is nothing to merge, or a process still writes to a part.
+        ConfigError: a part was made with other settings.
+    """
+    parts = [*_shards_of(output), *([output] if holds_lines(output) else [])]
+    if not parts:
+        raise DataError(f"{output}: nothing to merge, there is no {shard_output(output, Shard(1, 2)).name} or the like")
+    with ExitStack() as stack:
+        writers = [stack.enter_context(Writer(part, settings)) for part in parts]
+        written = _first_places(writer.lines for writer in writers)
+        dropped = _first_places(writer.dropped for writer in writers)
+        lines = [written[name] for name in _ordered(written, seed_ids)]
+        notes = [dropped[name] for name in _ordered(dropped, seed_ids) if name not in written]
+        put_settings(output, settings)
+        if notes or dropped_file(output).exists():
+            put_file(dropped_file(output), _read(notes))
+        put_file(output, _read(lines))
+    missing = sum(name not in written and name not in dropped for name in seed_ids)
+    return Merged(len(parts), len(lines), len(notes), missing)
+
+
+def _shards_of(output: Path) -> list[Path]:
+    """The outputs of shards beside `output`, known by their settings: one may hold dropped conversations alone."""
+    pattern = re.compile(re.escape(output.stem) + r"\.shard-\d+-of-\d+\.settings\.json")
+    found = [path for path in sorted(output.parent.glob("*.settings.json")) if pattern.fullmatch(path.name)]
+    return [path.with_name(path.name.removesuffix(".settings.json") + output.suffix) for path in found]
+
+
+_Place = tuple[Path, int, int]
+
+
+def _first_places(files: Iterable[AppendOnly]) -> dict[str, _Place]:
+    """(file, offset, length) of each line by its id; where several files hold it, the first."""
+    places: dict[str, _Place] = {}
+    for file in files:
+        for name, (offset, length) in file.places.items():
+            places.setdefault(name, (file.path, offset, length))
+    return places
+
+
+def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:
+    """`names` in the order of the seeds, then those that are none of the seeds (any more)."""
+    known = set(seed_ids)
+    return [*(name for name in seed_ids if name in names), *(name for name in names if name not in known)]
+
+
+def _read(places: Iterable[_Place]) -> Iterator[bytes]:
+    """The lines at `places`, one after the other."""
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for path, offset, length in places:
+            if path not in files:
+                files[path] = stack.enter_context(path.open("rb"))
+            files[path].seek(offset)
+            yield files[path].read(length)

@@ -1,0 +1,349 @@
+"""The run: every seed that is not done yet becomes a conversation and is written. Knows no command line, no model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.selfdistill.engines import Answer, Engine, Request
+from medusa_train.selfdistill.modes import Rules, Steps, Talk, replay, selftalk
+from medusa_train.selfdistill.output import Writer
+from medusa_train.selfdistill.prompts import Seed, find_seeds, first_of, read_seeds, short_name
+from medusa_train.selfdistill.select_prompts import Choice, Shard, choose
+
+if TYPE_CHECKING:
+    from medusa_train.checkpoint.load import SubjectPaths
+
+
+@dataclass
+class Tally:
+    """What a run did, and what an earlier one had done.
+
+    Attributes:
+        total: seeds asked for. earlier: of them, finished by an earlier run.
+        written: conversations written now; turns: answers in them; cut: of them, written shorter than the seed.
+        looping: answers among those written that loop.
+        empty: conversations of which nothing was left.
+        dropped: dropped turns by reason ("length", "context", "refused", "empty", "looping", "repeated").
+        tokens: generated now, dropped answers included.
+    """
+
+    total: int = 0
+    earlier: int = 0
+    written: int = 0
+    turns: int = 0
+    cut: int = 0
+    looping: int = 0
+    empty: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def finished(self) -> int:
+        """Seeds that need nothing more."""
+        return self.earlier + self.written + self.empty
+
+    @property
+    def seconds(self) -> float:
+        """Since this run started."""
+        return time.perf_counter() - self.started
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of this run."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def count(self, talk: Talk) -> None:
+        """Take note of a finished conversation."""
+        if talk.turns:
+            self.written += 1
+            self.turns += talk.turns
+        else:
+            self.empty += 1
+        self.looping += talk.looping
+        if talk.dropped is not None:
+            self.dropped[talk.dropped] += talk.dropped_turns
+            self.cut += bool(talk.turns)
+
+
+def distill(
+    seeds: Sequence[Seed],
+    engine: Engine,
+    writer: Writer,
+    *,
+    talk: Callable[[Seed], Steps],
+    facts: dict[str, Any],
+    on_progress: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Make a conversation of each of `seeds` and write it; those in `writer.done` are left out.
+
+    As many conversations are under way as the engine wants requests at hand. Each is written as soon as it is
+    finished; an engine that takes one request at a time writes them in the order of the seeds.
+
+    Args:
+        talk: the mode, `replay` or `selftalk` with its settings.
+        facts: what every line says beside the conversation: `model`, `sampling`, ...
+        on_progress: called at the start, after every answer and after every conversation.
+    """
+    left = [seed for seed in seeds if seed.id not in writer.done]
+    tally = Tally(total=len(seeds), earlier=len(seeds) - len(left))
+    coming = iter(enumerate(left))
+    underway: dict[int, Steps] = {}
+    ready: deque[tuple[int, Request]] = deque()
+    asked = 0  # requests that the engine has not answered yet
+    on_progress(tally)
+    while True:
+        while asked < engine.capacity:
+            if not ready and (begun := next(coming, None)) is not None:
+                ticket, seed = begun
+                underway[ticket] = talk(seed)
+                ready.append((ticket, next(underway[ticket])))
+            if not ready:
+                break
+            engine.submit(*ready.popleft())
+            asked += 1
+        if not asked:
+            return tally
+        ticket, answer = engine.next()
+        asked -= 1
+        tally.tokens += answer.completion_tokens
+        finished = _go_on(ticket, answer, underway, ready)
+        on_progress(tally)
+        if finished is not None:
+            write(finished, writer, facts)
+            tally.count(finished)
+            on_progress(tally)
+
+
+def _go_on(ticket: int, answer: Answer, underway: dict[int, Steps], ready: deque[tuple[int, Request]]) -> Talk | None:
+    """Hand a conversation its answer: its next request goes to `ready`, or it is finished and returned."""
+    try:
+        ready.append((ticket, underway[ticket].send(answer)))
+    except StopIteration as end:
+        del underway[ticket]
+        talk: Talk = end.value
+        return talk
+    return None
+
+
+def write(talk: Talk, writer: Writer, facts: dict[str, Any]) -> None:
+    """Append a conversation, or the note that nothing was left of it."""
+    identity = {"id": talk.seed.id, "seed_id": talk.seed.id}
+    dropped = {"dropped": {"reason": talk.dropped, "turns": talk.dropped_turns}} if talk.dropped else {}
+    if not talk.turns:
+        writer.drop({**identity, **dropped})
+        return
+    facts = dict(facts)
+    writer.write(
+        {
+            **identity,
+            "model": facts.pop("model"),
+            "messages": [message.as_dict() for message in talk.messages],
+            **facts,
+            "finish_reasons": talk.reasons,
+            "token_counts": {"prompt": talk.prompt_tokens, "completion": talk.completion_tokens},
+            **dropped,
+        }
+    )
+
+
+BATCH = 16
+
+
+def output_of(cfg: SelfDistillConfig) -> Path:
+    """The file that the conversations go to, shards apart."""
+    if cfg.output is not None:
+        return Path(cfg.output)
+    return Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
+
+
+def shard_of(text: str | None) -> Shard | None:
+    """The part that this process answers: `text` (i/n), else the rank that torchrun or DeepSpeed gave it.
+
+    Raises:
+        ConfigError: `text` is no shard.
+    """
+    if text is not None:
+        return Shard.parse(text)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return Shard(int(os.environ.get("RANK", "0")) + 1, world) if world > 1 else None
+
+
+def seeds_of(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[Seed], Counter[str]]:
+    """The seeds to answer, shards apart, and how many were left out for which reason.
+
+    Args:
+        note: told what a user should know: where seeds come from, which records were skipped.
+
+    Raises:
+        DataError, ConfigError: as `find_seeds` and `read_seeds` do.
+    """
+    skipped: list[str] | None = [] if cfg.skip_bad_records else None
+    seeds = read_seeds(find_seeds(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
+    asked = Choice(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
+    chosen, left_out = choose(seeds, asked)
+    if skipped:
+        note("\n".join(["broken records, skipped:", *first_of(skipped)]))
+        left_out["broken"] += len(skipped)
+    return chosen, left_out
+
+
+def mode_of(cfg: SelfDistillConfig) -> Callable[[Seed], Steps]:
+    """The mode with its settings: what turns a seed into a conversation."""
+    rules = Rules(cfg.drop_truncated, cfg.drop_looping)
+    if cfg.mode == "selftalk":
+        return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
+    return partial(replay, random_seed=cfg.seed, rules=rules)
+
+
+def dtype_of(cfg: SelfDistillConfig) -> str | None:
+    """What the model computes in; None where a server does."""
+    if cfg.engine == "openai":
+        return None
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    from medusa_train.selfdistill.hf_engine import fastest_dtype
+
+    return fastest_dtype()
+
+
+def facts_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    """What every line says of how it was made."""
+    facts: dict[str, Any] = {"model": model_name(cfg), "sampling": _sampling(cfg, dtype)}
+    if cfg.mode != "replay":
+        facts["mode"] = cfg.mode
+    return facts
+
+
+def settings_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    """Everything that a conversation depends on; a key that is None means the same as one that is not there.
+
+    Which seeds are answered is none of it (more may be answered later), nor is the server's address.
+    """
+    selftalk = cfg.mode == "selftalk"
+    return {
+        "model": model_name(cfg),
+        "seed_dataset": public_name(cfg.seed_dataset),
+        "type": cfg.type,
+        "chat_template": cfg.chat_template,
+        **_sampling(cfg, dtype),
+        "drop_truncated": cfg.drop_truncated,
+        **_said(split=cfg.split, max_turns=cfg.max_turns, heads=None if cfg.heads is None else public_name(cfg.heads)),
+        **_said(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
+        **_said(mode=cfg.mode if selftalk else None, rounds=cfg.rounds if selftalk else None),
+    }
+
+
+def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    return {
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+        "max_new_tokens": cfg.max_new_tokens,
+        "seed": cfg.seed,
+        **_said(dtype=dtype, top_k=cfg.top_k),
+    }
+
+
+def _said(**settings: Any) -> dict[str, Any]:
+    """Those settings that say something: a file that knows fewer of them stays the same, byte for byte."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def model_name(cfg: SelfDistillConfig) -> str:
+    """How the lines name the model; a run's trained backbone goes by the run."""
+    if cfg.base_model is not None:
+        return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+    paths = paths_of(cfg)
+    trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if trained else paths.base_model)
+
+
+def public_name(name: str) -> str:
+    """A name that may leave this machine: a hub name or a relative path as it is, else a path within the project
+    or the working directory, else the last part of it."""
+    path = resolve_path(name)
+    if path is None or not Path(name).expanduser().is_absolute():
+        return name
+    for root in (PROJECT_ROOT, Path.cwd()):
+        if path.resolve().is_relative_to(root):
+            return path.resolve().relative_to(root).as_posix()
+    return path.name
+
+
+def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
+    """Whoever answers, ready to be asked.
+
+    Raises:
+        BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
+        ConfigError: no address of a server.
+    """
+    if cfg.engine == "openai":
+        return _server(cfg)
+    from medusa_train.checkpoint.load import load_subject
+    from medusa_train.selfdistill.hf_engine import LocalEngine
+
+    assert dtype is not None  # only a server's is unknown
+    _take_own_device()
+    paths = paths_of(cfg)
+    # float32 is chosen where the answers must be the same on other machines; whether to prepack is measured on this one
+    subject = load_subject(paths, dtype, pack=dtype != "float32")
+    return LocalEngine(
+        subject.backbone,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k or 0,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template=paths.chat_template,
+        batch_size=cfg.batch_size or (1 if dtype == "float32" or subject.draft is not None else BATCH),
+        draft=subject.draft,
+        tree=subject.tree,
+    )
+
+
+def paths_of(cfg: SelfDistillConfig) -> SubjectPaths:
+    """Where the model of this process lies; a run's backbone is loaded as it was trained, adapter folded in.
+
+    Raises:
+        CheckpointError: the heads or the run that are named are not there.
+    """
+    from medusa_train.checkpoint.load import locate
+
+    model, base = cfg.heads, cfg.base_model
+    if model is None and base is not None and _is_run(base):
+        model, base = base, None
+    paths = locate(model, base, None, chat_template=cfg.chat_template, trust_remote_code=cfg.trust_remote_code)
+    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
+
+
+def _is_run(name: str) -> bool:
+    found = resolve_path(name)
+    return found is not None and (found / "heads").is_dir() and (found / "config.yaml").is_file()
+
+
+def _server(cfg: SelfDistillConfig) -> Engine:
+    from medusa_train.openai_client import ChatServer
+    from medusa_train.selfdistill.openai_engine import ServerEngine, ServerSampling
+
+    assert cfg.server_url is not None  # checked with the configuration
+    server = ChatServer(
+        cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, patience=cfg.retry_seconds
+    )
+    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
+    return ServerEngine(server, model_name(cfg), sampling, cfg.concurrency)
+
+
+def _take_own_device() -> None:
+    """One GPU for each process of a launcher; CPUs are shared."""
+    import torch
+
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -1,0 +1,218 @@
+"""Directories of heads: bit-exact round trips, other people's files, hostile ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa_train.checkpoint.heads import CONFIG, PICKLED, SAFETENSORS, load_heads, read_heads, save_heads, write_heads
+from medusa_train.errors import CheckpointError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from tests.families import random_backbone
+from tests.full_disk import full_disk
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return random_backbone("llama", dtype=torch.float32)
+
+
+def trained(backbone: Backbone, num_heads: int = 3, num_layers: int = 1, seed: int = 0) -> MedusaDraft:
+    """Heads that are no longer what they started as."""
+    draft = MedusaDraft.from_backbone(backbone, num_heads, num_layers)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def assert_same(left: MedusaDraft, right: MedusaDraft) -> None:
+    mine, other = left.state_dict(), right.state_dict()
+    assert list(mine) == list(other)
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize(("num_heads", "num_layers"), [(1, 1), (5, 1), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_bit_exact(
+    tmp_path: Path, backbone: Backbone, num_heads: int, num_layers: int, dtype: torch.dtype
+) -> None:
+    draft = trained(backbone, num_heads, num_layers).to(dtype)
+    save_heads(draft, tmp_path / "heads", "some/model")
+    loaded = load_heads(tmp_path / "heads", backbone, dtype)
+    assert (loaded.num_heads, loaded.num_layers) == (num_heads, num_layers)
+    assert_same(loaded, draft)
+    states = torch.randn(4, backbone.hidden_size, dtype=dtype)
+    assert torch.equal(loaded.head_logits(states, num_heads), draft.head_logits(states, num_heads))
+
+
+def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone) -> None:
+    save_heads(trained(backbone, 2), tmp_path, "some/model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
+    assert json.loads((tmp_path / CONFIG).read_text()) == {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": "some/model",
+    }
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / SAFETENSORS).items()}
+    d, v = backbone.hidden_size, backbone.vocab_size
+    assert shapes == {
+        f"{i}.{name}": shape
+        for i in range(2)
+        for name, shape in {"0.linear.weight": [d, d], "0.linear.bias": [d], "1.weight": [v, d]}.items()
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama-bias-tied"])
+def test_heads_on_a_shared_lm_head_round_trip(tmp_path: Path, family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    draft = MedusaDraft.from_backbone(backbone, 3, share_lm_head=True)
+    hidden = torch.randn(4, backbone.hidden_size)
+    assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))  # untrained: the backbone's own
+    assert sum(p.numel() for p in draft.parameters()) == 3 * (backbone.hidden_size**2 + backbone.hidden_size)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.normal_(0, 0.3)
+    save_heads(draft, tmp_path, "m")
+    assert sorted(load_file(tmp_path / SAFETENSORS)) == [
+        f"{i}.0.linear.{k}" for i in range(3) for k in ("bias", "weight")
+    ]
+    loaded = load_heads(tmp_path, backbone)
+    assert torch.equal(loaded.head_logits(hidden, 3), draft.head_logits(hidden, 3))
+    assert not torch.equal(loaded.head_logits(hidden, 3), loaded.head_logits(hidden, 1))
+
+
+def test_dtype_defaults_to_the_backbone_s(tmp_path: Path, backbone: Backbone) -> None:
+    save_heads(trained(backbone).to(torch.bfloat16), tmp_path, "m")
+    assert next(load_heads(tmp_path, backbone).parameters()).dtype == backbone.dtype
+
+
+def test_soft_cap_and_bias_reach_the_loaded_heads(tmp_path: Path) -> None:
+    gemma = random_backbone("gemma2", dtype=torch.float32)
+    draft = trained(gemma)
+    assert draft.softcap is not None
+    save_heads(draft, tmp_path, "m")
+    loaded = load_heads(tmp_path, gemma)
+    assert (loaded.softcap, loaded.scale) == (draft.softcap, draft.scale)
+    biased = MedusaDraft(gemma.hidden_size, gemma.vocab_size, 2, 1, bias=True)
+    save_heads(biased, tmp_path, "m")
+    assert_same(load_heads(tmp_path, gemma), biased)
+
+
+@pytest.mark.parametrize("key", ["medusa_num_heads", "medusa_num_layers"])
+def test_tensors_are_believed_where_the_config_disagrees(
+    tmp_path: Path, backbone: Backbone, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    draft = trained(backbone, 4, 2)
+    save_heads(draft, tmp_path, "m")
+    assert load_heads(tmp_path, backbone).num_heads == 4
+    assert caplog.text == ""
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, key: 1}))
+    assert_same(load_heads(tmp_path, backbone), draft)
+    assert f"{key}: 1" in caplog.text
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, with_config: bool) -> None:
+    draft = trained(backbone, 5)
+    write_heads(read_heads(save_heads(draft, tmp_path, "m")), tmp_path, pickled=True)
+    (tmp_path / SAFETENSORS).unlink()
+    if not with_config:
+        (tmp_path / CONFIG).unlink()
+    assert_same(load_heads(tmp_path, backbone), draft)
+    assert read_heads(tmp_path).base_model == ("m" if with_config else None)
+
+
+def test_pt_and_safetensors_hold_the_same(tmp_path: Path, backbone: Backbone) -> None:
+    write_heads(read_heads(save_heads(trained(backbone), tmp_path, "m")), tmp_path, pickled=True)
+    pickled = torch.load(tmp_path / PICKLED, weights_only=True)
+    plain = load_file(tmp_path / SAFETENSORS)
+    assert sorted(pickled) == sorted(plain)
+    assert all(torch.equal(pickled[name], plain[name]) for name in plain)
+
+
+class Hostile:
+    """What a pickle can do: run a command of its maker's choice on loading."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    torch.save({"0.0.linear.weight": torch.zeros(2, 2), "x": Hostile(trap)}, tmp_path / PICKLED)
+    with pytest.raises(CheckpointError, match="refused") as caught:
+        read_heads(tmp_path)
+    assert str(tmp_path / PICKLED) in str(caught.value)
+    assert f"{os.mkdir.__module__}.mkdir" in str(caught.value)  # what it would have called
+    assert "will likely succeed" not in str(caught.value)  # torch's advice to load it all the same
+    assert not trap.exists()
+    torch.load(tmp_path / PICKLED, weights_only=False)
+    assert trap.exists()  # the trap does work where code is run
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of torch", pickle.dumps([1, 2], 2)])
+def test_a_damaged_pt_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / PICKLED).write_bytes(content)
+    with pytest.raises(CheckpointError, match=PICKLED):
+        read_heads(tmp_path)
+
+
+def test_a_pt_of_something_else_is_refused(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / PICKLED)
+    with pytest.raises(CheckpointError, match="something other than named tensors"):
+        read_heads(tmp_path)
+
+
+def test_a_truncated_safetensors_is_named(tmp_path: Path, backbone: Backbone) -> None:
+    save_heads(trained(backbone), tmp_path, "m")
+    path = tmp_path / SAFETENSORS
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=SAFETENSORS):
+        read_heads(tmp_path)
+
+
+def test_no_heads_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no Medusa heads here"):
+        read_heads(tmp_path)
+
+
+def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
+    other = MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1)
+    save_heads(other, tmp_path, "the/right-one")
+    with pytest.raises(CheckpointError, match="the/right-one"):
+        load_heads(tmp_path, backbone)
+
+
+def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone) -> None:
+    old = trained(backbone, seed=1)
+    save_heads(old, tmp_path, "m")
+    with full_disk(1000), pytest.raises(CheckpointError, match="could not be written"):
+        save_heads(trained(backbone, seed=2), tmp_path, "m")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
+    assert_same(load_heads(tmp_path, backbone), old)
+
+
+def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone) -> None:
+    """The public trainer shares one block among layers, so its file holds equal tensors under several names."""
+    d, v = backbone.hidden_size, backbone.vocab_size
+    block, bias = torch.randn(d, d), torch.randn(d)
+    tensors = {f"0.{j}.linear.weight": block.clone() for j in range(2)}
+    tensors |= {f"0.{j}.linear.bias": bias.clone() for j in range(2)}
+    save_file({**tensors, "0.2.weight": torch.randn(v, d)}, str(tmp_path / SAFETENSORS))
+    draft = load_heads(tmp_path, backbone)
+    assert (draft.num_heads, draft.num_layers) == (1, 2)
+    assert torch.equal(draft.blocks[0][1].linear.weight, block)

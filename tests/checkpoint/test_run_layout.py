@@ -1,0 +1,75 @@
+"""The run directory: where one may be, and what a failed write leaves of it. (Whole runs: test_run.py.)"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from medusa_train.checkpoint.run_layout import OWN, check_output_dir, prepare_output_dir, write_config, writing
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import CheckpointError, ConfigError
+from tests.full_disk import full_disk
+
+
+def config(out: Path, **keys: object) -> TrainConfig:
+    return TrainConfig(base_model="m", datasets=[{"path": "d.jsonl"}], output_dir=str(out), **keys).resolved()
+
+
+def test_a_file_in_the_way_is_named_before_anything_loads(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match=f"output_dir: {tmp_path / 'runs'} is a file"):
+        check_output_dir(config(tmp_path / "runs" / "mine" / "first"))
+
+
+def test_a_directory_without_permission_is_named_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write anywhere
+    with pytest.raises(ConfigError, match=f"output_dir: {tmp_path} can't be written to"):
+        check_output_dir(config(tmp_path / "runs" / "mine"))
+    assert asked == [tmp_path]  # the nearest one that is there
+
+
+def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> None:
+    write_config(config(tmp_path, seed=7), tmp_path)
+    with full_disk(100), pytest.raises(CheckpointError, match=r"can't be written to: File too large .* free there"):
+        write_config(config(tmp_path, seed=8), tmp_path)
+    assert load_config(TrainConfig, tmp_path / "config.yaml", []).seed == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_what_lies_here_is_named_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d.jsonl").write_text("")
+    (tmp_path / "zero.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    keys = {"datasets": [{"path": "d.jsonl", "weight": 2.0}, {"path": "some/hub-name"}], "deepspeed": "zero.json"}
+    write_config(TrainConfig(base_model="m", output_dir=str(tmp_path), **keys).resolved(), tmp_path)
+    monkeypatch.chdir("/")
+    saved = load_config(TrainConfig, tmp_path / "config.yaml", [])
+    assert [source.path for source in saved.datasets] == [str(tmp_path / "d.jsonl"), "some/hub-name"]
+    assert saved.datasets[0].weight == 2.0
+    assert saved.deepspeed == str(tmp_path / "zero.json")
+
+
+def test_a_directory_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(CheckpointError, match="can't be written to: Not a directory"):
+        prepare_output_dir(config(tmp_path / "runs" / "mine"), 0)
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), writing(tmp_path):
+        raise ZeroDivisionError
+
+
+def test_everything_that_a_run_writes_is_its_own(tmp_path: Path) -> None:
+    """So that overwriting leaves nothing of it, and nothing else goes."""
+    for name in (*OWN, "notes.txt"):
+        (tmp_path / name).mkdir()
+    assert {"tensorboard", "wandb", "metrics.jsonl"} <= set(OWN)
+    prepare_output_dir(config(tmp_path), 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -1,0 +1,112 @@
+"""Nested states split into tensors and JSON, and put together again: equal to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_train.checkpoint.serialize import pack, unpack
+from medusa_train.errors import CheckpointError
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in structure, types and bits."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict)
+            and [(type(k), k) for k in left] == [(type(k), k) for k in right]
+            and all(same(left[k], right[k]) for k in left)
+        )
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and (left == right or (left != left and right != right))
+
+
+def through_json(state: Any) -> Any:
+    tensors, value = pack(state)
+    return unpack(tensors, json.loads(json.dumps(value)))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        None,
+        torch.arange(3),
+        {"a": {0: torch.ones(2), 1: torch.zeros(())}, "betas": (0.9, 0.95), "list": [1, (2, [3.5])]},
+        {"0": "text", 0: "number", None: True, 1.5: False},
+        {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+        {"__tensor__": "not a tensor", "__tuple__": [1], "__pairs__": []},
+        {"odd": [0.1, 1e-308, math.inf, math.nan, 2**80, "\u2028 \ud7ff"]},
+        {"types": [torch.ones(2, dtype=t) for t in (torch.bfloat16, torch.uint8, torch.int64, torch.bool)]},
+        (3, tuple(range(5)), None),
+    ],
+)
+def test_round_trip(state: Any) -> None:
+    assert same(through_json(state), state)
+
+
+def test_ordered_dicts_come_back_in_order() -> None:
+    assert list(through_json(OrderedDict([("z", 1), ("a", 2)]))) == ["z", "a"]
+
+
+@pytest.mark.parametrize("bad", [{"a": [object()]}, {"a": {1, 2}}, {("k",): 1}, {"a": print}])
+def test_what_needs_pickle_is_refused_with_its_place(bad: Any) -> None:
+    with pytest.raises(TypeError, match="can't be saved"):
+        pack(bad)
+
+
+def test_a_missing_tensor_is_named() -> None:
+    tensors, value = pack({"moment": torch.ones(1)})
+    assert list(tensors) == ["moment"]
+    with pytest.raises(CheckpointError, match="moment"):
+        unpack({}, value)
+
+
+def make_optimizer(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 1e-2},
+        {"params": list(model[1].parameters()), "lr": 3e-3, "weight_decay": 0.1},
+    ]
+    if name == "adamw":
+        return model, torch.optim.AdamW(groups, betas=(0.9, 0.95), amsgrad=True)
+    return model, torch.optim.SGD(groups, momentum=0.9)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), 0.1 * (step + 1))).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_optimizer_goes_on_to_the_bit(name: str) -> None:
+    model, optimizer = make_optimizer(name)
+    train(model, optimizer, 3)
+    saved = through_json({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert same(saved["optimizer"], optimizer.state_dict())
+    saved = {  # the tensors above are still the live ones
+        "model": {k: v.clone() for k, v in saved["model"].items()},
+        "optimizer": torch.utils._pytree.tree_map(
+            lambda v: v.clone() if isinstance(v, Tensor) else v, saved["optimizer"]
+        ),
+    }
+    train(model, optimizer, 4)
+
+    other, resumed = make_optimizer(name)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(other, resumed, 4)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right)

@@ -1,0 +1,104 @@
+"""The chat in the terminal: history, commands, colours and figures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from medusa_train.api import load
+from medusa_train.cli.chat import Chat, printable
+from medusa_train.cli.evaluate import app
+from medusa_train.inference.detokenize import TextStream
+from medusa_train.inference.generate import Step
+from medusa_train.inference.model import Model, Reply
+from tests.evaluation.tiny_model import write_backbone, write_run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    home: Path = tmp_path_factory.mktemp("model")
+    return load(write_run(home / "run", write_backbone(home / "backbone")), dtype="float32")
+
+
+def _talk(model: Model, monkeypatch: pytest.MonkeyPatch, *lines: str, color: bool = False) -> str:
+    waiting: Iterator[str] = iter(lines)
+
+    def read(*_: object, **__: object) -> str:
+        try:
+            return next(waiting)
+        except StopIteration:
+            raise EOFError from None
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=color, color_system="standard" if color else None, width=80)
+    monkeypatch.setattr(console, "input", read)
+    Chat(model, console, 24).run()
+    return out.getvalue()
+
+
+def test_an_answer_with_its_figures(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = _talk(model, monkeypatch, "Hi?", "")
+    assert printable(model.generate("Hi?", 24)) in out
+    reply = model.reply("Hi?", 24)
+    reply.read()
+    assert f"{len(reply.tokens)} tokens, {reply.tokens_per_step:.2f} tokens per step" in out
+    assert out.count("tokens per step") == 1
+
+
+def test_accepted_guesses_are_green(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = model.backbone.tokenizer
+    a, b, c, d = tokenizer("abcd")["input_ids"]
+
+    def reply(*_: object, **__: object) -> Reply:
+        return Reply(iter([Step([a], 0), Step([b, c, d], 2)]), TextStream(tokenizer), frozenset(), 4)
+
+    monkeypatch.setattr(model, "reply", reply)
+    coloured = _talk(model, monkeypatch, "Hi?", color=True)
+    assert "a\x1b[32mb\x1b[0m\x1b[32mc\x1b[0md\n" in coloured
+    assert "4 tokens, 3.00 tokens per step" in coloured
+
+
+def test_the_chat_goes_on_until_new(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = model.generate("Hi?", 24)
+    history = [
+        {"role": "user", "content": "Hi?"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "Go on."},
+    ]
+    out = _talk(model, monkeypatch, "Hi?", "Go on.", "/new", "Go on.", "/exit", "never read")
+    assert printable(model.generate(history, 24)) in out
+    assert printable(model.generate("Go on.", 24)) in out
+    assert out.count("tokens per step") == 3
+
+
+def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = _talk(model, monkeypatch, "x" * 300, "/what", "/temperature warm", "/temperature 0.5", "Hi?")
+    assert "the model reads 256 at most" in out
+    assert out.count("/exit or Ctrl-D leaves") == 3
+    assert out.count("tokens per step") == 1
+
+
+def test_a_terminal_obeys_no_model() -> None:
+    assert printable("a\tb\x1b[2J\r\nü世") == "a   b\ufffd[2J\ufffd\nü世"
+    spaces = "a\u00a0b\u3000c\u202fd, \U0001f469\u200d\U0001f52c"  # of several scripts, and what joins an emoji
+    assert printable(spaces) == spaces
+    assert printable("\u202egnp.exe\u2066") == "\ufffdgnp.exe\ufffd"  # writing turned about
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = write_backbone(tmp_path / "backbone")
+    write_run(tmp_path / "runs" / "one", backbone)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--interactive", "--dtype", "float32", "--max-new-tokens", "8"]
+    result = CliRunner().invoke(app, arguments, input="Hi?\n/exit\n")
+    assert result.exit_code == 0, result.output
+    assert "runs/one (the newest run)" in result.output.splitlines()[0]
+    assert "tokens per step" in result.output
+    both = CliRunner().invoke(app, ["--interactive", "--calibrate"])
+    assert both.exit_code == 2
+    assert "give one of them" in both.stderr

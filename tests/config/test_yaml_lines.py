@@ -1,0 +1,92 @@
+"""YAML with lines: places, duplicates, merges, and files that are no configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from medusa_train.config.yaml_lines import read_yaml, read_yaml_file, spell
+from medusa_train.errors import ConfigError
+
+TEXT = """\
+# a comment
+base_model: data/tiny
+
+datasets:
+  - path: a.jsonl
+    type: messages
+  - path: b.jsonl
+learning_rate: 1e-3
+"""
+
+
+def test_every_key_knows_its_line() -> None:
+    source = read_yaml(TEXT, "x.yaml")
+    assert source.values["datasets"] == [{"path": "a.jsonl", "type": "messages"}, {"path": "b.jsonl"}]
+    assert source.place(("base_model",)) == "x.yaml:2"
+    assert source.place(("datasets", 0, "type")) == "x.yaml:6"
+    assert source.place(("datasets", 1, "path")) == "x.yaml:7"
+    assert source.place(("learning_rate",)) == "x.yaml:8"
+
+
+def test_an_absent_key_is_placed_at_its_parent_or_the_file() -> None:
+    source = read_yaml(TEXT, "x.yaml")
+    assert source.place(("datasets", 1, "type")) == "x.yaml:7"
+    assert source.place(("seed",)) == "x.yaml"
+
+
+def test_duplicates_name_both_lines_at_every_depth() -> None:
+    source = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n", "x.yaml")
+    found = {spell(path): why for path, why in source.problems}
+    assert found == {
+        "a": "is set twice, on lines 1 and 3; keep one",
+        "b.c": "is set twice, on lines 2 and 2; keep one",
+    }
+
+
+def test_merged_keys_are_no_duplicates_and_give_way() -> None:
+    source = read_yaml("base: &b {x: 1, y: 1}\nmine:\n  <<: *b\n  y: 2\n", "x.yaml")
+    assert source.values["mine"] == {"x": 1, "y": 2}
+    assert source.problems == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "x.yaml: is empty"),
+        ("# only a comment\n", "x.yaml: is empty"),
+        ("\njust words\n", "x.yaml:2: expected `key: value` lines, found plain text"),
+        ("- a\n- b\n", "x.yaml:1: expected `key: value` lines, found a list"),
+        ("a: 1\nb: [1, 2\n", "x.yaml:3: not valid YAML"),
+        ("a: 1\n\tb: 2\n", "x.yaml:2: not valid YAML"),
+        ("a: 1\n--- \nb: 2\n", "x.yaml:2: not valid YAML"),
+        ("a: !!python/name:os.system\n", "x.yaml:1: not valid YAML"),
+        ("a: *unknown\n", "x.yaml:1: not valid YAML"),
+        ("a: &a\n  b: *a\n", "x.yaml:1: a.b: an alias that holds itself"),
+        ("? [1, 2]\n: 3\n", "x.yaml:1: a key has to be a plain name"),
+        ("a: 0b_\n", "x.yaml:1: a: cannot be read as a value"),
+        ("a: \x00\n", "x.yaml: not valid YAML"),
+    ],
+)
+def test_what_is_no_configuration_says_so(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(text, "x.yaml")
+    assert str(caught.value).startswith(message)
+
+
+def test_dates_stay_text() -> None:
+    assert read_yaml("a: 2024-13-45\nb: 2024-01-02\n", "x.yaml").values == {"a": "2024-13-45", "b": "2024-01-02"}
+
+
+def test_tags_build_no_objects() -> None:
+    assert read_yaml("a: !!python/object:os.system {x: 1}\n", "x.yaml").values == {"a": {"x": 1}}
+
+
+def test_a_binary_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match=r"x\.yaml: is not a text file in UTF-8"):
+        read_yaml_file(path, "x.yaml")
+
+
+def test_a_key_path_is_spelled_as_users_write_it() -> None:
+    assert spell(("datasets", 0, "path")) == "datasets[0].path"

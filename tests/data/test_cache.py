@@ -1,0 +1,158 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data import cache
+from medusa_train.data.cache import Corpus, prepared_key
+from medusa_train.data.dataset import load_datasets
+from medusa_train.data.tokenize import ChatEncoder
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: Any) -> ChatEncoder:
+    return ChatEncoder(tokenizer)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "d.jsonl"
+    chats = [[("user", f"q{n}"), ("assistant", "B" * (n + 1))] for n in range(8)]
+    chats.append([("user", "A"), ("assistant", "")])
+    chats.append([("user", "A"), ("assistant", "B"), ("user", "A"), ("assistant", "B" * 100)])
+    records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def config(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    def make(path: Path = data, source: dict[str, Any] | None = None, **keys: Any) -> TrainConfig:
+        values = {
+            "base_model": "none",
+            "datasets": [{"path": str(path), **(source or {})}],
+            "skip_bad_records": True,
+            "sequence_len": 60,
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+        }
+        return TrainConfig.model_validate({**values, **keys})
+
+    return make
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Every time that something is encoded."""
+    calls: list[TrainConfig] = []
+    encode_sources = cache.encode_sources
+
+    def counted(cfg: TrainConfig, readings: Any) -> Corpus:
+        calls.append(cfg)
+        return encode_sources(cfg, readings)
+
+    monkeypatch.setattr(cache, "encode_sources", counted)
+    return calls
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "prepared").iterdir())
+
+
+def test_the_second_run_takes_exactly_what_the_first_encoded(
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig], tmp_path: Path
+) -> None:
+    plain = load_datasets(config(dataset_prepared_path=None), encoder)
+    first, second = (load_datasets(config(), encoder) for _ in range(2))
+    assert len(encoded) == 1
+    (path,) = files(tmp_path)
+    for parts in (first, second):
+        for got, expected in zip(parts, plain, strict=True):
+            assert got.fingerprint() == expected.fingerprint()
+            assert got.prompts() == expected.prompts()
+            names = [(e.key, e.id, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples]
+            assert names == [(e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples]
+    assert first[0].report.lines() == plain[0].report.lines()
+    assert second[0].report.lines() == [*plain[0].report.lines(), f"tokens taken from {path}"]
+    assert plain[0].report.outcomes == {"whole": 8, "cut": 1, "too_long": 0, "unsupervised": 0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sequence_len": 61},
+        {"train_on_inputs": True},
+        {"roles_to_train": ["user"]},
+        {"source": {"conversation": "chatml"}},
+        {"source": {"type": "messages"}},
+    ],
+    ids=str,
+)
+def test_what_shapes_the_tokens_makes_another_key(
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig], change: dict[str, Any]
+) -> None:
+    load_datasets(config(), encoder)
+    load_datasets(config(**change), encoder)
+    assert len(encoded) == 2
+    load_datasets(config(), encoder)
+    assert len(encoded) == 2
+
+
+def test_data_tokenizer_and_template_make_another_key(
+    config: Callable[..., TrainConfig], data: Path, make_tokenizer: Callable[..., Any]
+) -> None:
+    def key(encoder: ChatEncoder) -> str:
+        return prepared_key(config(), cache.open_sources(config(), encoder))
+
+    keys = [key(ChatEncoder(make_tokenizer()))]
+    assert key(ChatEncoder(make_tokenizer())) == keys[0]
+    grown = make_tokenizer()
+    grown.add_tokens(["BB"])
+    keys.append(key(ChatEncoder(grown)))
+    keys.append(key(ChatEncoder(make_tokenizer(grown.chat_template + " "))))
+    data.write_text(data.read_text().replace("q1", "q9"))
+    keys.append(key(ChatEncoder(make_tokenizer())))
+    assert len(set(keys)) == 4
+
+
+def test_split_and_weight_do_not(
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig]
+) -> None:
+    load_datasets(config(), encoder)
+    load_datasets(config(val_set_size=0.3, seed=1, sample_packing=True, source={"weight": 2}), encoder)
+    assert len(encoded) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])
+def test_a_damaged_file_is_made_again_and_told_in_one_line(
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig], tmp_path: Path, damage: str
+) -> None:
+    whole = load_datasets(config(), encoder)[0]
+    (path,) = files(tmp_path)
+    good = path.read_bytes()
+    flipped = bytearray(good)
+    flipped[-3] ^= 1
+    bad = {"cut": good[:-9], "flipped": bytes(flipped), "emptied": b"", "other": b"not tensors at all" * 9}[damage]
+    path.write_bytes(bad)
+    again = load_datasets(config(), encoder)[0]
+    assert len(encoded) == 2
+    (note,) = again.report.notes
+    assert note.startswith(f"{path} is damaged (")
+    assert note.endswith("), encoding anew")
+    assert "\n" not in note
+    assert again.fingerprint() == whole.fingerprint()
+    assert path.read_bytes() == good
+    assert files(tmp_path) == [path]
+
+
+def test_a_directory_that_cannot_be_written_stops_nothing(
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    train, _ = load_datasets(config(dataset_prepared_path=str(tmp_path / "file" / "prepared")), encoder)
+    assert len(train) == 8
+    (note,) = train.report.notes
+    assert "cannot be written" in note

@@ -1,0 +1,52 @@
+"""The draft vocabulary: what occurs most among the tokens that are learnt, and every end of a turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa_train.data.cache import DataReport
+from medusa_train.data.dataset import EncodedDataset
+from medusa_train.data.draft_vocabulary import coverage, frequent_tokens, token_counts
+from medusa_train.data.tokenize import Example
+from medusa_train.errors import ConfigError
+
+
+def text(*rows: tuple[list[int], str]) -> EncodedDataset:
+    """Conversations; of each token whether it is learnt (+) or only read (-)."""
+    examples = [
+        Example(torch.tensor(ids, dtype=torch.int32), torch.tensor([c == "+" for c in mask]), str(i), str(i), "x")
+        for i, (ids, mask) in enumerate(rows)
+    ]
+    return EncodedDataset(examples, 0, DataReport(64))
+
+
+def test_only_what_is_learnt_counts() -> None:
+    counts = token_counts(text(([5, 5, 7, 1], "--++"), ([7, 2, 2], "-++")), 9)
+    assert counts.tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0]
+
+
+def test_the_most_frequent_are_taken_and_of_equals_the_smaller_ids() -> None:
+    counts = torch.tensor([3, 0, 5, 1, 1, 0, 9, 1])
+    assert frequent_tokens(counts, 3).tolist() == [0, 2, 6]
+    assert frequent_tokens(counts, 5).tolist() == [0, 2, 3, 4, 6]
+    assert frequent_tokens(counts, 7).tolist() == [0, 1, 2, 3, 4, 6, 7]  # more than occur: filled up by id
+
+
+def test_special_tokens_that_occur_are_always_kept() -> None:
+    counts = torch.tensor([3, 0, 5, 1, 1, 0, 9, 1])
+    assert frequent_tokens(counts, 3, special=[7, 1, 1000]).tolist() == [2, 6, 7]
+
+
+def test_ties_do_not_depend_on_how_sorting_breaks_them() -> None:
+    assert frequent_tokens(torch.ones(5000, dtype=torch.long), 1000).tolist() == list(range(1000))
+
+
+def test_a_size_without_room_for_the_special_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the 2 special"):
+        frequent_tokens(torch.tensor([3, 0, 5, 1, 1, 0, 9, 1]), 1, special=[3, 4])
+
+
+def test_coverage_is_the_share_of_tokens() -> None:
+    assert coverage(torch.tensor([3, 0, 5, 2]), torch.tensor([0, 2])) == pytest.approx(0.8)
+    assert coverage(torch.zeros(4, dtype=torch.long), torch.tensor([0])) == 1.0

@@ -1,0 +1,177 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train.data.records import RecordError, parse_record, read_conversations, read_records
+from medusa_train.errors import DataError
+
+GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+
+
+def turns(record: dict[str, Any], type: str = "auto") -> list[tuple[str, str]]:
+    return [(m.role, m.content) for m in parse_record(record, type).messages]
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_three_formats_give_the_same_chat() -> None:
+    expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
+    sharegpt = [{"from": "system", "value": "s"}, *GOOD["conversations"]]
+    assert turns({"conversations": sharegpt}) == expected
+    assert turns({"system": "s", **GOOD}) == expected
+    named = [("developer", "s"), ("user", "q"), ("assistant", "a")]
+    assert turns({"messages": [{"role": r, "content": c} for r, c in named]}) == expected
+    assert turns({"system": "s", "instruction": "q", "input": "", "output": "a"}) == expected
+
+
+def test_alpaca_input_follows_the_instruction() -> None:
+    assert turns({"instruction": "add", "input": "1 2", "output": "3"})[0] == ("user", "add\n\n1 2")
+    assert turns({"instruction": "add", "input": None, "output": "3"})[0] == ("user", "add")
+
+
+def test_text_parts_are_joined_and_other_parts_refused() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert turns({"messages": [{"role": "user", "content": parts}]}) == [("user", "ab")]
+    with pytest.raises(RecordError, match="turn 1: 'content' holds parts that are not text"):
+        parse_record({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+
+
+def test_an_empty_system_prompt_is_none() -> None:
+    messages = [{"role": "system", "content": " "}, {"role": "user", "content": "q"}]
+    assert turns({"messages": messages}) == [("user", "q")]
+
+
+def test_identity_is_the_records_or_the_contents() -> None:
+    assert parse_record({"id": 7, **GOOD}).id == "7"
+    assert parse_record({"id": "x", **GOOD}).id == "x"
+    unnamed = parse_record(GOOD)
+    assert unnamed.id == parse_record({"instruction": "q", "output": "a"}).id
+    assert unnamed.id == unnamed.content_key[:16]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ([], "must be a JSON object, this is a list"),
+        ({"text": "x"}, "its keys: text"),
+        ({"conversations": []}, "'conversations' is an empty list"),
+        ({"conversations": "x"}, "must be a list of turns, it is a text"),
+        ({"conversations": ["x"]}, "turn 1 must be an object"),
+        ({"conversations": [{"from": "tool", "value": "x"}]}, "turn 1: unknown 'from': 'tool'"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: 'value' must be a text, it is a num"),
+        ({"messages": [{"role": "user", "content": None}]}, "'content' must be a text, it is missing"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "turn 1 is from the assistant"),
+        ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
+        ({"instruction": "x", "output": None}, "'output' must be a text"),
+    ],
+)
+def test_bad_records_say_why(record: object, reason: str) -> None:
+    with pytest.raises(RecordError, match=reason):
+        parse_record(record)
+
+
+def test_a_stated_type_is_not_guessed() -> None:
+    with pytest.raises(RecordError, match="'messages' must be a list of turns, it is missing"):
+        parse_record(GOOD, "messages")
+
+
+def test_jsonl_names_every_bad_line(tmp_path: Path) -> None:
+    good = json.dumps(GOOD)
+    lines = [good, "{broken", "", '{"text": 1}', good]
+    path = write(tmp_path / "d.jsonl", "\n".join(lines) + "\n\n")
+    with pytest.raises(DataError) as caught:
+        read_conversations(path)
+    message = str(caught.value)
+    assert f"{path}: 3 bad records" in message
+    assert f"{path}:2: not valid JSON" in message
+    assert f"{path}:3: the line is empty" in message
+    assert f"{path}:4: neither ShareGPT" in message
+    assert "skip_bad_records: true" in message
+
+    result = read_conversations(path, skip_bad=True)
+    assert [c.source for c in result.conversations] == [f"{path}:1", f"{path}:5"]
+    assert [s.split(": ")[0] for s in result.skipped] == [f"{path}:{n}" for n in (2, 3, 4)]
+
+
+def test_only_the_first_problems_are_listed(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", "x\n" * 9)
+    with pytest.raises(DataError) as caught:
+        read_conversations(path)
+    assert f"{path}:5:" in str(caught.value)
+    assert f"{path}:6:" not in str(caught.value)
+    assert "and 4 more" in str(caught.value)
+
+
+def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
+    records = [GOOD, {"conversations": []}, GOOD]
+    path = write(tmp_path / "d.json", json.dumps(records, indent=2))
+    line = json.dumps(records, indent=2).split('"conversations": []')[0].count("\n")
+    with pytest.raises(DataError, match=f"d.json:{line}: 'conversations' is an empty list"):
+        read_conversations(path)
+    result = read_conversations(path, skip_bad=True)
+    assert len(result.conversations) == 2
+    assert result.conversations[0].source == f"{path}:2"
+    assert len(result.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[\n{"a": 1},\n{"b" 2}]', ":3: not valid JSON"),
+        ('[\n{"a": 1}\n{"b": 2}]', ":3: not valid JSON: a ','"),
+        ('[\n{"a": 1}', "not valid JSON"),
+        ('[{"a": 1},\n', "not valid JSON"),
+        ("[]\nx", ":2: not valid JSON: text after"),
+        ("[\n", "not valid JSON"),
+    ],
+)
+def test_a_broken_array_is_refused_even_when_skipping(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        read_conversations(write(tmp_path / "d.json", text), skip_bad=True)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "[]"])
+def test_a_file_without_records_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match=r"d\.jsonl: no conversation to read: it holds no records"):
+        read_conversations(write(tmp_path / "d.jsonl", text))
+
+
+def test_skipping_everything_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 2 records are bad; the first: .*d.jsonl:1: not valid JSON"):
+        read_conversations(write(tmp_path / "d.jsonl", "x\ny"), skip_bad=True)
+
+
+def test_missing_file_directory_and_type(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
+        read_conversations(tmp_path / "nowhere.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_conversations(tmp_path)
+    with pytest.raises(DataError, match="unknown record type 'csv'; known are auto, sharegpt"):
+        read_conversations(write(tmp_path / "d.jsonl", json.dumps(GOOD)), "csv")
+
+
+def test_bytes_that_are_not_text_are_located(tmp_path: Path) -> None:
+    good = json.dumps(GOOD).encode()
+    with pytest.raises(DataError, match=r"d\.jsonl:2: not UTF-8"):
+        read_conversations(write(tmp_path / "d.jsonl", good + b"\n\xff\n"))
+    with pytest.raises(DataError, match=r"d\.json:2: not UTF-8"):
+        read_conversations(write(tmp_path / "d.json", b"[\n\xff]"))
+
+
+def test_byte_order_mark_line_ends_and_line_separators(tmp_path: Path) -> None:
+    record = {"conversations": [{"from": "human", "value": "a\u2028b"}]}
+    line = json.dumps(record, ensure_ascii=False).encode()
+    path = write(tmp_path / "d.jsonl", b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n")
+    result = read_conversations(path)
+    assert [c.messages[0].content for c in result.conversations] == ["a\u2028b"] * 2
+
+
+def test_records_in_memory_are_located_by_number() -> None:
+    with pytest.raises(DataError, match="hub/name:2: 'conversations' is an empty list"):
+        read_records([GOOD, {"conversations": []}], name="hub/name")

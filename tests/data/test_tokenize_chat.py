@@ -1,0 +1,201 @@
+"""The loss mask, shown as text: what is learnt stands in double brackets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from medusa_train.data.chat_template import ChatTemplate, SpanError
+from medusa_train.data.conversation import Conversation, Message
+from medusa_train.data.templates import TEMPLATES
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.errors import ConfigError, DataError
+
+Chat = Callable[..., Conversation]
+Make = Callable[..., Any]
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+# Two turns and a system message, by template; `é` is two tokens, " B" and ">B" are merged into one.
+EXPECTED = {
+    None: "<s><system>S: be</s><user>Ask é</s><|assistant|>[[B 1.</s>]]<user>More</s><|assistant|>[[B é</s>]]",
+    "vicuna_v1.1": "<s>S: be USER: Ask é ASSISTANT:[[ B 1.</s>]]USER: More ASSISTANT:[[ B é</s>]]",
+    "zephyr": "<|system|>\nS: be</s>\n<|user|>\nAsk é</s>\n<|assistant|>\n[[B 1.</s>]]\n"
+    "<|user|>\nMore</s>\n<|assistant|>\n[[B é</s>]]\n",
+    "chatml": "<|im_start|>system\nS: be<|im_end|>\n<|im_start|>user\nAsk é<|im_end|>\n"
+    "<|im_start|>assistant\n[[B 1.<|im_end|>]]\n<|im_start|>user\nMore<|im_end|>\n"
+    "<|im_start|>assistant\n[[B é<|im_end|>]]\n",
+    "llama-2": "<s>[INST] <<SYS>>\nS: be\n<</SYS>>\n\nAsk é [/INST][[ B 1. </s>]]<s>[INST] More [/INST][[ B é </s>]]",
+    "llama-3": "<s><|start_header_id|>system<|end_header_id|>\n\nS: be<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nAsk é<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[B 1.<|eot_id|>]]"
+    "<|start_header_id|>user<|end_header_id|>\n\nMore<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[B é<|eot_id|>]]",
+    "mistral": "<s>[INST] S: be\n\nAsk é [/INST][[ B 1.</s>]][INST] More [/INST][[ B é</s>]]",
+}
+
+
+def masked(encoder: ChatEncoder, conversation: Conversation) -> str:
+    """The tokens as text, those to be learnt in double brackets."""
+    encoded = encoder.encode(conversation)
+    assert len(encoded.ids) == len(encoded.supervised)
+    runs: list[tuple[bool, list[int]]] = []
+    for token, learnt in zip(encoded.ids, encoded.supervised, strict=True):
+        if not runs or runs[-1][0] != learnt:
+            runs.append((learnt, []))
+        runs[-1][1].append(token)
+    texts = [(learnt, encoder.tokenizer.decode(ids)) for learnt, ids in runs]
+    return "".join(f"[[{text}]]" if learnt else text for learnt, text in texts)
+
+
+def unmarked(source: str) -> str:
+    return source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("name", [None, *TEMPLATES])
+def test_only_answers_and_their_end_token_are_learnt(name: str | None, tokenizer: Any, chat: Chat) -> None:
+    conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
+    assert masked(ChatEncoder(tokenizer, name), conversation) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", [None, *TEMPLATES])
+def test_a_template_without_marks_gives_the_same_mask(name: str | None, make_tokenizer: Make, chat: Chat) -> None:
+    source = TEMPLATES[name].source if name else make_tokenizer().chat_template
+    assert "generation %}" in source
+    encoder = ChatEncoder(make_tokenizer(unmarked(source)))
+    assert not encoder.template.marks_answers
+    assert masked(encoder, chat("S: be", "Ask é", "B 1.", "More", "B é")) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", [None, *TEMPLATES])
+def test_a_prompt_is_what_stands_before_its_answer(name: str | None, tokenizer: Any, chat: Chat) -> None:
+    encoder = ChatEncoder(tokenizer, name)
+    conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
+    encoded = encoder.encode(conversation)
+    starts = [t for t, s in enumerate(encoded.supervised) if s and not encoded.supervised[t - 1]]
+    assert encoder.prompt(conversation.messages[:2]) == encoded.ids[: starts[0]]
+    assert encoder.prompt(conversation.messages[:4]) == encoded.ids[: starts[1]]
+
+
+def test_vicuna_without_a_system_message_uses_its_own(tokenizer: Any, chat: Chat) -> None:
+    expected = f"<s>{VICUNA_SYSTEM} USER: Ask ASSISTANT:[[ B</s>]]"
+    assert masked(ChatEncoder(tokenizer, "vicuna_v1.1"), chat("Ask", "B")) == expected
+
+
+def test_the_other_templates_need_no_system_message(tokenizer: Any, chat: Chat) -> None:
+    assert masked(ChatEncoder(tokenizer, "llama-2"), chat("Ask", "B")) == "<s>[INST] Ask [/INST][[ B </s>]]"
+    assert masked(ChatEncoder(tokenizer, "mistral"), chat("Ask", "B")) == "<s>[INST] Ask [/INST][[ B</s>]]"
+
+
+def test_a_last_turn_of_the_users_is_not_learnt(tokenizer: Any, chat: Chat) -> None:
+    encoder = ChatEncoder(tokenizer)
+    text = "<s><user>Ask</s><|assistant|>[[B</s>]]<user>More</s>"
+    assert masked(encoder, chat("Ask", "B", "More")) == text
+    trimmed = encoder.encode(chat("Ask", "B", "More")).trimmed()
+    assert encoder.tokenizer.decode(trimmed.ids) == "<s><user>Ask</s><|assistant|>B</s>"
+    assert trimmed.supervised[-1]
+    assert encoder.encode(chat("Ask")).trimmed().ids == []
+
+
+def test_a_token_across_the_border_is_learnt_with_its_word(make_tokenizer: Make, chat: Chat) -> None:
+    source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    encoder = ChatEncoder(make_tokenizer(source))
+    assert masked(encoder, chat("Ask", "B 1.")) == "<user>Ask<assistant[[>B 1.]]"
+
+
+@pytest.mark.parametrize("name", [None, *TEMPLATES])
+def test_offsets_without_white_space_change_nothing(name: str | None, make_tokenizer: Make, chat: Chat) -> None:
+    conversation = chat("S: be", "Ask é", "B \n\n 1.", "More", "B  é")
+    trimming, plain = ChatEncoder(make_tokenizer(trim=True), name), ChatEncoder(make_tokenizer(), name)
+    offsets = [e.tokenizer("B \n\n 1.", return_offsets_mapping=True)["offset_mapping"] for e in (trimming, plain)]
+    assert offsets[0] != offsets[1]
+    assert trimming.encode(conversation) == plain.encode(conversation)
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_spaces_at_the_borders_belong_to_their_side(trim: bool, make_tokenizer: Make, chat: Chat) -> None:
+    source = "{% for m in messages %}{{ m['role'] + ': ' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    encoder = ChatEncoder(make_tokenizer(source + "{% endfor %}", trim=trim))
+    assert masked(encoder, chat("1 ", " 2", "3")) == "user: [[1 ]]assistant: [[ 2]]user: [[3]]"
+
+
+def test_words_that_look_like_headers_or_end_tokens(make_tokenizer: Make, chat: Chat) -> None:
+    source = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    encoder = ChatEncoder(make_tokenizer(source))
+    expected = "<|user|>\nuser</s>\n<|assistant|>\n[[s</s>]]\n<|user|>\nassistant</s>\n<|assistant|>\n[[user</s>]]\n"
+    assert masked(encoder, chat("user", "s", "assistant", "user")) == expected
+
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_shows_the_last_answer_otherwise(make_tokenizer: Make, chat: Chat) -> None:
+    expected = (
+        "<|im_start|>user\nAsk<|im_end|>\n<|im_start|>assistant\n[[think<|im_end|>]]\n"
+        "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nB<|im_end|>]]\n"
+    )
+    assert masked(ChatEncoder(make_tokenizer(THINKING)), chat("Ask", "think", "More", "B")) == expected
+
+
+def test_everything_and_other_roles(tokenizer: Any, chat: Chat) -> None:
+    conversation = chat("S: be", "user", "B")
+    base = ChatEncoder(tokenizer)
+    assert masked(base.variant(everything=True), conversation) == (
+        "[[<s><system>S: be</s><user>user</s><|assistant|>B</s>]]"
+    )
+    assert masked(base.variant(roles=["user"]), conversation) == (
+        "<s><system>S: be</s><user>[[user]]</s><|assistant|>B</s>"
+    )
+    assert masked(base.variant(roles=["assistant", "system"]), conversation) == (
+        "<s><system>[[S: be]]</s><user>user</s><|assistant|>[[B</s>]]"
+    )
+    assert base.variant(template="chatml").variant().template_name == "chatml"
+
+
+def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Chat) -> None:
+    moved = (
+        "{% for m in messages %}{% if loop.last and loop.length > 2 %}{{ 'remember: be good. ' }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template rewrites earlier turns.*turn 2"):
+        ChatEncoder(make_tokenizer("{{ messages | length }}" + moved)).encode(chat("Ask", "B", "More", "B"))
+    loud = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template changes the words"):
+        ChatEncoder(make_tokenizer(loud)).encode(chat("Ask", "b"))
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}x"
+    encoder = ChatEncoder(make_tokenizer(strict))
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template refuses it: no system, please"):
+        encoder.encode(chat("S: be", "Ask", "B"))
+    with pytest.raises(DataError, match="no system, please"):
+        encoder.prompt([Message("system", "S"), Message("user", "Ask")])
+    with pytest.raises(SpanError):
+        ChatTemplate("{% broken").render([Message("user", "Ask")])
+
+
+def test_tokenizers_that_do_not_fit_are_refused(make_tokenizer: Make) -> None:
+    with pytest.raises(DataError, match="no chat template; set chat_template to one of vicuna"):
+        ChatEncoder(make_tokenizer(None))
+    with pytest.raises(ConfigError, match=r"'vicuna_v1' is unknown; did you mean 'vicuna_v1.1'\?"):
+        ChatEncoder(make_tokenizer(), "vicuna_v1")
+    plain = make_tokenizer(special=["<s>", "</s>"])
+    with pytest.raises(DataError, match=r"'chatml' ends answers with <\|im_end\|>, which is no single token"):
+        ChatEncoder(plain, "chatml")
+    with pytest.raises(DataError, match="'zephyr' ends answers with the eos token, and the tokenizer has none"):
+        ChatEncoder(make_tokenizer(special=["<s>"]), "zephyr")
+
+
+def test_padding_token_is_the_best_there_is(make_tokenizer: Make) -> None:
+    tokenizer = make_tokenizer()
+    assert ChatEncoder(tokenizer).pad_id == tokenizer.pad_token_id
+    without = make_tokenizer(special=["<s>", "</s>"])
+    assert ChatEncoder(without).pad_id == without.eos_token_id
+    assert ChatEncoder(make_tokenizer(special=[])).pad_id == 0

@@ -1,0 +1,131 @@
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+from medusa_train.evaluation.html_report.page import answers_section, coloured, html_page
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+from medusa_train.evaluation.report import Report, rows_of
+from medusa_train.inference.traces import Trace
+from medusa_train.trees.tree import Tree
+from tests.evaluation.test_report import meta
+
+TREE = Tree.from_paths([(0,), (1,), (0, 0)])
+
+
+def record(question: int, category: str, with_tree: bool = True) -> TurnRecord:
+    tokens = tuple(range(7))
+    tree = TimedAnswer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
+    trace = Trace([[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 2, 1, 0])
+    return TurnRecord(
+        question,
+        category,
+        1,
+        (1,),
+        tree,
+        TimedAnswer(tokens, 2.0, 0.5, 6),
+        TimedAnswer(tokens, 2.5),
+        asked="What is <b>?",
+        text="a<i>b & c",
+        pieces=("a", "<", "i>", "b", " &", " ", "c"),
+        trace=trace if with_tree else None,
+    )
+
+
+def answer(record: TurnRecord) -> dict[str, Any]:
+    return {
+        "question_id": record.question_id,
+        "category": record.category,
+        "turn": 1,
+        "asked": record.asked,
+        "text": record.text,
+        "pieces": list(record.pieces),
+        "tokens": 7,
+        "steps": record.answer.steps,
+        "accepted": list(record.answer.accepted),
+    }
+
+
+def page(records: list[TurnRecord], **changes: Any) -> str:
+    tree = TREE if records[0].tree is not None else None
+    extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
+    report = Report.from_records(records, meta(**changes), tree, extra)
+    return html_page(report.as_json(), [answer(one) for one in records], rows_of(report, terminal=False))
+
+
+class Balance(HTMLParser):
+    """Fails where an element is closed that is not open; `open` holds what never was."""
+
+    VOID = ("meta", "link", "br", "line", "rect", "circle", "path", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID or tag in ("rect", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: Any) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:
+    html = page([record(1, "math"), record(2, "code")])
+    balance = Balance()
+    balance.feed(html)
+    assert balance.open == []
+    assert balance.seen.count("svg") >= 5
+    assert not re.search(r"<(script|link|img|iframe)|url\(|@import|\bsrc=", html)
+    assert re.findall(r"https?://[^\"' ]*", html) == []
+    assert "default-src 'none'" in html
+
+
+def test_it_shows_speed_per_category_lengths_ctar_heads_tree_and_answers() -> None:
+    html = page([record(1, "math"), record(2, "code")])
+    for title in (
+        "Speedup per category",
+        "Accepted length",
+        "CTAR(w)",
+        "Head accuracy",
+        "The tree",
+        "Tokens per second",
+    ):
+        assert f"<h3>{title}</h3>" in html
+    assert "Tokens per step over tree size" not in html
+    assert html.count("What is &lt;b&gt;?") == 2
+    assert "95 % interval" in html
+    assert "not judged" in html
+
+
+def test_a_calibrated_tree_has_its_size_curve() -> None:
+    sizes = [{"nodes": n, "tokens_per_step": 1 + n / 10, "step_ms": 3 + n / 8, "tokens_per_s": 300 + n} for n in (0, 4)]
+    html = page([record(1, "math"), record(2, "code")], calibration={"nodes": 4, "sizes": sizes})
+    assert "Tokens per step over tree size" in html
+    assert "Speed over tree size" in html
+
+
+def test_a_baseline_only_page_has_no_draft() -> None:
+    html = page([record(1, "math", False), record(2, "code", False)], model=None, heads=None, tree_nodes=None)
+    assert "Tokens per second" in html
+    assert "The tree" not in html
+    assert "Speedup per category" not in html
+
+
+def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
+    shown = coloured(answer(record(1, "math")))
+    # prefill a | step 1: head 1 <, head 2 i>, own b | step 2: own & | step 3: head 1 space, own c
+    assert shown == "a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c"
+    assert coloured({"pieces": [], "text": "<x>", "accepted": []}) == "&lt;x&gt;"
+
+
+def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
+    html = answers_section([answer(record(1, "math")), {"question_id": 9, "turn": 1, "skipped": True}])
+    assert "1 turns were skipped" in html
+    assert "head 2</span>" in html
+    assert "head 3" not in html
+    assert answers_section([]) == ""

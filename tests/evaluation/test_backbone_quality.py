@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+
+from medusa_train.checkpoint.load import locate
+from medusa_train.data.batch import Batch
+from medusa_train.data.targets import IGNORE
+from medusa_train.evaluation.backbone_quality import Quality, compare, joint_quality, load_versions
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.lora import Adapter, LoraSpec
+from tests.evaluation.tiny_model import write_run
+
+
+@pytest.fixture
+def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
+    """A run with an adapter that changes its backbone, and the data that it learnt."""
+    run = write_run(tmp_path / "run", backbone_dir)
+    backbone = Backbone.load(str(backbone_dir))
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.0))
+    for parameter in adapter.parameters():
+        parameter.data.normal_(0, 0.05)
+    adapter.save(run / "adapter")
+    chat = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Well met, friend."}]}
+    data = tmp_path / "chats.jsonl"
+    lines = [json.dumps({"messages": [*chat["messages"], {"role": "user", "content": str(n)}]}) for n in range(6)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    config = {"base_model": str(backbone_dir), "datasets": [{"path": str(data), "type": "messages"}], "adapter": "lora"}
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "val_set_size": 0.5}), encoding="utf-8")
+    return run
+
+
+def test_a_joint_run_s_backbone_is_compared_with_the_untouched_one(joint_run: Path) -> None:
+    found = joint_quality(locate(str(joint_run), None, None))
+    assert found is not None
+    assert found["kl"] > 1e-4
+    assert found["perplexity_after"] != found["perplexity_before"]
+    assert found["tokens"] > 0
+
+
+def test_a_run_that_left_its_backbone_alone_has_nothing_to_compare(run_dir: Path) -> None:
+    assert joint_quality(locate(str(run_dir), None, None)) is None
+
+
+def test_without_its_data_nothing_is_measured(joint_run: Path) -> None:
+    config = yaml.safe_load((joint_run / "config.yaml").read_text(encoding="utf-8"))
+    config["datasets"][0]["path"] = "absent.jsonl"
+    (joint_run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    assert joint_quality(locate(str(joint_run), None, None)) is None
+
+
+def batches() -> list[Batch]:
+    """Two batches: one of packed rows, one padded, about half of the tokens supervised."""
+    torch.manual_seed(7)
+    made = []
+    for rows, length, ends in ((2, 14, (6, 14)), (3, 9, (9, 5))):
+        tokens = torch.randint(3, 300, (rows, length))
+        labels = torch.where(torch.rand(rows, length) < 0.5, tokens, IGNORE)
+        segments = torch.zeros_like(tokens)
+        positions = torch.arange(length).repeat(rows, 1)
+        segments[0, ends[0] :] = 1
+        positions[0, ends[0] :] -= ends[0]
+        segments[1, ends[1] :] = -1
+        labels[1, ends[1] :] = IGNORE
+        made.append(Batch(tokens, labels, positions, segments, ["a"] * rows))
+    return made
+
+
+def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same, document by document: tokens [1, T], labels [T]."""
+    found = []
+    for batch in batches():
+        for row in range(len(batch.tokens)):
+            for segment in range(int(batch.segments[row].max()) + 1):
+                inside = batch.segments[row] == segment
+                found.append((batch.tokens[row][inside][None], batch.labels[row][inside]))
+    return found
+
+
+def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
+    """Tokens, cross-entropy before and after, KL: from all logits of one document after the other."""
+    count, old_loss, new_loss, kl = 0, 0.0, 0.0, 0.0
+    for tokens, labels in documents():
+        old, new = (model.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE] for model in (before, after))
+        wanted = labels[1:][labels[1:] != IGNORE]
+        count += len(wanted)
+        old_loss += float(cross_entropy(old, wanted, reduction="sum"))
+        new_loss += float(cross_entropy(new, wanted, reduction="sum"))
+        kl += float(kl_div(log_softmax(new, -1), log_softmax(old, -1), reduction="sum", log_target=True))
+    return count, old_loss / count, new_loss / count, kl / count
+
+
+def adapted(backbone_dir: Path, directory: Path) -> None:
+    """Save an adapter on every linear layer that changes the backbone."""
+    backbone = Backbone.load(str(backbone_dir))
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.5))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(0, 0.05)
+    adapter.save(directory)
+
+
+def write_config(run: Path, backbone_dir: Path) -> None:
+    (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
+
+
+def test_an_adapter_s_run_against_plain_formulas(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "heads").symlink_to(run_dir / "heads")
+    write_config(tmp_path, backbone_dir)
+    adapted(backbone_dir, tmp_path / "adapter")
+    found = compare(*load_versions(locate(str(tmp_path), None, None), str(backbone_dir)), batches())
+    merged = Backbone.load(str(backbone_dir))
+    Adapter.load(merged, tmp_path / "adapter").merge()
+    tokens, before, after, kl = plain(Backbone.load(str(backbone_dir)), merged)
+    assert kl > 0.01
+    assert found.tokens == tokens
+    assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
+
+
+def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
+    changed = Backbone.load(str(backbone_dir))
+    torch.manual_seed(4)
+    with torch.no_grad():
+        changed.model.lm_head.weight.add_(0.02 * torch.randn_like(changed.model.lm_head.weight))
+    changed.model.save_pretrained(tmp_path / "model")
+    changed.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "heads").symlink_to(run_dir / "heads")
+    write_config(tmp_path, backbone_dir)
+    found = compare(*load_versions(locate(str(tmp_path), None, None), str(backbone_dir)), batches())
+    _, before, after, kl = plain(Backbone.load(str(backbone_dir)), changed)
+    assert kl > 0.001
+    assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
+
+
+def test_a_frozen_backbone_is_unchanged_to_the_bit(run_dir: Path, backbone_dir: Path) -> None:
+    found = compare(*load_versions(locate(str(run_dir), None, None), str(backbone_dir)), batches())
+    assert found.loss_before > 0
+    assert (found.loss_after, found.kl, found.perplexity_change) == (found.loss_before, 0.0, 0.0)
+
+
+def test_perplexity() -> None:
+    quality = Quality(100, 1.0, 1.0 + 0.00995, 0.01)
+    assert quality.perplexity_before == pytest.approx(2.71828, rel=1e-5)
+    assert quality.perplexity_after == pytest.approx(2.7454, rel=1e-4)
+    assert quality.perplexity_change == pytest.approx(0.01, rel=1e-3)
+
+
+def test_nothing_supervised_gives_zeros(run_dir: Path, backbone_dir: Path) -> None:
+    batch = batches()[0]
+    empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
+    found = compare(*load_versions(locate(str(run_dir), None, None), str(backbone_dir)), [empty])
+    assert (found.tokens, found.loss_before, found.kl) == (0, 0.0, 0.0)

@@ -1,0 +1,145 @@
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from medusa_train.checkpoint.load import SubjectPaths, load_backbone, locate
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation import choose_dtype as fastest
+from medusa_train.evaluation import choose_dtype as memory
+from medusa_train.evaluation.choose_dtype import Weights, fastest_dtype, free_memory, is_out_of_memory
+from medusa_train.models.backbone import Backbone
+
+
+def prompt_of(backbone: Backbone) -> list[int]:
+    return [1, 50, 60]
+
+
+@pytest.fixture
+def paths(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SubjectPaths:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return locate(str(run_dir), None, None)
+
+
+def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callable[[SubjectPaths, str], Backbone]:
+    def load(paths: SubjectPaths, dtype: str) -> Backbone:
+        loaded.append(dtype)
+        if dtype in for_dtypes:
+            raise error
+        return load_backbone(paths, dtype)
+
+    return load
+
+
+def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None:
+    said: list[str] = []
+    chosen = fastest_dtype(locate(str(run_dir), None, None), prompt_of, said.append)
+    assert chosen in ("float32", "bfloat16", "float16")
+    assert said[0].startswith(f"dtype: {chosen}, the fastest")
+    assert "float32" in said[0]
+    assert "bfloat16" in said[0]
+
+
+def test_a_dtype_without_enough_memory_is_left_out_and_named(
+    paths: SubjectPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = failing({"float32"}, torch.OutOfMemoryError("CUDA out of memory."), loaded)
+    monkeypatch.setattr(fastest, "load_backbone", load)
+    said: list[str] = []
+    assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
+    assert loaded == ["float32", "bfloat16"]
+    assert said[0] == "dtype float32: not enough memory; left out"
+    assert said[1].startswith("dtype: bfloat16")
+    assert "float32" not in said[1]
+
+
+def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
+    paths: SubjectPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastest, "load_backbone", failing({"float32", "bfloat16"}, MemoryError(), []))
+    with pytest.raises(BackboneError, match="not enough memory for it here in any dtype"):
+        fastest_dtype(paths, prompt_of, lambda line: None)
+    monkeypatch.setattr(fastest, "load_backbone", failing({"bfloat16"}, RuntimeError("a bug"), []))
+    with pytest.raises(RuntimeError, match="a bug"):
+        fastest_dtype(paths, prompt_of, lambda line: None)
+
+
+def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded(
+    paths: SubjectPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    stored = LlamaConfig(dtype="bfloat16")
+    monkeypatch.setattr(fastest, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
+    monkeypatch.setattr(fastest, "load_backbone", failing(set(), MemoryError(), loaded))
+    monkeypatch.setattr(Weights, "fit", lambda self, dtype: dtype != "float32")
+    said: list[str] = []
+    assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
+    assert loaded == ["bfloat16"]
+    assert "dtype float32: the weights alone would not fit" in said[0]
+
+
+def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def load(name: str, *, dtype: str, quantization: object, trust_remote_code: bool) -> SimpleNamespace:
+        asked.append((name, dtype, quantization, trust_remote_code))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(Backbone, "load", load)
+    over_4bit = SubjectPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
+    load_backbone(over_4bit, "bfloat16")
+    folded = SubjectPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")
+    load_backbone(folded, "float32")
+    assert asked == [("m", "bfloat16", "nf4", True), ("m", "float32", None, False)]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            True,
+        ),
+        (RuntimeError("[enforce fail] data. DefaultCPUAllocator: not enough memory: you tried to allocate 9"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("not enough memory"), False),
+    ],
+)
+def test_only_missing_memory_is_taken_for_it(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_what_this_machines_allocator_says_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_weights_take_what_their_dtype_does_and_packed_ones_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(10, 10, bias=False)
+    model.packed = nn.Parameter(torch.zeros(30, dtype=torch.uint8), requires_grad=False)
+    weights = Weights.of(model, CPU)
+    assert (weights.numbers, weights.packed) == (100, 30)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 429)
+    assert weights.fit("bfloat16")
+    assert not weights.fit("float32")
+    monkeypatch.setattr(memory, "free_memory", lambda device: None)
+    assert weights.fit("float32")
+
+
+def test_a_cpu_says_how_much_is_free_or_nothing() -> None:
+    free = free_memory(CPU)
+    assert free is None or free > 1 << 20

@@ -1,0 +1,86 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.checkpoint.load import Subject
+from medusa_train.evaluation.output_equality import behind_best, judge_again, judge_timed, verdict
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+
+class StubBackbone:
+    """Tokens 6 and 9 lead, `margin` apart after a prefix of `at` tokens and 1 apart elsewhere; the others are far."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, at: int, margin: float) -> None:
+        self.at, self.margin = at, margin
+
+    def run(self, tokens: torch.Tensor) -> Any:
+        hidden = torch.full((1, tokens.shape[1], 1), 1.0)
+        hidden[0, -1] = self.margin if tokens.shape[1] == self.at else 1.0
+        return SimpleNamespace(hidden=hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.full((*hidden.shape[:-1], 12), -5.0)
+        logits[..., 6] = hidden[..., 0]
+        logits[..., 9] = 0.0
+        return logits
+
+
+PROMPT = (1, 2, 3)
+PLAIN = (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("tree", "margin", "ties", "expected"),
+    [
+        ((5, 6, 7), 1e-9, True, Verdict.EQUAL),
+        ((5, 9, 7), 9e-5, True, Verdict.TIE),
+        ((5, 9, 7), 2e-4, True, Verdict.DIFFERENT),
+        ((5, 9, 7), -9e-5, True, Verdict.TIE),  # an uncached pass may find the tree's token the best
+        ((5, 9, 7), -2e-4, True, Verdict.DIFFERENT),
+        ((5, 9, 7), 9e-5, False, Verdict.DIFFERENT),
+        ((5, 4, 7), 9e-5, True, Verdict.DIFFERENT),  # a near-tie, but of two other tokens
+        ((9, 6, 7), 9e-5, True, Verdict.DIFFERENT),  # the tie lies one token later
+        ((5,), 9e-5, True, Verdict.DIFFERENT),  # one answer ends where the other goes on: no tie does that
+    ],
+)
+def test_verdicts(tree: tuple[int, ...], margin: float, ties: bool, expected: Verdict) -> None:
+    backbone: Any = StubBackbone(at=len(PROMPT) + 1, margin=margin)
+    assert verdict(backbone, PROMPT, tree, PLAIN, ties=ties) is expected
+
+
+def test_logits_are_compared_where_the_token_was_chosen() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    logits = backbone.model(input_ids=torch.tensor([[*PROMPT, *PLAIN]])).logits[0, len(PROMPT) + 1]
+    expected = [float(logits.max() - logits[token]) for token in (4, int(logits.argmax()))]
+    assert behind_best(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(expected, abs=1e-4)
+    assert expected[0] > 1e-2
+    assert expected[1] == 0.0
+
+
+def record(tree: tuple[int, ...]) -> TurnRecord:
+    return TurnRecord(1, "a", 1, PROMPT, TimedAnswer(tree, 1.0), TimedAnswer(PLAIN, 1.0), TimedAnswer(PLAIN, 1.0))
+
+
+def test_timed_answers_are_judged_without_decoding_again() -> None:
+    records = [record(PLAIN), record((5, 9, 7))]
+    backbone: Any = StubBackbone(at=0, margin=0.0)
+    judge_timed(records, backbone, "bfloat16")
+    assert [found.exact for found in records] == [{"bfloat16": Verdict.EQUAL}, {"bfloat16": Verdict.DIFFERENT}]
+
+
+def test_judging_again_decodes_the_same_prompts_in_the_other_dtype() -> None:
+    from medusa_train.models.drafts.medusa import MedusaDraft
+
+    backbone = random_backbone("llama", dtype=torch.float32)
+    subject = Subject(backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2]))
+    records = [record((9, 9, 9)), record((8, 8, 8))]
+    counted: list[int] = []
+    judge_again(records, subject, "float32", max_new_tokens=12, on_turn=counted.append)
+    assert [found.exact["float32"] for found in records] == [Verdict.EQUAL, Verdict.EQUAL]
+    assert counted == [24, 24]

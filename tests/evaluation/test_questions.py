@@ -1,0 +1,260 @@
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.errors import DataError
+from medusa_train.evaluation import questions as benches
+from medusa_train.evaluation.questions import Bench, Question, find_bench, load_bench, read_questions
+
+GOOD = {"question_id": 81, "category": "writing", "turns": ["Say something.", "Say it again."]}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def test_reads_questions_with_turns_category_and_place(tmp_path: Path) -> None:
+    second = {"question_id": "x", "turns": ["Only one."], "reference": ["So."]}
+    path = write(tmp_path / "question.jsonl", GOOD, "", second)
+    first, other = read_questions(path)
+    assert first == Question(81, "writing", ("Say something.", "Say it again."), f"{path}:1")
+    assert other == Question("x", "general", ("Only one.",), f"{path}:3", ("So.",))
+
+
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "test": ""}
+GSM8K = {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}
+
+
+def test_reads_humaneval_and_gsm8k_in_their_own_forms(tmp_path: Path) -> None:
+    (function,) = read_questions(write(tmp_path / "HumanEval.jsonl", HUMANEVAL))
+    assert (function.question_id, function.category) == ("HumanEval/0", "humaneval")
+    assert function.turns[0].endswith("def f():\n")
+    first, second = read_questions(write(tmp_path / "test.jsonl", GSM8K, {**GSM8K, "question": "How few?"}))
+    assert (first.question_id, second.question_id) == (1, 2)
+    assert second.turns == ("How few?",)
+    assert second.reference == (GSM8K["answer"],)
+
+
+def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps(HUMANEVAL) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([HUMANEVAL]), tmp_path / "test.parquet")
+    packed, table = read_questions(tmp_path / "HumanEval.jsonl.gz"), read_questions(tmp_path / "test.parquet")
+    assert packed[0].turns == table[0].turns
+    (tmp_path / "broken.parquet").write_bytes(b"no table")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read_questions(tmp_path / "broken.parquet")
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_questions(tmp_path / "broken.jsonl.gz")
+
+
+@pytest.mark.parametrize("file", ["question.jsonl", "HumanEval.jsonl", "test.jsonl"])
+def test_a_bench_may_lie_in_its_folder_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    path = write(tmp_path / "humaneval" / file, HUMANEVAL)
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    bench = load_bench("humaneval")
+    assert (bench.path, len(bench.questions)) == (path, 1)
+
+
+@pytest.fixture
+def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
+    monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
+    return tmp_path
+
+
+def test_a_bench_with_another_home_is_fetched_once_and_kept(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def urlopen(url: str, timeout: float) -> io.BytesIO:
+        asked.append(url)
+        return io.BytesIO(json.dumps(GOOD).encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    kept = nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
+    for _ in range(2):
+        assert load_bench("specbench").path == kept
+    assert len(asked) == 1
+    assert "Spec-Bench" in asked[0]
+
+
+def test_what_is_fetched_and_is_no_question_file_is_not_kept(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>"))
+    with pytest.raises(DataError, match="could not be fetched"):
+        load_bench("specbench")
+    assert not (nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl").exists()
+
+
+def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt_id": 5, "category": "math", "prompt": ["One?", "Two?"]})
+    assert read_questions(path)[0].turns == ("One?", "Two?")
+
+
+def test_a_line_separator_inside_a_text_does_not_break_the_line(tmp_path: Path) -> None:
+    record = {"question_id": 1, "turns": ["one\u2028two"]}
+    path = write(tmp_path / "q.jsonl", json.dumps(record, ensure_ascii=False))
+    assert read_questions(path)[0].turns == ("one\u2028two",)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", "not valid JSON"),
+        ("[1, 2]", "found list"),
+        ({"turns": ["a"]}, "question_id is missing"),
+        ({"question_id": True, "turns": ["a"]}, "question_id is missing"),
+        ({"question_id": 1}, "turns is missing"),
+        ({"question_id": 1, "turns": []}, "turns is missing"),
+        ({"question_id": 1, "turns": "a"}, "turns is missing"),
+        ({"question_id": 1, "turns": ["a", "  "]}, "turn 2 is empty"),
+        ({"question_id": 1, "turns": ["a"], "category": 3}, "category"),
+        (GOOD, "used before"),
+    ],
+)
+def test_a_broken_line_is_named_with_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
+    path = write(tmp_path / "q.jsonl", GOOD, line)
+    with pytest.raises(DataError) as caught:
+        read_questions(path)
+    assert f"{path}:2: " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_many_broken_lines_are_shown_up_to_five_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", GOOD, *["{"] * 8)
+    with pytest.raises(DataError) as caught:
+        read_questions(path)
+    message = str(caught.value)
+    assert f"{path}:6: " in message
+    assert f"{path}:7: " not in message
+    assert "3 more" in message
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no questions"):
+        read_questions(write(tmp_path / "q.jsonl", ""))
+
+
+def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="UTF-8"):
+        read_questions(path)
+
+
+@pytest.mark.parametrize("place", ["mtbench/question.jsonl", "mt_bench/question.jsonl", "mtbench.jsonl"])
+def test_the_users_bench_directory_is_looked_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    path = write(tmp_path / place, GOOD)
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    bench = load_bench("mtbench")
+    assert (bench.name, bench.path) == ("mtbench", path)
+
+
+def test_a_bench_of_ones_own_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "mine" / "question.jsonl", GOOD)
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    assert load_bench("mine").name == "mine"
+    assert load_bench(str(path)).name == "mine"
+    assert load_bench(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
+
+
+def test_a_directory_called_like_a_bench_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    path = write(tmp_path / "tiny.jsonl", GOOD)
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    assert find_bench("tiny") == path
+
+
+def test_an_unknown_bench_lists_the_known_ones_and_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        find_bench("tinny")
+    message = str(caught.value)
+    assert "tiny, mtbench, specbench, humaneval, gsm8k" in message
+    assert str(tmp_path / "tinny" / "question.jsonl") in message
+    assert str(PROJECT_ROOT / "data" / "bench" / "tinny" / "question.jsonl") in message
+
+
+def test_a_known_bench_that_is_not_here_says_which_file_to_put_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: True)
+    with pytest.raises(DataError) as caught:
+        find_bench("specbench")
+    message = str(caught.value)
+    assert str(tmp_path / "data" / "bench" / "specbench" / "question.jsonl") in message
+    assert "hemingkkk/Spec-Bench" in message
+    assert benches.BENCH_DIR_VARIABLE in message
+
+
+def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = write(tmp_path / "cache" / "question.jsonl", GOOD)
+    asked: list[tuple[str, str]] = []
+
+    def fetch(repo: str, filename: str) -> Path:
+        asked.append((repo, filename))
+        return fetched
+
+    monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
+    monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(benches, "file_from_hub", fetch)
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
+    told: list[str] = []
+    assert load_bench("mtbench", told.append) == Bench("mtbench", fetched, read_questions(fetched))
+    assert "HuggingFaceH4/mt_bench_prompts" in told[0]
+    assert asked == [("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")]
+
+
+@pytest.mark.parametrize("out_of_reach", [True, False])
+def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_reach: bool
+) -> None:
+    asked: list[bool] = []
+
+    def download(repo: str, filename: str, *, repo_type: str, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        raise OSError("nowhere")
+
+    monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
+    monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr("medusa_train.hub.hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    told: list[str] = []
+    with pytest.raises(DataError, match="could not be fetched"):
+        load_bench("mtbench", told.append)
+    assert asked == [out_of_reach]
+    assert bool(told) is not out_of_reach
+
+
+def test_limit_takes_from_every_category_and_keeps_the_order() -> None:
+    questions = tuple(Question(n, category, ("?",), f"f:{n}") for n, category in enumerate("aaabbc"))
+    bench = Bench("b", Path("f"), questions)
+    assert [question.question_id for question in bench.limited(4).questions] == [0, 1, 3, 5]
+    assert bench.limited(None) is bench
+    assert bench.limited(99) is bench

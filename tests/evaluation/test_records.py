@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from medusa_train.evaluation.questions import Question
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnLog, TurnRecord
+
+SETTINGS = {"bench": "small", "tree": [[0], [0, 0]], "threads": 2}
+QUESTIONS = [Question(1, "a", ("q", "r"), ""), Question("two", "a", ("q",), ""), Question(3, "a", ("q", "r"), "")]
+
+
+def turn(question: int | str, number: int) -> TurnRecord:
+    answer = TimedAnswer((5, 6, 7), 0.25, 0.125, 2, (1, 0))
+    others = {"prompt_lookup": TimedAnswer((5, 6, 7), 0.5)}
+    return TurnRecord(question, "a", number, (1, 2), answer, answer, TimedAnswer((5,), 0.5), "Ja — ê", others=others)
+
+
+def write(path: Path, *turns: TurnRecord | SkippedTurn) -> None:
+    log = TurnLog(path, SETTINGS)
+    log.start("bfloat16", {})
+    for one in turns:
+        log.append(one)
+    log.close()
+
+
+def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "turns.jsonl"
+    turns = [turn(1, 1), turn(1, 2), SkippedTurn("two", 1, 400)]
+    write(path, *turns)
+    log = TurnLog(path, SETTINGS)
+    assert log.turns == turns
+    assert log.dtype == "bfloat16"
+    assert log.measured(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
+
+
+def test_half_a_conversation_and_a_torn_line_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    write(path, turn(1, 1), turn(1, 2), turn(3, 1), turn("two", 1))
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text[:-30], encoding="utf-8")
+    assert set(TurnLog(path, SETTINGS).measured(QUESTIONS)) == {1}
+
+
+def test_what_is_taken_over_is_written_again_and_a_second_stop_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    write(path, turn(1, 1), turn(1, 2), turn(3, 1))
+    log = TurnLog(path, SETTINGS)
+    kept = log.measured(QUESTIONS)
+    log.start("bfloat16", kept)
+    log.append(turn("two", 1))
+    log.close()
+    assert set(TurnLog(path, SETTINGS).measured(QUESTIONS)) == {1, "two"}
+    log.remove()
+    assert not path.exists()
+
+
+def test_other_settings_make_the_turns_useless_and_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    write(path, turn(1, 1), turn(1, 2))
+    log = TurnLog(path, {**SETTINGS, "tree": [[0]], "seed": 1})
+    assert log.turns == []
+    assert log.dtype is None
+    assert log.differing == ["tree", "seed"]
+
+
+@pytest.mark.parametrize("content", ["", "[]\n", "no json\n", '{"settings": {}}\n'])
+def test_a_file_that_is_no_log_counts_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text(content)
+    log = TurnLog(path, SETTINGS)
+    assert (log.turns, log.differing) == ([], [])
+
+
+def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:
+    log = TurnLog(tmp_path / "turns.jsonl", SETTINGS)
+    with pytest.raises(ValueError, match="not started"):
+        log.append(turn(1, 1))
+    assert not (tmp_path / "turns.jsonl").exists()

@@ -1,0 +1,176 @@
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from medusa_train.checkpoint.load import locate
+from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation import run as module
+from medusa_train.evaluation.questions import Question, load_bench
+from medusa_train.evaluation.records import TurnRecord
+from medusa_train.evaluation.run import evaluate
+from medusa_train.evaluation.speed import SpeedTest
+
+
+def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:
+    cfg = EvalConfig(bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys)
+    bench = load_bench(str(bench_file))
+    paths = locate(None if model is None else str(model), cfg.base_model, None)
+    console = Console(file=io.StringIO(), width=160)
+    evaluate(cfg, bench, paths, "medusa-eval --bench small", console)
+    return json.loads((out / "report.json").read_text()), console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_is_timed_judged_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+    report, shown = run(bench_file, run_dir, tmp_path / "out", dtype="bfloat16")
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    assert overall["answers"] == 4
+    assert overall["equal_answers"] + overall["tie_answers"] == 4
+    assert 0 <= overall["equal_answers_bf16"] <= 4
+    assert overall["acceleration_rate"] >= 1.0
+    assert overall["speedup"] > 0
+    assert set(report["categories"]) == {"sums", "words"}  # type: ignore[arg-type]
+    assert (meta["dtype"], meta["tree_nodes"], meta["heads"], meta["skipped_turns"]) == ("bfloat16", 6, 3, 2)
+    assert meta["command"] == "medusa-eval --bench small"
+    assert set(meta["baselines"]) == {"baseline_tokens_per_s", "generate_tokens_per_s", "prompt_lookup"}
+    assert set(report["baselines"]) == {"plain", "generate", "prompt_lookup"}  # type: ignore[arg-type]
+    assert report["baselines"]["prompt_lookup"]["tokens_per_s"] > 0  # type: ignore[index]
+    tree = report["tree"]
+    assert isinstance(tree, dict)
+    assert len(tree["accepted"]) == len(tree["medusa_choices"]) == 6
+    assert len(overall["head_accuracy"]) == 3
+    assert overall["chain_acceleration_rate"] >= 1.0
+    assert not (tmp_path / "out" / "turns.jsonl").exists()
+    assert meta["resumed_turns"] == 0
+    assert "overall" in shown
+    assert "2 turns were skipped" in shown
+
+
+def test_timed_in_float32_without_further_passes_bf16_is_left_open(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    overall = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)[0]["overall"]
+    assert isinstance(overall, dict)
+    assert overall["equal_answers"] + overall["tie_answers"] == 4
+    assert overall["equal_answers_bf16"] is None
+
+
+def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+    report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    assert overall["speedup"] is None
+    assert overall["generate_tokens_per_s"] > 0
+    assert meta["model"] is None
+    assert meta["plain_equal_generate"] == 4
+    assert "Baselines only" in shown
+
+
+def test_a_stopped_evaluation_goes_on_where_it_stopped(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | str] = []
+    measure = SpeedTest._measure
+
+    def stops(self: SpeedTest, question: Question, *args: Any, **keys: Any) -> TurnRecord:
+        asked.append(question.question_id)
+        if asked == [1, 1, 2]:
+            raise KeyboardInterrupt
+        return measure(self, question, *args, **keys)
+
+    monkeypatch.setattr(SpeedTest, "_measure", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
+    assert (tmp_path / "turns.jsonl").exists()
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
+    assert "2 turns are measured" in shown
+    assert asked == [1, 1, 2, 2, 2]  # the first question is not asked again
+    assert report["overall"]["answers"] == 4  # type: ignore[index]
+    assert report["meta"]["resumed_turns"] == 2  # type: ignore[index]
+    assert not (tmp_path / "turns.jsonl").exists()
+
+
+def test_other_settings_start_anew(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    look_closer = module.look_closer
+    monkeypatch.setattr(module, "look_closer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32")
+    monkeypatch.setattr(module, "look_closer", look_closer)
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False)
+    assert "had another prompt_lookup: starting anew" in shown
+    assert report["meta"]["resumed_turns"] == 0  # type: ignore[index]
+    assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
+
+
+def no_memory(*args: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_an_exactness_pass_without_enough_memory_leaves_its_figures_open_and_says_so(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_again = module.judge_again
+
+    def fails_at_the_end(*args: object) -> None:
+        judge_again(*args)  # type: ignore[arg-type]
+        no_memory()
+
+    monkeypatch.setattr(module, "judge_again", fails_at_the_end)
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="bfloat16")
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    assert overall["speedup"] > 0
+    assert (overall["equal_answers"], overall["tie_answers"]) == (None, None)
+    assert overall["equal_answers_bf16"] is not None
+    assert meta["exactness"] == {"float32": "not enough memory", "bfloat16": "compared"}
+    assert "answers were not compared in float32: not enough memory" in shown
+
+
+def test_weights_that_cannot_fit_are_not_loaded_for_exactness(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.Weights, "fit", lambda self, dtype: False)
+    monkeypatch.setattr(module, "judge_again", lambda *args: pytest.fail("loaded nevertheless"))
+    meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
+    assert isinstance(meta, dict)
+    assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
+
+
+def test_an_interruption_while_answers_are_compared_keeps_the_timed_result(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "judge_again", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["overall"]["speedup"] > 0
+    assert report["overall"]["equal_answers_bf16"] is None
+    assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
+    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": "not compared"}
+    assert report["meta"]["backbone"] == "unquantised"
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_timed_pass_without_enough_memory_says_what_to_set(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_subject", no_memory)
+    with pytest.raises(BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"):
+        run(bench_file, run_dir, tmp_path, dtype="float32")

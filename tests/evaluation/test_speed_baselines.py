@@ -1,0 +1,70 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from medusa_train.checkpoint.load import Subject, load_subject, locate
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation.speed import GenerateAnswerer, describe, further_baselines
+from medusa_train.inference.generate import Decoder
+from tests.evaluation.tiny_model import write_backbone
+
+
+@pytest.fixture(scope="module")
+def subject(run_dir: Path) -> Subject:
+    return load_subject(locate(str(run_dir), None, None), "float32")
+
+
+def test_generate_stops_after_the_first_eos(subject: Subject) -> None:
+    made = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
+    stop = made.tokens[5]
+    stopping = SimpleNamespace(
+        device=subject.backbone.device,
+        model=subject.backbone.model,
+        tokenizer=subject.backbone.tokenizer,
+        eos_ids=(stop,),
+    )
+    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
+    assert again.tokens == made.tokens[: made.tokens.index(stop) + 1]
+    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
+
+
+def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Subject, backbone_dir: Path) -> None:
+    notes: list[str] = []
+    found = further_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
+    assert list(found) == ["prompt_lookup", "assisted"]
+    assert notes == []
+    prompt = [1, 50, 60, 50, 60, 50]
+    plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
+    for answerer in found.values():
+        assert list(answerer.answer(prompt, 24).tokens) == plain
+
+
+def test_without_a_draft_model_or_prompt_lookup_there_is_nothing_more(subject: Subject) -> None:
+    assert further_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
+
+
+def test_what_transformers_cannot_run_is_left_out_with_a_line(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: object, **how: object) -> None:
+        raise ValueError("this cache can't be cut back")
+
+    monkeypatch.setattr(subject.backbone.model, "generate", refuses)
+    notes: list[str] = []
+    assert further_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
+    assert "prompt_lookup" in notes[0]
+    assert "can't be cut back" in notes[0]
+
+
+def test_a_draft_model_of_other_tokens_is_refused(subject: Subject, tmp_path: Path) -> None:
+    other = write_backbone(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BackboneError, match="tokenizer is not the backbone's"):
+        further_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
+
+
+def test_descriptions_name_the_draft_model() -> None:
+    assert describe("assisted", "5.0", "small/one") == "transformers 5.0 assisted generation, greedy, with small/one"
+    assert "copied per step" in describe("prompt_lookup", "5.0", None)

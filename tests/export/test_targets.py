@@ -1,0 +1,135 @@
+"""Merged backbones: what a joint run decodes with is what plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.errors import CheckpointError
+from medusa_train.export.targets import check_vllm_directory
+from medusa_train.export.write import export_run
+from tests.checkpoint.others import vllm_config, vllm_tensors, write
+
+TOKENS = torch.tensor([[1, 40, 50, 60, 70, 80]])
+
+
+def logits(where: Path) -> torch.Tensor:
+    """Of the directory as anybody would load it."""
+    model = AutoModelForCausalLM.from_pretrained(where)
+    assert not hasattr(model.config, "quantization_config")
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def of_the_run(run: Path) -> torch.Tensor:
+    """Of the backbone that the run is evaluated with."""
+    backbone = load_subject(locate(str(run), None, None), "float32").backbone
+    with torch.no_grad():
+        return backbone.logits(backbone.run(TOKENS).hidden)
+
+
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_plain_transformers_loads_what_the_run_decodes_with(
+    make_run: Callable[..., Path], backbone_dir: Path, load_in_4bit: bool
+) -> None:
+    if load_in_4bit:
+        pytest.importorskip("bitsandbytes")
+    run = make_run(adapter=True, load_in_4bit=load_in_4bit, recipe="medusa2", chat_template="zephyr")
+    done = export_run(locate(str(run), None, None), "merged")
+    merged = logits(done.target)
+    assert torch.allclose(merged, of_the_run(run), atol=1e-4)
+    assert not torch.allclose(merged, logits(backbone_dir), atol=1e-2)  # the adapter did change it
+    assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
+    tokenizer = AutoTokenizer.from_pretrained(done.target)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(backbone_dir).chat_template  # its own stays
+
+
+def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_run: Callable[..., Path]) -> None:
+    run = make_run(adapter=True, recipe="medusa2")
+    paths = locate(str(run), None, None)
+    (warning,) = export_run(paths, "vllm").warnings
+    assert "--to merged" in warning
+    merged = export_run(paths, "merged").target
+    done = export_run(paths, "vllm")
+    assert done.warnings == []
+    config = json.loads((done.target / "config.json").read_text())
+    assert config["base_model_name_or_path"] == str(merged.resolve())
+    assert torch.allclose(of_the_run(done.target), of_the_run(run), atol=1e-4)
+    later = (merged / "config.json").stat().st_mtime + 10
+    os.utime(run / "adapter" / "adapter_config.json", (later, later))  # trained on since: the merged one is another
+    assert "--to merged" in export_run(paths, "vllm").warnings[0]
+
+
+def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Path], backbone_dir: Path) -> None:
+    run = make_run(recipe="medusa2")
+    shutil.copytree(backbone_dir, run / "model")
+    done = export_run(locate(str(run), None, None), "merged")
+    assert torch.equal(logits(done.target), logits(backbone_dir))
+    assert "trained" in done.facts[0]
+    again = export_run(locate(str(run), None, None), "merged")  # over an earlier one
+    assert again.target == done.target
+
+
+def test_a_run_that_left_its_backbone_alone_has_nothing_to_merge(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    with pytest.raises(CheckpointError, match="nothing to merge"):
+        export_run(locate(str(run), None, None), "merged")
+    assert not (run / "export").exists()
+
+
+def test_a_failing_write_leaves_nothing_half_done(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(adapter=True, recipe="medusa2")
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        export_run(locate(str(run), None, None), "merged")
+    assert list((run / "export").iterdir()) == []
+
+
+def directory(tmp_path: Path, **config: object) -> Path:
+    return write(tmp_path, vllm_tensors(), vllm_config(**config), "model.safetensors")
+
+
+def test_the_rules_are_what_is_checked_where_vllm_is_not_installed(tmp_path: Path) -> None:
+    assert "not installed" in check_vllm_directory(directory(tmp_path), "model.safetensors")
+    with pytest.raises(CheckpointError, match="would stay random"):
+        check_vllm_directory(directory(tmp_path, num_heads=7), "model.safetensors")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules under vLLM's names whose config class halves the heads, to see that it is asked."""
+
+    class MedusaConfig:
+        @staticmethod
+        def from_pretrained(where: str) -> Any:
+            config = json.loads((Path(where) / "config.json").read_text())
+            return SimpleNamespace(to_dict=lambda: {**config, "num_heads": min(config["num_heads"], 3)})
+
+    names = ["vllm", "vllm.transformers_utils", "vllm.transformers_utils.configs"]
+    for name in [*names, "vllm.transformers_utils.configs.medusa"]:
+        module = ModuleType(name)
+        module.__dict__.update(__version__="0.0", __path__=[], __spec__=SimpleNamespace(), MedusaConfig=MedusaConfig)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("installed")
+def test_vllm_itself_is_asked_where_it_is_installed(tmp_path: Path) -> None:
+    assert "vLLM 0.0's config class" in check_vllm_directory(directory(tmp_path), "model.safetensors")
+    assert "vLLM 0.0's" in check_vllm_directory(directory(tmp_path, num_heads=7), "model.safetensors")

@@ -1,0 +1,286 @@
+"""Chunked linear cross-entropy against plain `F.cross_entropy` on full logits: value, gradients, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from medusa_train.data.targets import IGNORE
+from medusa_train.losses.fused_linear import block_rows, chunk_rows, linear_cross_entropy
+from medusa_train.models.lm_head import LowRank, Unembedding
+from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
+
+N, D, V = 37, 12, 29
+
+
+def make(dtype: torch.dtype, **variant: Any) -> tuple[Tensor, Unembedding, Tensor]:
+    random = Random(7, dtype)
+    hidden = random.leaf(N, D)
+    head = random.unembedding(V, D, **variant)
+    targets = torch.randint(0, V, (N,), generator=random.generator)
+    targets[torch.rand(N, generator=random.generator) < 0.4] = IGNORE
+    return hidden, head, targets
+
+
+def plain(hidden: Tensor, head: Unembedding, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(plain_logits(hidden, head), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def gradients(loss: Tensor, hidden: Tensor, head: Unembedding) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [hidden, *leaves(head)]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name)
+@pytest.mark.parametrize("chunk", [1, 5, N, None])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_value_and_gradients_are_those_of_full_logits(
+    variant: dict[str, Any], chunk: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    hidden, head, targets = make(dtype, **variant)
+    result = linear_cross_entropy(hidden, head, targets, chunk=chunk)
+    wanted = plain(hidden, head, targets)
+    assert result.loss_sum.dtype == dtype
+    assert abs(result.loss_sum.item() - wanted.item()) <= tolerance * wanted.item()
+    # gradients of the mean, as a recipe takes them
+    count = int((targets != IGNORE).sum())
+    ours = gradients(result.loss_sum / count, hidden, head)
+    theirs = gradients(wanted / count, hidden, head)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name)
+def test_gradients_are_the_slopes_of_the_value(variant: dict[str, Any]) -> None:
+    hidden, head, targets = make(torch.float64, **variant)
+    tensors = [hidden, *leaves(head)]
+
+    def loss() -> Tensor:
+        return linear_cross_entropy(hidden, head, targets, chunk=4).loss_sum
+
+    grads = torch.autograd.grad(loss(), tensors)
+    generator = torch.Generator().manual_seed(0)
+    for tensor, grad in zip(tensors, grads, strict=True):
+        way = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            tensor += 1e-5 * way
+            above = float(loss())
+            tensor -= 2e-5 * way
+            below = float(loss())
+            tensor += 1e-5 * way
+        slope = (above - below) / 2e-5
+        assert slope == pytest.approx(float((grad * way).sum()), rel=1e-6)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    """Gradients are scaled in place, so a second pass would scale them twice."""
+    hidden, head, targets = make(torch.float64)
+    loss = 2.0 * linear_cross_entropy(hidden, head, targets).loss_sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hits_are_counted_over_valid_rows_only() -> None:
+    hidden, head, targets = make(torch.float32, bias=True)
+    best = (hidden @ head.weight.t() + head.bias).argmax(dim=1)
+    targets[:10] = best[:10]
+    targets[10:12] = IGNORE
+    valid = targets != IGNORE
+    wanted = int((best == targets)[valid].sum())
+    assert wanted >= 10
+    assert linear_cross_entropy(hidden, head, targets, chunk=6).correct.item() == wanted
+
+
+@pytest.mark.parametrize("how", ["bf16 weights", "autocast, float32 master weights"])
+def test_bf16_products_keep_a_float32_loss(how: str) -> None:
+    """Only the products may round: bf16 keeps 8 bits, so a logit of size L is off by at most L * 2^-9.
+
+    Compared with float64 on the same bf16-rounded inputs: logits here stay below 16, so each moves by at most 1/32,
+    and by far less on average over rows; probabilities by 1/32 relative, plus 2^-8 of the gradient's own products.
+    """
+    hidden, head, targets = make(torch.bfloat16, bias=True)
+    if how == "bf16 weights":
+        result = linear_cross_entropy(hidden, head, targets, chunk=8)
+        tensors: tuple[Tensor, ...] = (hidden, head.weight)
+    else:
+        assert head.bias is not None
+        master = Unembedding(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
+        states = hidden.detach().float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = linear_cross_entropy(states, master, targets, chunk=8)
+        tensors = (states, master.weight)
+    wanted = plain(hidden, head, targets)
+    assert result.loss_sum.dtype == torch.float32
+    assert abs(result.loss_sum.item() - wanted.item()) < 2e-3 * wanted.item()
+    ours = torch.autograd.grad(result.loss_sum, tensors)
+    theirs = torch.autograd.grad(wanted, (hidden, head.weight))
+    for mine, other, leaf in zip(ours, theirs, tensors, strict=True):
+        assert mine.dtype == leaf.dtype
+        torch.testing.assert_close(mine.double(), other.double(), rtol=0.05, atol=0.05)
+
+
+def test_loss_is_not_rounded_to_bf16() -> None:
+    """Equal logits give log V to the precision of float32, though every input is bf16."""
+    hidden = torch.zeros(3, D, dtype=torch.bfloat16)
+    head = Unembedding(torch.zeros(1000, D, dtype=torch.bfloat16))
+    result = linear_cross_entropy(hidden, head, torch.tensor([1, 2, IGNORE]))
+    wanted = 2 * torch.log(torch.tensor(1000.0, dtype=torch.float64)).item()
+    assert result.loss_sum.item() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_products_under_autocast_run_in_bf16() -> None:
+    """A value that bf16 can't hold shows in which dtype the product ran."""
+    hidden = torch.tensor([[1.001]])
+    head = Unembedding(torch.tensor([[40.0], [0.0]]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = linear_cross_entropy(hidden, head, torch.tensor([1])).loss_sum
+    assert rounded.item() == 40.0
+    assert linear_cross_entropy(hidden, head, torch.tensor([1])).loss_sum.item() == pytest.approx(40.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None) -> None:
+    rows, width, vocab, chunk = 512, 4, 600, 32
+    hidden = torch.randn(rows, width, requires_grad=True)
+    head = Unembedding(torch.randn(vocab, width, requires_grad=True), softcap=softcap)
+    targets = torch.randint(0, vocab, (rows,))
+    with Largest() as ours:
+        linear_cross_entropy(hidden, head, targets, chunk=chunk).loss_sum.backward()
+    assert ours.numel == chunk * vocab
+    with Largest() as naive:
+        plain(hidden, head, targets)
+    assert naive.numel == rows * vocab  # the instrument does see full logits
+
+
+def test_masked_rows_and_frozen_weights_cost_no_product() -> None:
+    hidden, head, targets = make(torch.float32)
+    with Rows(V, (V, D)) as trained:
+        linear_cross_entropy(hidden, head, targets).loss_sum.backward()
+    assert trained.rows == int((targets != IGNORE).sum())
+    assert trained.weight_grads == 1
+    with Rows(V, (V, D)) as frozen:
+        linear_cross_entropy(hidden, Unembedding(head.weight.detach()), targets).loss_sum.backward()
+    assert frozen.weight_grads == 0
+
+
+def test_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
+    hidden, head, targets = make(torch.float64)
+    frozen = Unembedding(head.weight.detach())
+    linear_cross_entropy(hidden, frozen, targets).loss_sum.backward()
+    assert frozen.weight.grad is None
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(plain(hidden, head, targets), hidden)[0])
+
+
+def test_trained_weight_over_states_without_a_graph() -> None:
+    hidden, head, targets = make(torch.float64)
+    linear_cross_entropy(hidden.detach(), head, targets).loss_sum.backward()
+    wanted = torch.autograd.grad(plain(hidden, head, targets), head.weight)[0]
+    torch.testing.assert_close(head.weight.grad, wanted)
+
+
+def drop_some(hidden: Tensor) -> Tensor:
+    """A dropout that drops the same of every row, whichever rows it is given."""
+    keep = (torch.arange(hidden.shape[-1]) % 3 != 0).to(hidden.dtype)
+    return hidden * keep / 0.75
+
+
+def test_dropout_acts_in_the_low_rank_branch_only() -> None:
+    hidden, head, targets = make(torch.float64, rank=RANK, dropout=drop_some)
+    result = linear_cross_entropy(hidden, head, targets, chunk=5)
+    wanted = plain(hidden, head, targets)
+    undropped = functional.cross_entropy(
+        plain_logits(hidden, head, dropout=False), targets, ignore_index=IGNORE, reduction="sum"
+    )
+    assert abs(wanted.item() - undropped.item()) > 1e-3
+    assert result.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-12)
+    ours, theirs = gradients(result.loss_sum, hidden, head), gradients(wanted, hidden, head)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
+    hidden, head, targets = make(torch.float64, bias=True, rank=RANK)
+    assert head.bias is not None
+    assert head.low_rank is not None
+    frozen = Unembedding(head.weight.detach(), head.bias.detach(), low_rank=head.low_rank)
+    kept = int((targets != IGNORE).sum())
+    with Rows(V, (V, D)) as wide:
+        result = linear_cross_entropy(hidden, frozen, targets)
+    with Rows(RANK, (V, D)) as narrow:
+        result = linear_cross_entropy(hidden, frozen, targets)
+    assert wide.rows == kept
+    assert narrow.rows == 2 * kept  # z, and its gradient
+    assert wide.weight_grads == 0
+    wanted = plain(hidden, frozen, targets)
+    assert frozen.weight.grad is None
+    for mine, other in zip(gradients(result.loss_sum, hidden, frozen), gradients(wanted, hidden, frozen), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
+    """As PEFT puts it there. Only the product with W rounds, under autocast LoRA's two as well.
+
+    The loss's tolerance is that of bf16 products above, twice under autocast: logits have two rounded parts then.
+    A row's gradient is off by at most 1/32 of itself; over 22 rows, in both directions, 2 % of the largest element.
+    """
+    hidden, head, targets = make(torch.bfloat16, rank=RANK)
+    assert head.low_rank is not None
+    a, b = (tensor.detach().float().requires_grad_() for tensor in (head.low_rank.a, head.low_rank.b))
+    mixed = Unembedding(head.weight.detach(), low_rank=LowRank(a, b, head.low_rank.factor, lambda h: h))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        result = linear_cross_entropy(hidden.float(), mixed, targets, chunk=8)
+    wanted = plain(hidden, mixed, targets)
+    assert result.loss_sum.dtype == torch.float32
+    assert abs(result.loss_sum.item() - wanted.item()) < (4e-3 if autocast else 2e-3) * wanted.item()
+    ours, theirs = torch.autograd.grad(result.loss_sum, (a, b)), torch.autograd.grad(wanted, (a, b))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=0, atol=0.02 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_no_valid_row_gives_zero_and_zero_gradients(rows: int) -> None:
+    hidden = torch.randn(rows, D, requires_grad=True)
+    head = Random(1, torch.float32).unembedding(V, D, bias=True, rank=RANK)
+    result = linear_cross_entropy(hidden, head, torch.full((rows,), IGNORE))
+    assert (result.loss_sum.item(), result.correct.item()) == (0.0, 0)
+    for grad in gradients(result.loss_sum, hidden, head):
+        assert torch.count_nonzero(grad) == 0
+
+
+def test_no_grad_gives_the_value_without_a_graph() -> None:
+    hidden, head, targets = make(torch.float64)
+    with torch.no_grad(), Rows(V, (V, D)) as seen:
+        result = linear_cross_entropy(hidden, head, targets)
+    assert not result.loss_sum.requires_grad
+    assert seen.weight_grads == 0
+    assert result.loss_sum.item() == pytest.approx(plain(hidden, head, targets).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("token", [V, -1])
+def test_target_outside_the_vocabulary_is_named(token: int) -> None:
+    hidden, head, targets = make(torch.float32)
+    targets[3] = token
+    with pytest.raises(IndexError, match=f"vocabulary of {V}"):
+        linear_cross_entropy(hidden, head, targets)
+
+
+def test_chunks_stay_small_for_any_vocabulary() -> None:
+    assert chunk_rows(2_000, "cpu") > 8_000
+    assert chunk_rows(32_000, "cpu", itemsize=2) == 1048
+    assert chunk_rows(128_000, "cpu") == 512
+    assert chunk_rows(32_000, "cuda") > chunk_rows(32_000, "cpu")
+
+
+def test_blocks_are_a_few_rows_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the small blocks of these tests
+    assert block_rows(4_096, "cpu") == 128
+    assert block_rows(1_000_000, "cpu") == 1
+    assert block_rows(32_000, "cuda") > block_rows(32_000, "cpu")

@@ -1,0 +1,312 @@
+"""Amphista heads: untrained they are the backbone; trained they compute what the paper says, whole or step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, softmax
+
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.amphista import AmphistaDraft
+from medusa_train.models.drafts.base import Proposal
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.features import Features, Rows
+from medusa_train.trees.kv_cache import BatchCache
+from medusa_train.trees.tree import Tree
+from tests.families import FAMILIES, random_backbone
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
+#: The draft, its alpha variant and its ablations.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "amphista": {},
+    "alpha": {"auto_blocks": 2},
+    "no-auto-embedding": {"auto_blocks": 0},
+    "one-adaptation-layer": {"adaptation_layers": 1},
+    "no-staged-adaptation": {"adaptation_layers": 0},
+    "no-sampled-token": {"sampled_token": False},
+}
+
+
+def trained_like(backbone: Backbone, seed: int = 1, std: float = 0.1, **settings: Any) -> AmphistaDraft:
+    """Heads none of whose parameters is what it started as."""
+    draft = AmphistaDraft.from_backbone(backbone, **{"num_heads": 5, **settings})
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=std)
+    return draft
+
+
+def _states(draft: AmphistaDraft, backbone: Backbone, tokens: Tensor = TOKENS) -> list[Tensor]:
+    return list(draft.hidden(backbone.run(tokens), Rows.of(tokens)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_untrained_heads_give_the_backbones_logits_to_the_bit(variant: str) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
+    theirs = backbone.model(TOKENS, use_cache=False).logits
+    for k, hidden in enumerate(_states(draft, backbone), start=1):
+        assert torch.equal(draft.unembed(k).logits(hidden), theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_untrained_heads_predict_what_every_family_predicts(family: str) -> None:
+    backbone = random_backbone(family)
+    draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
+    theirs = backbone.model(TOKENS, use_cache=False).logits
+    for k, hidden in enumerate(_states(draft, backbone), start=1):
+        assert torch.allclose(draft.unembed(k).logits(hidden), theirs, atol=1e-10)
+
+
+def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
+    draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
+    feats = backbone.run(TOKENS)
+    hidden = list(draft.hidden(feats, Rows.of(TOKENS)))[1]
+    assert torch.equal(draft.unembed(2).logits(hidden), backbone.logits(feats.hidden))
+
+
+def _norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def _rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary positions 0.. of [heads, T, D], as Llama lays halves out."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(half) / half)
+    cos, sin = angles.cos().double(), angles.sin().double()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def _layer(x: Tensor, w: dict[str, Tensor], heads: int, groups: int, theta: float) -> Tensor:
+    """Llama's decoder layer over one row [T, d], written out."""
+    n = _norm(x, w["input_layernorm.weight"], 1e-6)
+    q, k, v = (
+        linear(n, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (count, -1)).transpose(0, 1)
+        for name, count in (("q", heads), ("k", groups), ("v", groups))
+    )
+    q, k = _rotate(q, theta), _rotate(k, theta)
+    k, v = k.repeat_interleave(heads // groups, 0), v.repeat_interleave(heads // groups, 0)
+    scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    late = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    seen = softmax(scores.masked_fill(late, float("-inf")), -1) @ v
+    x = x + linear(seen.transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
+    n = _norm(x, w["post_attention_layernorm.weight"], 1e-6)
+    gate, up = linear(n, w["mlp.gate_proj.weight"]), linear(n, w["mlp.up_proj.weight"])
+    return x + linear(gate * gate.sigmoid() * up, w["mlp.down_proj.weight"])
+
+
+def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, blocks: int) -> list[Tensor]:
+    """Eq. 1 to 6 over one row: every head's logits [T, V] from h [T, d] and the embeddings e [T, d] of what follows."""
+    e = _norm(e, 1.0, 1e-12)
+    stages, x = [], h
+    for i in range(2):
+        prefix = f"layers.{i}.body.layers.0."
+        weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        x = _layer(linear(torch.cat([x, e], -1), state[f"fc.{i}.weight"]), weights, 4, 2, 10000.0)
+        stages.append(x)
+    vectors = []
+    for k in range(num_heads):
+        x = stages[0] if k + 1 <= num_heads // 2 else stages[1]
+        grown = linear(x, state[f"mlps.{k}.weight"], state[f"mlps.{k}.bias"])
+        vectors.append(x + grown * grown.sigmoid())
+    u = torch.stack(vectors, dim=1) + state["auto.positions"]  # [T, K, d]
+    for j in range(blocks):
+        n = _norm(u, state[f"auto.blocks.{j}.norm.weight"], 1e-6)
+        q, k, v = (part.unflatten(-1, (4, -1)) for part in linear(n, state[f"auto.blocks.{j}.qkv.weight"]).chunk(3, -1))
+        weights_ = softmax(torch.einsum("tqhd,tkhd->thqk", q, k) / q.shape[-1] ** 0.5, -1)
+        heard = torch.einsum("thqk,tkhd->tqhd", weights_, v).flatten(2)
+        u = u + linear(heard, state[f"auto.blocks.{j}.out.weight"])
+    return [linear(u[:, k], state[f"lm_heads.{k}.weight"]) for k in range(num_heads)]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_value_and_gradient_of_the_formula(blocks: int) -> None:
+    backbone = random_backbone("llama")
+    draft = trained_like(backbone, auto_blocks=blocks)
+    state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
+    feats = backbone.run(TOKENS)
+    ours = [draft.unembed(k).logits(s)[:, :-1] for k, s in enumerate(draft.hidden(feats, Rows.of(TOKENS)), start=1)]
+    embeddings = backbone.model.get_input_embeddings()(TOKENS)
+    plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
+    theirs = [torch.stack([row[k] for row in plain]) for k in range(5)]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, atol=3e-6)  # norms and angles of stock layers are float32 in any dtype
+    weights = [torch.randn_like(logits) for logits in ours]
+    sum((a * b).sum() for a, b in zip(ours, weights, strict=True)).backward()  # type: ignore[union-attr]
+    sum((a * b).sum() for a, b in zip(theirs, weights, strict=True)).backward()  # type: ignore[union-attr]
+    for name, parameter in draft.named_parameters():
+        own_grad, plain_grad = parameter.grad, state[name].grad
+        assert own_grad is not None
+        assert plain_grad is not None
+        assert (own_grad - plain_grad).norm() < 1e-6 * own_grad.norm(), name
+
+
+def test_with_nothing_added_it_is_medusa() -> None:
+    backbone = random_backbone("qwen2")
+    draft = trained_like(backbone, auto_blocks=0, adaptation_layers=0, sampled_token=False)
+    medusa = MedusaDraft.from_backbone(backbone, num_heads=5)
+    names = {f"mlps.{k}.": f"blocks.{k}.0.linear." for k in range(5)}
+    renamed = {}
+    for name, tensor in draft.state_dict().items():
+        found = next((ours for ours in names if name.startswith(ours)), None)
+        renamed[name if found is None else name.replace(found, names[found])] = tensor
+    medusa.load_state_dict(renamed)
+    theirs = medusa.hidden(backbone.run(TOKENS), Rows.of(TOKENS))
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(_states(draft, backbone), theirs, strict=True))
+
+
+def test_every_head_hears_every_other_one_only_through_the_auto_embedding() -> None:
+    backbone = random_backbone("llama")
+    for blocks in (0, 1):
+        draft = trained_like(backbone, auto_blocks=blocks)
+        before = _states(draft, backbone)
+        with torch.no_grad():
+            draft.mlps.get_parameter("2.weight").add_(0.1)
+        moved = [not torch.equal(a, b) for a, b in zip(before, _states(draft, backbone), strict=True)]
+        assert moved == ([True] * 5 if blocks else [False, False, True, False, False])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
+    backbone = random_backbone("mistral-window")
+    draft = trained_like(backbone, **VARIANTS[variant])
+    feats = backbone.run(TOKENS)
+    other = TOKENS.clone()
+    other[:, 6] = 11
+    before, after = (torch.stack(list(draft.hidden(feats, Rows.of(tokens)))) for tokens in (TOKENS, other))
+    assert torch.equal(before[:, :, :5], after[:, :, :5])
+    changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
+    assert bool(changed.all()) == bool(changed.any()) == draft.sampled_token
+
+
+def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
+    backbone = random_backbone("mistral-window")
+    draft = trained_like(backbone)
+    first, second = TOKENS[:1, :6], TOKENS[1:, :4]
+    packed = Rows(
+        torch.cat([first, second, torch.zeros(1, 2, dtype=torch.long)], dim=1),
+        torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]]),
+        torch.tensor([[0] * 6 + [1] * 4 + [-1] * 2]),
+    )
+    feats = backbone.run(packed.tokens, positions=packed.positions, segments=packed.segments)
+    together = list(draft.hidden(feats, packed))
+    for k, (a, b) in enumerate(zip(_states(draft, backbone, first), _states(draft, backbone, second), strict=True)):
+        assert torch.allclose(together[k][:, :5], a[:, :-1], atol=1e-10)
+        assert torch.allclose(together[k][:, 6:9], b[:, :-1], atol=1e-10)
+
+
+#: Nodes 2, 5 and 7 hold the truth.
+TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (1, 3), (1, 4), (1, 3, 0), (1, 3, 1)])
+TRUTH = [0, 2, 5, 7]
+
+
+def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tuple[Tensor, Tensor]:
+    """States and tokens of a verification pass whose root stands at `root`: the text's at `TRUTH`, else others."""
+    states, tokens = torch.randn(TREE.size + 1, hidden.shape[-1]).double(), torch.full((TREE.size + 1,), 60)
+    for depth, node in enumerate(TRUTH):
+        states[node], tokens[node] = hidden[root + depth], text[root + depth]
+    return states, tokens
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
+def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, variant: str) -> None:
+    """Rows of unlike length that accept unlike numbers of nodes; one step is not proposed from, one row leaves."""
+    backbone = random_backbone(family)
+    draft = trained_like(backbone, **VARIANTS[variant])
+    torch.manual_seed(2)
+    text = torch.randint(2, 60, (rows, 40))
+    whole = backbone.run(text)
+    following = text.roll(-1, 1)
+    batch = Rows.of(text)
+    expected = draft._stages(whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments))
+    lengths = [9, 3, 1, 6][:rows]
+    cache = BatchCache(1, 64)
+    prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)
+    state = draft.start(backbone.run(prompt), prompt, lengths, cache)
+    place, active = list(lengths), list(range(rows))
+    for step in range(8):
+        roots = torch.stack([text[row, place[row]] for row in active])
+        if step != 3:
+            for stage, states in zip(expected, draft._read(state, roots), strict=True):
+                wanted = torch.stack([stage[row, place[row] - 1] for row in active])
+                assert torch.allclose(states, wanted, rtol=0, atol=1e-10)
+        passes = [_pass(draft, whole.hidden[row], text[row], place[row]) for row in active]
+        states, tokens = (torch.stack(parts) for parts in zip(*passes, strict=True))
+        accepted = [(step + 2 * row) % 4 for row in active]
+        paths = [TRUTH[: count + 1] for count in accepted]
+        state = draft.advance(state, Features(states), Proposal(tokens, TREE), paths)
+        for row, count in zip(active, accepted, strict=True):
+            place[row] += count + 1
+        if step == 4 and rows > 1:
+            state, active = draft.take(state, [0, 3, 2]), [0, 3, 2]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, apart: bool) -> None:
+    """Three prompts in a batch against each head's own order of all tokens; `apart`: laid out by somebody else."""
+    backbone = random_backbone("qwen2")
+    if bias:
+        backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size, dtype=torch.float64), requires_grad=False)
+    draft = trained_like(backbone, **VARIANTS[variant])
+    if apart:
+        weight = draft.lm_heads.get_parameter("2.weight")
+        weight.data = weight.data.clone()
+    assert (draft.lm_heads.stacked() is None) == apart
+    prompts, roots = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
+    padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
+    state = draft.start(backbone.run(padded), padded, [5, 2, 3], BatchCache(1, 16))
+    tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
+    proposal = draft.propose(state, torch.tensor(roots), tree)
+    for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
+        states = _states(draft, backbone, torch.tensor([[*prompt, root]]))
+        logits = (draft.unembed(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))
+        orders = [row_logits.argsort(descending=True).tolist() for row_logits in logits]
+        expected = [root, orders[0][0], orders[0][2], orders[1][4], orders[1][0], orders[2][1]]
+        assert proposal.tokens[row].tolist() == expected
+
+
+def test_heads_stay_side_by_side_through_training_loading_and_moving() -> None:
+    backbone = random_backbone("llama")
+    draft = trained_like(backbone)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
+    for parameter in draft.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    draft.load_state_dict({name: tensor + 0.1 for name, tensor in draft.state_dict().items()})
+    assert {states.dtype for states in _states(draft.float(), backbone)} == {torch.float32}
+    draft.double()
+    for linears in (draft.mlps, draft.lm_heads):
+        stacked = linears.stacked()
+        assert stacked is not None
+        assert torch.equal(stacked[0][3], linears.get_parameter("3.weight"))
+    own = sum(parameter.numel() for parameter in draft.parameters())
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
+    assert sum(held.values()) == 8 * own  # nothing is kept twice
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", ["llama", "llama-bias-tied", "qwen3", "gemma2"])
+def test_parameters_are_counted_before_any_are_made(family: str, variant: str) -> None:
+    backbone = random_backbone(family)
+    draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
+    assert AmphistaDraft.count(backbone.model, **draft.settings) == sum(p.numel() for p in draft.parameters())
+
+
+def test_settings_make_the_same_draft_anew() -> None:
+    backbone = random_backbone("llama")
+    draft = trained_like(backbone, num_heads=3, auto_blocks=2, adaptation_layers=1)
+    again = AmphistaDraft.from_backbone(backbone, **draft.settings)
+    again.load_state_dict(draft.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(_states(draft, backbone), _states(again, backbone), strict=True))
+    assert not any("embed" in name for name in draft.state_dict())  # the backbone's own is not saved with the heads

@@ -1,0 +1,219 @@
+"""A draft's layer begins as the backbone's: to the bit where it is as wide, else with its strongest units."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from medusa_train.errors import BackboneError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.kangaroo import KangarooDraft
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, begin_as, states_at
+from medusa_train.models.features import Rows
+from medusa_train.models.quantization import keep_trainable_kernels, quantized_loading
+from tests.families import FAMILIES, NoTokenizer, random_backbone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_layer_is_the_backbone_s(family: str) -> None:
+    backbone = random_backbone(family)
+    layer = DraftLayer(backbone)
+    begin_as(layer.body.layers[0], backbone.layer(1))
+    theirs = dict(backbone.layer(1).named_parameters())
+    for name, parameter in layer.body.layers[0].named_parameters():
+        if "mlp" not in name or family != "mixtral":
+            assert torch.equal(parameter, theirs[name]), name
+        assert parameter.data_ptr() != theirs[name].data_ptr()
+
+
+def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
+    """Its adapter is then the layer that it leaves out."""
+    backbone = random_backbone("llama")
+    exit_layer = backbone.num_layers - 1
+    width = backbone.config.intermediate_size
+    draft = KangarooDraft.from_backbone(backbone, exit_layer=exit_layer, mlp_size=width)
+    tokens = torch.randint(backbone.vocab_size, (1, 9))
+    feats = backbone.run(tokens, need=draft.needs)
+    torch.testing.assert_close(draft.states(feats, Rows.of(tokens)), feats.hidden, rtol=1e-10, atol=1e-10)
+
+
+class Fused(nn.Module):
+    """An MLP with one matrix for gate and up, as Phi-3 has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(4, 2 * width, bias=True)
+        self.down_proj = nn.Linear(width, 4, bias=False)
+
+
+class Apart(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(4, width, bias=True), nn.Linear(4, width, bias=True)
+        self.down_proj = nn.Linear(width, 4, bias=False)
+
+
+@pytest.mark.parametrize("kind", [Fused, Apart])
+def test_a_narrower_mlp_keeps_the_strongest_units(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    wide, narrow = kind(6), kind(2)
+    with torch.no_grad():
+        for name, weight in wide.named_parameters():
+            view = weight.T if name == "down_proj.weight" else weight.unflatten(0, (-1, 6)).transpose(0, 1)
+            view[[0, 2, 3, 5]] *= 0.01
+    begin_as(narrow, wide)
+    theirs = dict(wide.named_parameters())
+    for name, parameter in narrow.named_parameters():
+        weight = theirs[name]
+        expected = (
+            weight[:, [1, 4]] if name == "down_proj.weight" else weight.unflatten(0, (-1, 6))[:, [1, 4]].flatten(0, 1)
+        )
+        assert torch.equal(parameter, expected), name
+
+
+def test_a_wider_mlp_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    wide = Apart(6)
+    before = {name: parameter.clone() for name, parameter in wide.named_parameters()}
+    begin_as(wide, Apart(2))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in wide.named_parameters())
+
+
+def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    random_backbone("llama", dtype=torch.float32).model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, **quantized_loading("nf4", torch.float32, "cpu")
+    )
+    keep_trainable_kernels(model)
+    backbone = Backbone(model, NoTokenizer(), "four bits")
+    draft = KangarooDraft.from_backbone(backbone, exit_layer=1, dtype=torch.float32)
+    theirs = backbone.layer(1).self_attn.q_proj.weight
+    expected = functional.dequantize_4bit(theirs.data, theirs.quant_state).float()
+    assert torch.equal(draft.adapter.body.layers[0].self_attn.q_proj.weight, expected)
+
+
+# longrope's angles depend on the largest position of a pass
+STEADY = [family for family in FAMILIES if family != "phi3-longrope"]
+LENGTHS = [11, 3, 7]
+TOLERANCE = 1e-6  # attention in eager form has its softmax in float32 whatever the model is in
+
+
+def random_layer(family: str, **options: Any) -> DraftLayer:
+    layer = DraftLayer(random_backbone(family), **options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.3)
+    return layer
+
+
+def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
+    """[T, d] -> [T, d] of one document, without our masks."""
+    rows = Rows.of(torch.zeros(1, len(states), dtype=torch.long))
+    with torch.no_grad():
+        return layer(states[None], rows.positions, rows.segments)[0]
+
+
+@pytest.mark.parametrize("mlp_size", [None, 0, 5])
+@pytest.mark.parametrize("family", STEADY)
+def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | None) -> None:
+    layer = random_layer(family, mlp_size=mlp_size)
+    documents = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    segments = torch.cat([torch.full((length,), i) for i, length in enumerate(LENGTHS)])[None]
+    packed = layer(torch.cat(documents)[None], positions, segments)[0]
+    for ours, document in zip(packed.split(LENGTHS), documents, strict=True):
+        assert torch.allclose(ours, alone(layer, document), atol=TOLERANCE)
+    one = layer(torch.cat(documents)[None], torch.arange(sum(LENGTHS))[None], 0 * segments)
+    last = sum(LENGTHS[:-1])  # where the last document begins
+    assert not torch.allclose(packed[last], one[0, last])
+
+
+@pytest.mark.parametrize("family", STEADY)
+def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> None:
+    layer = random_layer(family)
+    prompts = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
+    texts = list(prompts)
+    cache = LayerCache(3, 40)
+    rows = [0, 1, 2]
+    with torch.no_grad():
+        padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
+        out = cache.append(layer, padded, LENGTHS)
+        for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2]]):
+            if step == 2:
+                rows = [0, 2]
+                cache = cache.take(rows)
+            new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
+            out = cache.append(layer, new, counts)
+            for i, row in enumerate(rows):
+                texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
+                assert torch.allclose(out[i, counts[i] - 1], alone(layer, texts[row])[-1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", STEADY)
+def test_one_row_goes_without_masks_of_ours(family: str) -> None:
+    layer = random_layer(family)
+    text = torch.randn(20, 32, dtype=torch.float64)
+    whole = alone(layer, text)
+    cache, done = LayerCache(1, 24), 0
+    with torch.no_grad():
+        for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
+            out = cache.append(layer, text[None, done : done + size], [count])
+            assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
+            done += count
+
+
+@pytest.mark.parametrize("options", [{}, {"mlp_size": 0}, {"mlp_size": 5}, {"final_norm": False}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"])
+def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict[str, Any]) -> None:
+    backbone = random_backbone(family)
+    layer = DraftLayer(backbone, dtype=torch.float32, **options)
+    out = layer(torch.randn(1, 6, 32), torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.long))
+    (out * torch.randn(1, 6, 32)).sum().backward()
+    named = dict(layer.named_parameters())
+    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in named.values())
+    assert any("mlp" in name for name in named) != (options.get("mlp_size") == 0)
+    assert ("body.norm.weight" in named) == options.get("final_norm", True)
+    theirs = {p.data_ptr() for p in backbone.model.parameters()}
+    assert not theirs & {p.data_ptr() for p in named.values()}
+    assert not any("embed" in name for name in named)
+
+
+@pytest.mark.parametrize("names", [1, 2])
+def test_angles_stay_exact_in_half_precision(names: int) -> None:
+    """Under two names of one tensor too, as releases of transformers have them."""
+    layer = random_layer("llama")
+    if names == 2:
+        layer.body.rotary_emb.register_buffer("of_old", layer.body.rotary_emb.inv_freq, persistent=False)
+    exact = {name: buffer.clone() for name, buffer in layer.body.named_buffers(remove_duplicate=False)}
+    layer.bfloat16()
+    assert exact
+    kept = layer.body.named_buffers(remove_duplicate=False)
+    assert all(torch.equal(buffer, exact[name]) for name, buffer in kept)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
+def test_states_at_the_accepted_nodes() -> None:
+    states = torch.arange(10).view(2, 5, 1)
+    assert states_at(states[:1], [[0, 1, 2]]).flatten().tolist() == [0, 1, 2]
+    assert states_at(states[:1], [[0, 2, 4]]).flatten().tolist() == [0, 2, 4]
+    assert states_at(states, [[0], [0, 3]])[..., 0].tolist() == [[0, 0], [5, 8]]
+
+
+def test_a_body_that_needs_more_than_its_config_is_refused() -> None:
+    class Body(type(random_backbone("llama").body)):  # type: ignore[misc]
+        def __init__(self, config: LlamaConfig, more: int) -> None:
+            super().__init__(config)
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.model = Body(model.config, 1)
+    with pytest.raises(BackboneError, match="layer of Body's kind"):
+        DraftLayer(Backbone(model, NoTokenizer()))

@@ -1,0 +1,109 @@
+"""Unsupported architectures are named with what is missing; supported ones pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_train.errors import BackboneError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.compatibility import check_architecture
+from medusa_train.models.loading import resolve_backbone
+from tests.families import FAMILIES, NoTokenizer, random_backbone
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_supported_families_pass_whatever_the_precision(family: str, dtype: torch.dtype) -> None:
+    backbone = random_backbone(family, dtype=dtype)
+    check_architecture(backbone.model.config, family)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("BloomConfig", ["max_position_embeddings"]),
+        ("MambaConfig", ["max_position_embeddings", "state-space"]),
+        ("JambaConfig", ["state-space"]),
+        ("T5Config", ["no causal language model", "encoder-decoder"]),
+        ("DeepseekV3Config", ["unlike sizes"]),
+        ("ViTConfig", ["no causal language model"]),
+        ("Llama4TextConfig", ["chunked_attention"]),
+    ],
+)
+def test_what_is_missing_is_named_before_any_weight_is_loaded(tmp_path: Path, config: str, words: list[str]) -> None:
+    made = getattr(transformers, config)()
+    made.save_pretrained(tmp_path)
+    with pytest.raises(BackboneError, match="is not supported") as caught:
+        resolve_backbone(str(tmp_path))
+    for word in (*words, made.model_type, "Llama, Mistral"):
+        assert word in str(caught.value)
+
+
+def test_alibi_and_bidirectional_attention_are_refused() -> None:
+    with pytest.raises(BackboneError, match="ALiBi"):
+        check_architecture(transformers.FalconConfig(alibi=True, max_position_embeddings=64), "x")
+    with pytest.raises(BackboneError, match="sees later tokens"):
+        check_architecture(transformers.Gemma3TextConfig(use_bidirectional_attention=True), "x")
+
+
+class IgnoresTheMask(LlamaForCausalLM):
+    """Attends to everything before a token in the row, whatever mask it is given."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        forward = self.model.forward
+
+        def deaf(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            return forward(*args, position_ids=position_ids, **kwargs)
+
+        self.model.forward = deaf  # type: ignore[method-assign]
+
+
+class IgnoresPositions(LlamaForCausalLM):
+    """Counts positions along the row, whatever ids it is given."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        forward = self.model.forward
+
+        def deaf(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        self.model.forward = deaf  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [IgnoresTheMask, IgnoresPositions])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_that_cannot_verify_a_tree_is_found_out(kind: type[LlamaForCausalLM], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, eos_token_id=None)
+    model = kind(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.5)
+    Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer())  # the same shape, plain, passes
+    with pytest.raises(BackboneError, match="4-D attention mask") as caught:
+        Backbone(model.to(dtype), NoTokenizer())
+    assert kind.__name__ in str(caught.value)
+
+
+def test_a_forward_without_positions_is_named() -> None:
+    class NoPositions(LlamaForCausalLM):
+        pass
+
+    class Body(transformers.LlamaModel):
+        def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None) -> Any:  # type: ignore[override]
+            raise AssertionError("not called")
+
+    model = NoPositions(LlamaConfig(**SMALL, eos_token_id=None))
+    model.model.__class__ = Body
+    with pytest.raises(BackboneError, match="takes no position_ids"):
+        Backbone(model, NoTokenizer())

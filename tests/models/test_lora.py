@@ -1,0 +1,161 @@
+"""LoRA on a backbone, its teacher, and 4-bit backbones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.lora import Adapter, LoraSpec, linear_names
+from tests.families import random_backbone
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def _logits(backbone: Backbone) -> torch.Tensor:
+    return backbone.unembedding().logits(backbone.run(TOKENS).hidden)
+
+
+def _shake(adapter: Adapter, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(0, 0.2)
+
+
+def test_every_linear_layer_is_found_lm_head_last() -> None:
+    backbone = random_backbone("llama")
+    assert linear_names(backbone.model) == [
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj", "lm_head",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_the_teacher_is_the_backbone_to_the_bit_with_dropout_on(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    before = _logits(backbone)
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.5))
+    assert torch.equal(_logits(backbone), before)  # B = 0
+    _shake(adapter)
+    backbone.model.train()
+    assert not torch.allclose(_logits(backbone), before)
+    frozen = adapter.parameters()[0].requires_grad_(False)
+    with adapter.teacher():
+        inside = _logits(backbone)
+        assert not inside.requires_grad
+    assert torch.equal(inside, before)
+    assert backbone.model.training
+    assert not frozen.requires_grad
+    assert adapter.parameters()
+
+
+def test_logits_of_an_adapted_lm_head_are_the_modules_own() -> None:
+    backbone = random_backbone("gemma2", dtype=torch.float32)
+    with pytest.raises(BackboneError, match="no such linear layer"):
+        Adapter.attach(backbone, LoraSpec(targets=("q_proj", "query")))
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("lm_head",)))
+    _shake(adapter)
+    hidden = backbone.run(TOKENS).hidden
+    theirs = backbone.model(TOKENS, use_cache=False).logits
+    assert torch.allclose(backbone.unembedding().logits(hidden), theirs, atol=1e-5)
+    assert torch.equal(backbone.logits(hidden), theirs)
+    assert backbone.unembedding().low_rank is not None
+    with adapter.teacher():
+        assert backbone.unembedding().low_rank is None
+
+
+def test_a_tied_lm_head_is_left_out_or_refused() -> None:
+    backbone = random_backbone("llama-bias-tied")
+    with pytest.raises(BackboneError, match="shares its matrix"):
+        Adapter.attach(backbone, LoraSpec(targets=("lm_head", "q_proj")))
+    Adapter.attach(backbone, LoraSpec())
+    assert backbone.unembedding().low_rank is None
+
+
+def test_whole_modules_learn_in_float32(tmp_path: Path) -> None:
+    """PEFT copies them in the backbone's dtype, in which small steps would round to nothing."""
+    spec = LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
+    adapter = Adapter.attach(random_backbone("llama", dtype=torch.bfloat16), spec)
+    assert {parameter.dtype for parameter in adapter.parameters()} == {torch.float32}
+    assert sum(parameter.dim() == 2 and 61 in parameter.shape for parameter in adapter.parameters()) == 1
+    adapter.save(tmp_path)
+    loaded = Adapter.load(random_backbone("llama", dtype=torch.bfloat16), tmp_path, trainable=True)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
+def test_adapters_are_saved_small_loaded_frozen_and_merged(tmp_path: Path) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.1))
+    _shake(adapter)
+    backbone.model.eval()
+    expected = _logits(backbone)
+    adapter.save(tmp_path / "adapter")
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118
+
+    again = random_backbone("llama", dtype=torch.float32)
+    loaded = Adapter.load(again, tmp_path / "adapter")
+    assert torch.equal(_logits(again), expected)
+    assert not loaded.parameters()
+    loaded.merge()
+    assert torch.allclose(_logits(again), expected, atol=1e-4)
+    assert again.unembedding().low_rank is None
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        Adapter.load(again, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def four_bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama on disk, large enough for 4-bit blocks."""
+    pytest.importorskip("bitsandbytes")
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = {f"w{i}": i for i in range(64)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0"))).save_pretrained(path)
+    return path
+
+
+def test_a_4_bit_backbone_trains_after_an_eval_pass_as_before_it(four_bit: Path) -> None:
+    """On CPUs with AVX512-bf16 an eval pass would switch to a kernel without autograd."""
+
+    def gradient(evaluate_first: bool) -> torch.Tensor:
+        backbone = Backbone.load(str(four_bit), dtype="bfloat16", device="cpu", quantization="nf4")
+        assert backbone.model.is_loaded_in_4bit
+        adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("q_proj", "down_proj")))
+        _shake(adapter)
+        if evaluate_first:
+            backbone.model.eval()
+            with torch.no_grad():
+                backbone.run(TOKENS)
+        backbone.model.train()
+        backbone.run(TOKENS).hidden.float().square().sum().backward()
+        grad = adapter.parameters()[0].grad
+        assert grad is not None
+        return grad
+
+    fresh = gradient(False)
+    assert float(fresh.abs().max()) > 0
+    assert torch.allclose(gradient(True), fresh, rtol=1e-3, atol=1e-3 * float(fresh.abs().max()))
+
+
+def test_merging_over_4_bits_dequantises_first(four_bit: Path) -> None:
+    backbone = Backbone.load(str(four_bit), dtype="float32", device="cpu", quantization="nf4")
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0))
+    _shake(adapter)
+    backbone.model.eval()
+    expected = _logits(backbone)
+    adapter.merge()
+    assert torch.allclose(_logits(backbone), expected, atol=2e-2)
+    assert not any("4bit" in type(module).__name__ for module in backbone.model.modules())

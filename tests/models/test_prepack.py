@@ -1,0 +1,111 @@
+"""Packed weights give the products of the plain ones, and step aside where gradients or other weights are wanted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from medusa_train.models import prepack as packed
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.features import Features
+from medusa_train.models.prepack import Layout, PackedLinear, is_packed, pack_linears, worth_packing
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.tree import Tree
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+
+
+@pytest.fixture
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_faster", lambda weights: True)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layout_gives_the_same_product(dtype: torch.dtype, tolerance: float, rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 24, dtype=dtype), torch.randn(2, rows, 24, dtype=dtype)
+    offset = torch.randn(40, dtype=dtype) if bias else None
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            Layout(weight).product(x, offset), linear(x, weight, offset), rtol=tolerance, atol=tolerance
+        )
+
+
+@needs_onednn
+def test_gradients_come_from_the_plain_weights() -> None:
+    layer = nn.Linear(8, 6)
+    packed_layer = PackedLinear(layer)
+    x = torch.randn(3, 8, requires_grad=True)
+    packed_layer(x).square().sum().backward()
+    assert packed_layer.weight is layer.weight
+    torch.testing.assert_close(layer.weight.grad, 2 * layer(x).T @ x)
+
+
+@needs_onednn
+def test_other_weights_drop_the_layout(always_faster: None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    assert pack_linears(model)
+    assert is_packed(model)
+    x = torch.randn(2, 8)
+    model.double()  # a layout of float32 weights would fail, or answer for weights that are gone
+    with torch.no_grad():
+        assert model(x.double()).dtype == torch.float64
+
+
+@needs_onednn
+def test_layers_of_other_classes_stay(always_faster: None) -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), Special(8, 8))
+    assert pack_linears(model)
+    assert isinstance(model[0], PackedLinear)
+    assert type(model[1]) is Special
+
+
+def test_nothing_is_packed_without_room_or_kernels(monkeypatch: pytest.MonkeyPatch, always_faster: None) -> None:
+    weights = [nn.Parameter(torch.zeros(100, 100))]
+    monkeypatch.setattr(packed, "free_memory", lambda device: 100 * 100 * 4)
+    assert not worth_packing(weights)
+    monkeypatch.setattr(packed, "free_memory", lambda device: None)
+    assert worth_packing(weights) == torch.backends.mkldnn.is_available()
+    assert not worth_packing([nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))])
+    assert not pack_linears(nn.Sequential(nn.ReLU()))
+
+
+@needs_onednn
+def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_faster", lambda weights: False)
+    model = nn.Sequential(nn.Linear(8, 8))
+    assert not pack_linears(model)
+    assert not is_packed(model)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("layers", "bias", "shared"), [(1, False, False), (2, True, False), (1, False, True), (0, True, False)]
+)
+def test_packed_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
+    torch.manual_seed(1)
+    own = MedusaDraft(16, 50, 1).unembed(1) if shared else None
+    draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=own)
+    for parameter in draft.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    feats = Features(torch.randn(2, 5, 16))
+    tokens, cache, tree = torch.zeros(2, 5, dtype=torch.long), TreeCache(1, 8), Tree.cartesian([3, 2, 2])
+    roots = torch.tensor([7, 9])
+
+    def proposed() -> torch.Tensor:
+        return draft.propose(draft.start(feats, tokens, [5, 3], cache), roots, tree).tokens
+
+    with torch.inference_mode():
+        plain = proposed()
+        assert draft.pack()
+        assert torch.equal(proposed(), plain)
+        draft.float()  # moves parameters, so the layouts are gone
+        assert torch.equal(proposed(), plain)

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.data.conversation import Message
+from medusa_train.errors import DataError
+from medusa_train.inference.batch import Batch
+from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.selfdistill import hf_engine as local
+from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.selfdistill.hf_engine import (
+    LocalEngine,
+    _surely_best,
+    _surely_cut,
+    _surely_drawn,
+    fastest_dtype,
+    is_certain,
+)
+from medusa_train.trees.tree import Tree
+from tests.evaluation.tiny_model import CONTEXT, write_backbone
+
+ERROR = torch.full((1, 1), 1e-3, dtype=torch.float64)
+
+
+def logits(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def test_the_best_token_is_certain_unless_the_second_is_near() -> None:
+    token = torch.tensor([1])
+    assert _surely_best(logits(1.0, 2.0, 1.9), token, ERROR)
+    assert not _surely_best(logits(1.0, 2.0, 1.9985), token, ERROR)
+    assert not _surely_best(logits(3.0, 2.0, 1.0), token, ERROR)  # not even the best
+
+
+@pytest.mark.parametrize(
+    ("u", "token", "certain"),
+    [
+        (0.1, 0, True),
+        (0.0, 0, True),  # the lower end of the first token is no border
+        (0.2499, 0, False),
+        (0.2501, 1, False),
+        (0.5, 1, True),
+        (0.7499, 1, False),
+        (0.9999, 2, True),  # nor is the upper end of the last one
+        (0.5, 2, False),  # drawn by another number
+    ],
+)
+def test_a_drawn_token_is_certain_unless_the_number_is_near_its_border(u: float, token: int, certain: bool) -> None:
+    given = torch.log(torch.tensor([[0.25, 0.5, 0.25, 0.0]], dtype=torch.float64))
+    sampling = Sampling(temperature=1.0)
+    number = torch.tensor([u], dtype=torch.float64)
+    assert bool(_surely_drawn(given, torch.tensor([token]), number, sampling, ERROR)) is certain
+
+
+def test_a_cut_is_certain_unless_a_token_stands_on_its_edge() -> None:
+    def sure(sampling: Sampling, *values: float) -> bool:
+        given = logits(*values)
+        return bool(_surely_cut(given, sampling, ERROR / sampling.temperature))
+
+    assert sure(Sampling(top_k=2), 3.0, 2.0, 1.0)
+    assert not sure(Sampling(top_k=2), 3.0, 2.0, 1.9995)
+    assert not sure(Sampling(1e-4, top_k=1), 3.0, 2.9995, 1.0)  # however far apart the temperature puts the two
+    halves = torch.log(torch.tensor([0.5, 0.3, 0.2])).tolist()
+    assert sure(Sampling(top_p=0.6), *halves)
+    assert not sure(Sampling(top_p=0.5001), *halves)
+    near = torch.log(torch.tensor([0.5, 0.25001, 0.24999])).tolist()
+    assert not sure(Sampling(top_p=0.6), *near)  # which of the two stays hangs on rounding
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(0.7, top_k=6), Sampling(0.7, top_p=0.8)])
+def test_what_is_certain_stays_when_logits_move(sampling: Sampling) -> None:
+    random = torch.Generator().manual_seed(0)
+    given = 4 * torch.randn(4000, 12, generator=random, dtype=torch.float64)
+    u = torch.rand(4000, generator=random, dtype=torch.float64)
+    error = torch.full((4000, 1), 0.05, dtype=torch.float64)
+
+    def drawn(moved: torch.Tensor) -> torch.Tensor:
+        return (sampling.warp(moved).softmax(-1).cumsum(-1) <= u[:, None]).sum(-1)
+
+    tokens = drawn(given)
+    sure = _surely_drawn(given, tokens, u, sampling, error)
+    assert 0.5 < sure.double().mean() < 0.95
+    ways = [0.05 * (torch.rand(given.shape, generator=random, dtype=torch.float64).round() * 2 - 1) for _ in range(20)]
+    # the worst: all tokens up to the drawn one, or up to the one before it, against all others
+    behind = torch.arange(12) - tokens[:, None]
+    ways += [sign * torch.where(behind < edge, 0.05, -0.05).double() for edge in (0, 1) for sign in (-1, 1)]
+    changed = torch.stack([drawn(given + way) != tokens for way in ways]).any(0)
+    assert not (changed & sure).any()
+    assert (changed & ~sure).sum() > 100
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8), Sampling(0.8, top_k=20, top_p=0.9)])
+def test_whole_answers(tmp_path: Path, sampling: Sampling | None) -> None:
+    backbone = Backbone.load(str(write_backbone(tmp_path / "backbone")), dtype=torch.float64)
+    prompt = [1, 9, 8, 7]
+
+    def generator() -> torch.Generator | None:
+        return torch.Generator().manual_seed(3) if sampling else None
+
+    tokens = Decoder(backbone).generate(prompt, 40, (), sampling, generator()).tokens
+    assert is_certain(backbone, prompt, tokens, sampling, generator())
+    assert not is_certain(backbone, prompt, [*tokens[:20], (tokens[20] + 1) % 300, *tokens[21:]], sampling, generator())
+    with torch.no_grad():
+        backbone.head.weight.zero_()  # all tokens tie
+    if sampling is None:
+        assert not is_certain(backbone, prompt, [0] * 5)
+
+
+PROMPT = (Message("user", "Say something."),)
+
+
+def asks(text: str) -> Request:
+    return Request((Message("user", text),), seed=0)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(scope="module")
+def backbone(directory: Path) -> Backbone:
+    return Backbone.load(str(directory), dtype=torch.float64)
+
+
+def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any) -> LocalEngine:
+    return LocalEngine(backbone, temperature=temperature, max_new_tokens=max_new_tokens, **settings)
+
+
+def ask(answering: LocalEngine, request: Request) -> Answer:
+    answering.submit(5, request)
+    ticket, made = answering.next()
+    assert ticket == 5
+    return made
+
+
+def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(backbone: Backbone) -> None:
+    demanding = copy.copy(backbone)
+    demanding.tokenizer = copy.deepcopy(backbone.tokenizer)
+    refusal = "{% if messages[0].content == 'a' %}{{ raise_exception('not that') }}{% endif %}"
+    demanding.tokenizer.chat_template = refusal + demanding.tokenizer.chat_template
+    answering = engine(demanding, batch_size=2)
+    answering.submit(1, asks("a"))
+    answering.submit(2, Request(PROMPT, seed=0))
+    made = dict(answering.next() for _ in range(2))
+    assert made[1] == Answer("", "refused", 0, 0)
+    assert made[2].completion_tokens > 0
+
+
+def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
+    answer = ask(engine(backbone), Request(PROMPT, 1))
+    ids = backbone.tokenizer(
+        backbone.tokenizer.apply_chat_template([PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True),
+        add_special_tokens=False,
+    )["input_ids"]
+    tokens = list(ids)
+    with torch.no_grad():
+        for _ in range(12):
+            tokens.append(int(backbone.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert answer.text == backbone.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
+    assert (answer.reason, answer.prompt_tokens, answer.completion_tokens) == ("length", len(ids), 12)
+    assert ask(engine(backbone), Request(PROMPT, 2)) == answer
+
+
+def test_sampling_is_decided_by_the_seed(backbone: Backbone) -> None:
+    sampled = engine(backbone, temperature=1.5)
+    one = ask(sampled, Request(PROMPT, 1))
+    assert ask(sampled, Request(PROMPT, 2)).text != one.text
+    assert ask(sampled, Request(PROMPT, 1)) == one
+
+
+def test_sampling_at_a_vanishing_temperature_is_greedy(backbone: Backbone) -> None:
+    request = Request(PROMPT, 3)
+    assert ask(engine(backbone, 1e-6), request) == ask(engine(backbone), request)
+
+
+def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None:
+    free = engine(backbone, max_new_tokens=8)
+    third = Decoder(backbone).generate(free._speakers.prompt(Request(PROMPT, 0)), 8).tokens[2]
+    before = backbone.eos_ids
+    try:
+        backbone.eos_ids = (third,)
+        for temperature in (0.0, 1e-6):
+            answer = ask(engine(backbone, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0))
+            assert (answer.reason, answer.completion_tokens) == ("stop", 3)
+    finally:
+        backbone.eos_ids = before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_models_context_ends_an_answer_too(backbone: Backbone, temperature: float) -> None:
+    answer = ask(engine(backbone, temperature, max_new_tokens=100), asks("x" * (CONTEXT - 20)))
+    assert answer.reason == "context"
+    assert answer.prompt_tokens + answer.completion_tokens == CONTEXT + 1
+    over = ask(engine(backbone, temperature), asks("x" * (CONTEXT + 1)))
+    assert (over.text, over.reason, over.completion_tokens) == ("", "context", 0)
+
+
+def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
+    template = backbone.tokenizer.chat_template
+    try:
+        backbone.tokenizer.chat_template = None
+        with pytest.raises(DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"):
+            engine(backbone)
+        named = LocalEngine(backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr")
+        ids = backbone.tokenizer("<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False)[
+            "input_ids"
+        ]
+        assert ask(named, Request(PROMPT, 0)).prompt_tokens == len(ids)
+    finally:
+        backbone.tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize(
+    ("device", "fast", "expected"),
+    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda", True, "bfloat16"), ("cuda", False, "float16")],
+)
+def test_the_fastest_dtype_is_bfloat16_where_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, fast: bool, expected: str
+) -> None:
+    monkeypatch.setattr(local, "has_fast_bf16", lambda asked: fast)
+    assert fastest_dtype(torch.device(device)) == expected
+
+
+QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
+
+
+def all_answers(answering: LocalEngine) -> list[Answer]:
+    """Answers to all questions, in their order, with as many at hand as the engine wants."""
+    found: dict[int, Answer] = {}
+    coming = list(enumerate(QUESTIONS))[::-1]
+    while len(found) < len(QUESTIONS):
+        while coming and len(QUESTIONS) - len(coming) - len(found) < answering.capacity:
+            number, text = coming.pop()
+            answering.submit(number, Request((Message("user", text),), seed=100 + number))
+        ticket, answer = answering.next()
+        found[ticket] = answer
+    return [found[number] for number in range(len(QUESTIONS))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_do_not_depend_on_the_batch(
+    directory: Path, dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = Backbone.load(str(directory), dtype=dtype)
+    sizes: list[int] = []
+    step = Batch.step
+
+    def counted(self: Batch) -> list[tuple[int, Generation]]:
+        sizes.append(len(self.active))
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", counted)
+    alone = all_answers(engine(backbone, temperature, 40))
+    assert sizes == []
+    assert len({answer.text for answer in alone}) > 5
+    assert all_answers(engine(backbone, temperature, 40, batch_size=4)) == alone
+    assert max(sizes) == 4
+    if temperature:
+        limited = engine(backbone, temperature, 40, top_k=3, top_p=0.9)
+        assert all_answers(limited) != alone
+        assert all_answers(engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)) == all_answers(limited)
+
+
+def test_an_answer_that_hangs_on_rounding_is_made_again_alone(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubted: list[int] = []
+
+    def doubtful(backbone: Backbone, prompt: list[int], tokens: list[int], *rest: object) -> bool:
+        doubted.append(len(prompt))
+        return len(doubted) % 3 != 0
+
+    monkeypatch.setattr(local, "is_certain", doubtful)
+    batched = engine(backbone, max_new_tokens=10, batch_size=4)
+    assert all_answers(batched) == all_answers(engine(backbone, max_new_tokens=10))
+    assert batched.figures() == {"made again alone (rounding)": "3"}
+    unchecked = engine(backbone, max_new_tokens=10, batch_size=4, exact=False)
+    all_answers(unchecked)
+    assert unchecked.figures() == {}
+
+
+def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
+    """Turns of conversations that come back while others are under way, and rows that end at unlike times."""
+    backbone = Backbone.load(str(directory), dtype=torch.float64)
+    free = engine(backbone, max_new_tokens=24)
+    said = [Decoder(backbone).generate(free._speakers.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
+    backbone.eos_ids = tuple({said[0][3], said[4][8], said[7][15]})
+
+    def conversations(answering: LocalEngine) -> dict[int, list[Answer]]:
+        talks: dict[int, list[Answer]] = {n: [] for n in range(len(QUESTIONS))}
+        messages: dict[int, tuple[Message, ...]] = {n: (Message("user", q),) for n, q in enumerate(QUESTIONS)}
+        ready, asked = list(talks), 0
+        while ready or asked:
+            while ready and asked < answering.capacity:
+                number = ready.pop(0)
+                answering.submit(number, Request(messages[number], seed=number))
+                asked += 1
+            number, answer = answering.next()
+            asked -= 1
+            talks[number].append(answer)
+            if len(talks[number]) < 3:
+                messages[number] += (Message("assistant", answer.text), Message("user", "and then?"))
+                ready.append(number)
+        return talks
+
+    alone = conversations(engine(backbone, max_new_tokens=24))
+    assert len({answer.completion_tokens for talk in alone.values() for answer in talk}) > 3
+    batched = engine(backbone, max_new_tokens=24, batch_size=4)
+    assert conversations(batched) == alone
+    passes, steps = batched.steps
+    assert steps / passes > 3  # of four rows, though some end after a few tokens
+
+
+def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None:
+    batched = engine(backbone, max_new_tokens=4, batch_size=2)
+    for number, length in enumerate((3, 50, 4, 5)):
+        batched.submit(number, asks("x" * length))
+    order = []
+    for number in range(4, 14):
+        order.append(batched.next()[0])
+        batched.submit(number, asks("x" * 4))  # always nearer in length than the second one
+    assert 1 in order[:4]
+
+
+def test_batches_are_of_like_lengths_and_begin_with_the_oldest(backbone: Backbone) -> None:
+    batched = engine(backbone, max_new_tokens=1, batch_size=2)
+    for number, length in enumerate((3, 50, 4, 49)):
+        batched.submit(number, asks("x" * length))
+    assert [batched.next()[0] for _ in range(4)] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone, batch_size: int) -> None:
+    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
+    plain = all_answers(engine(backbone, max_new_tokens=20))
+    tree = Tree.cartesian([2, 2])
+    speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, compare=4, batch_size=batch_size)
+    assert all_answers(speculating) == plain
+    figures = speculating.figures()
+    assert float(figures["tokens per step"]) >= 1.0
+    assert re.fullmatch(r"\d+\.\d\dx \([4-6] answers\)", figures["faster than without heads"])
+
+
+def test_sampled_answers_with_heads_come_from_the_seed_alone(backbone: Backbone) -> None:
+    draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.chain(2)
+    one, two = (all_answers(engine(backbone, 0.8, 20, draft=draft, tree=tree, compare=compare)) for compare in (0, 3))
+    assert one == two

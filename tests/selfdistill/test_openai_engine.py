@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from medusa_train import openai_client as chat_server
+from medusa_train.data.conversation import Message
+from medusa_train.errors import ServerError
+from medusa_train.openai_client import ChatServer
+from medusa_train.selfdistill.engines import Request
+from medusa_train.selfdistill.modes import Rules, replay
+from medusa_train.selfdistill.openai_engine import ServerEngine, ServerSampling
+from medusa_train.selfdistill.output import Writer
+from medusa_train.selfdistill.prompts import Seed
+from medusa_train.selfdistill.run import Tally, distill
+from tests import fake_server
+from tests.fake_server import FakeServer, completion, error, serving
+
+
+@pytest.fixture(autouse=True)
+def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(chat_server, "LONGEST_WAIT", 0.1)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def engine(url: str, concurrency: int = 4, patience: float = 60.0) -> ServerEngine:
+    server = ChatServer(url, timeout=20.0, patience=patience)
+    return ServerEngine(server, "served", ServerSampling(0.5, 64, 0.9), concurrency)
+
+
+def ask(text: str, seed: int = 1) -> Request:
+    return Request((Message("user", text),), seed)
+
+
+def run(out: Path, seeds: list[Seed], answering: ServerEngine) -> Tally:
+    with Writer(out, {"model": "served"}) as writer:
+        try:
+            return distill(
+                seeds,
+                answering,
+                writer,
+                talk=partial(replay, random_seed=1, rules=Rules()),
+                facts={"model": "served", "sampling": {"temperature": 0.5}},
+            )
+        finally:
+            answering.close()
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def seeds(count: int, turns: int = 1) -> list[Seed]:
+    return [Seed(f"s{n}", tuple(f"question {n}.{turn}" for turn in range(turns))) for n in range(count)]
+
+
+def test_a_request_says_how_to_draw_and_the_answer_is_read() -> None:
+    with serving() as server:
+        asking = engine(server.url)
+        asking.submit(7, ask("hi", seed=2**40 + 5))
+        ticket, answer = asking.next()
+        asking.close()
+        assert (ticket, answer.text, answer.reason) == (7, "answer to hi", "stop")
+        assert (answer.prompt_tokens, answer.completion_tokens) == (10, 4)
+        assert server.bodies == [
+            {
+                "model": "served",
+                "messages": [{"role": "user", "content": "hi"}],
+                "temperature": 0.5,
+                "max_tokens": 64,
+                "seed": 5,
+                "top_p": 0.9,
+            }
+        ]
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"), [("stop", "stop"), (None, "stop"), ("length", "length"), ("content_filter", "refused")]
+)
+def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
+    def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
+        return 200, {}, json.dumps({**completion(body, finish, "half \ud83d"), "usage": None}).encode()
+
+    with serving(script) as server:
+        asking = engine(server.url)
+        asking.submit(0, ask("hi"))
+        answer = asking.next()[1]
+        asking.close()
+    assert (answer.text, answer.reason, answer.completion_tokens) == ("half ?", reason, 0)
+
+
+def test_many_requests_are_under_way_at_a_time(tmp_path: Path) -> None:
+    with serving(seconds=0.05) as server:
+        tally = run(tmp_path / "out.jsonl", seeds(24, turns=2), engine(server.url, concurrency=8))
+        assert 4 <= server.busiest <= 8
+    assert (tally.written, tally.turns) == (24, 48)
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        number = record["id"][1:]
+        assert [message["content"] for message in record["messages"]][2:] == [
+            f"question {number}.1",
+            f"answer to question {number}.1",
+        ]
+
+
+def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    def script(number: int, body: dict) -> fake_server.Reply:
+        asked = body["messages"][-1]["content"]
+        if asked in ("question 0.0", "question 3.0"):
+            return error(400, "content policy")
+        return error(400, "maximum context length is 10") if asked == "question 4.0" else None
+
+    with serving(script) as server:
+        tally = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=2))
+    assert sorted(ids(tmp_path / "out.jsonl")) == ["s1", "s2", "s5"]
+    assert dict(tally.dropped) == {"refused": 2, "context": 1}
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_a_server_that_refuses_everything_ends_the_run_and_nothing_is_noted_as_done(tmp_path: Path, count: int) -> None:
+    with (
+        serving(lambda n, body: error(422, "Unexpected fields")) as server,
+        pytest.raises(ServerError, match=r"refused \d+ requests .*Unexpected fields"),
+    ):
+        run(tmp_path / "out.jsonl", seeds(count), engine(server.url))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_key_ends_the_run_at_once(tmp_path: Path) -> None:
+    with (
+        serving(lambda n, body: error(401, "no key") if n >= 5 else None) as server,
+        pytest.raises(ServerError, match="401"),
+    ):
+        run(tmp_path / "out.jsonl", seeds(40), engine(server.url, concurrency=1))
+    assert len(ids(tmp_path / "out.jsonl")) == 5
+
+
+class Restarted:
+    """The fake server in a process of its own, on a port that stays."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, fake_server.__file__, str(self.port), "0.01"]
+        self.process = subprocess.Popen(command)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture
+def restarted() -> Iterator[Restarted]:
+    server = Restarted()
+    yield server
+    server.kill()
+
+
+def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path, restarted: Restarted) -> None:
+    out = tmp_path / "out.jsonl"
+    asking = engine(restarted.url, concurrency=16)
+    killed = threading.Event()
+
+    def kill_and_restart() -> None:
+        while not out.exists() or len(out.read_bytes().splitlines()) < 150:
+            if killed.wait(0.01):
+                return
+        restarted.kill()
+        killed.wait(0.5)
+        restarted.start()
+
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    try:
+        tally = run(out, seeds(500), asking)
+    finally:
+        killed.set()
+        killer.join()
+    assert sorted(ids(out)) == sorted(seed.id for seed in seeds(500))
+    texts = {json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()}
+    assert len(texts) == 500
+    assert asking.server.retries > 0
+    assert tally.written == 500
+
+
+def test_a_run_given_up_by_a_dead_server_goes_on_where_it_was(tmp_path: Path, restarted: Restarted) -> None:
+    out = tmp_path / "out.jsonl"
+    run(out, seeds(20), engine(restarted.url))
+    restarted.kill()
+    with pytest.raises(ServerError, match="no answer"):
+        run(out, seeds(40), engine(restarted.url, patience=0.2))
+    with FakeServer(restarted.port) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        tally = run(out, seeds(40), engine(server.url))
+        server.shutdown()
+    assert (tally.earlier, tally.written) == (20, 20)
+    assert len(set(ids(out))) == len(ids(out)) == 40

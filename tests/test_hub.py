@@ -1,0 +1,53 @@
+"""Asking for the hub's name before a client retries."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from medusa_train.hub import hub_is_out_of_reach
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    hub_is_out_of_reach.cache_clear()
+    yield
+    hub_is_out_of_reach.cache_clear()
+
+
+def _resolver(monkeypatch: pytest.MonkeyPatch, known: set[str]) -> None:
+    def resolve(host: str, port: int) -> list[object]:
+        if host not in known:
+            raise socket.gaierror("unknown")
+        return [host, port]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+def test_a_name_that_resolves_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    _resolver(monkeypatch, {"huggingface.co"})
+    assert not hub_is_out_of_reach()
+
+
+def test_an_unknown_name_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    _resolver(monkeypatch, set())
+    assert hub_is_out_of_reach()
+
+
+def test_a_mirror_is_asked_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    _resolver(monkeypatch, {"mirror.example"})
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hf")
+    assert not hub_is_out_of_reach()
+
+
+def test_offline_and_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    _resolver(monkeypatch, set())
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    assert not hub_is_out_of_reach()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub_is_out_of_reach.cache_clear()
+    assert hub_is_out_of_reach()

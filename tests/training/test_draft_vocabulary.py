@@ -1,0 +1,122 @@
+"""A run with `medusa_vocab_size`: its vocabulary is the text's, it is trained, resumed, exported and decoded with."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.load import locate
+from medusa_train.data.targets import IGNORE, shift
+from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.export.write import export_run
+from medusa_train.inference.generate import Decoder
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.precision import choose_precision
+from medusa_train.training.backbone_recipe import Student
+from medusa_train.training.run import train
+from medusa_train.training.setup import load_data
+from medusa_train.training.validation import evaluate_held_out
+from medusa_train.trees.tree import Tree
+from tests.training.conftest import metrics
+
+SIZE = 24
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"medusa_share_lm_head": True, "medusa_soft_targets": 0.5}], ids=["own", "shared"]
+)
+def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbone_dir, keys) -> None:
+    cfg = make_config(medusa_vocab_size=SIZE, calibration_tokens=60, **keys)
+    assert train(cfg, console, console) == 0
+    data = load_data(cfg, console)
+    counts = torch.zeros(300, dtype=torch.long)
+    for example in data.train:
+        for token in example.tokens[example.supervised].tolist():
+            counts[token] += 1
+    out = tmp_path / "run"
+    kept = load_file(out / "heads" / "medusa_lm_head.safetensors")["token_map"]
+    assert len(kept) == SIZE
+    assert 1 in kept.tolist()  # </s> ends every answer
+    others = sorted(set(range(300)) - set(kept.tolist()))
+    assert int(counts[kept].min()) >= int(counts[others].max()) > 0
+    share = int(counts[kept].sum()) / int(counts.sum())
+    assert f"draft vocabulary: 24 of 300 tokens, {share:.2%} of what is learnt" in console.file.getvalue()
+    logged = [line for line in metrics(out) if line["kind"] == "train"]
+    assert all(0 < line["outside_vocabulary"] < 1 for line in logged)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+
+    backbone = Backbone.load(str(backbone_dir))
+    draft = load_draft(out / "heads", backbone)
+    prompt = data.prompts.prompts()[0]
+    plain = Decoder(backbone).generate(prompt, 30).tokens
+    assert Decoder(backbone, draft, Tree.load(out / "tree.json")).generate(prompt, 30).tokens == plain
+
+    export_run(locate(str(out), None, None), "vllm")
+    assert json.loads((out / "export" / "vllm" / "config.json").read_text())["truncated_vocab_size"] == SIZE
+    for to in ("reference", "reference-v2", "tgi", "trtllm"):
+        with pytest.raises(CheckpointError, match=r"24 tokens only .* --to vllm"):
+            export_run(locate(str(out), None, None), to)
+
+
+def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path) -> None:
+    keys = {"medusa_vocab_size": SIZE, "medusa_share_lm_head": True, "save_steps": 3, "lr_scheduler": "constant"}
+    train(make_config(**keys, output_dir=str(tmp_path / "whole")), console, console)
+    train(make_config(**keys, output_dir=str(tmp_path / "part"), max_steps=3), console, console)
+    train(make_config(**keys, output_dir=str(tmp_path / "part"), resume_from_checkpoint="auto"), console, console)
+    first, second = (load_file(tmp_path / name / "heads" / "medusa_lm_head.safetensors") for name in ("whole", "part"))
+    assert set(first) == set(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_stage_two_takes_the_vocabulary_of_stage_one(make_config, console, tmp_path) -> None:
+    train(make_config(medusa_vocab_size=SIZE, output_dir=str(tmp_path / "one")), console, console)
+    start = {
+        "lora_model_dir": str(tmp_path / "one"),
+        "recipe": "medusa2",
+        "adapter": "lora",
+        "lora_target_linear": True,
+    }
+    with pytest.raises(ConfigError, match="medusa_vocab_size: 24, the configuration asks for medusa_vocab_size: None"):
+        train(make_config(**start, output_dir=str(tmp_path / "two")), console, console)
+    train(make_config(**start, medusa_vocab_size=SIZE, output_dir=str(tmp_path / "two")), console, console)
+    first, second = (load_file(tmp_path / name / "heads" / "medusa_lm_head.safetensors") for name in ("one", "two"))
+    assert torch.equal(first["token_map"], second["token_map"])
+
+
+@pytest.mark.parametrize("size", [300, 5000])
+def test_a_vocabulary_that_is_not_reduced_is_refused_before_weights_are_loaded(make_config, console, size) -> None:
+    with pytest.raises(ConfigError, match="not less than the 300 tokens"):
+        load_data(make_config(medusa_vocab_size=size), console)
+
+
+def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -> None:
+    cfg = make_config()
+    data = load_data(cfg, Console(file=io.StringIO()))
+    backbone = Backbone.load(str(backbone_dir))
+    student = Student(backbone, choose_precision(False, torch.device("cpu")))
+    kept = torch.arange(1, 280, 7)
+    draft = MedusaDraft.from_backbone(backbone, 2, vocab_size=len(kept), token_map=kept)
+    batch = data.held_out.batch([[i] for i in range(len(data.held_out))])
+    found = evaluate_held_out(student, draft, [batch], Objective(draft, 0.8))
+    assert found is not None
+    hidden = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
+    for k in (1, 2):
+        target = shift(batch.labels, k, batch.segments)
+        valid = target != IGNORE
+        tokens, logits = target[valid], draft.head_logits(hidden[valid], k)
+        known = torch.isin(tokens, kept)
+        assert (found.targets[k - 1], found.known[k - 1]) == (len(tokens), int(known.sum()))
+        assert found.top[k - 1][0] == pytest.approx(float((kept[logits.argmax(-1)] == tokens).double().mean()))
+        places = torch.searchsorted(kept, tokens[known])
+        loss = torch.nn.functional.cross_entropy(logits[known], places).detach()
+        assert found.head_loss[k - 1] == pytest.approx(float(loss), rel=1e-5)
+    assert 0 < found.known[0] < found.targets[0]
+    assert found.figures()["targets_in_vocabulary"] == found.known

@@ -1,0 +1,44 @@
+import os
+import signal
+
+import pytest
+
+from medusa_train.errors import Terminated
+from medusa_train.training.signals import StopRequest, sigterm_like_ctrl_c
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_remembered_and_told_once(number, code):
+    lines = []
+    with StopRequest(lines.append) as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+    assert stop.exit_code == code
+    assert len(lines) == 1
+    assert "saving" in lines[0]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_the_second_stops_at_once(number, raised):
+    with pytest.raises(KeyboardInterrupt) as caught, StopRequest(lambda line: None):  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
+    assert caught.type is raised
+
+
+def test_sigterm_is_as_ctrl_c_before_and_after_the_training():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), sigterm_like_ctrl_c():  # noqa: PT012
+        with StopRequest(lambda line: None) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_handlers_come_back():
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest(lambda line: None):
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before

@@ -1,0 +1,126 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from medusa_train.training.optim import build_scheduler
+from medusa_train.training.strategy import LocalEngine
+
+
+def make_engine(model, max_grad_norm=1.0, momentum=0.9):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    return LocalEngine(list(model.parameters()), optimizer, build_scheduler("cosine", optimizer, 2, 10), max_grad_norm)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
+    model = linear()
+    engine = make_engine(model, max_grad_norm=0.5, momentum=0.0)
+    engine.backward(model(torch.ones(1, 3)).sum())
+    engine.step()  # warm-up begins at zero
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.backward(model(torch.ones(1, 3)).sum())
+    lr = engine.lr
+    norm = engine.step()
+    assert norm == pytest.approx(math.sqrt(8))  # 6 weights and 2 biases with gradient 1
+    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)])
+    assert float(moved.norm()) == pytest.approx(lr * 0.5, rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_zero_clips_nothing():
+    model = linear()
+    engine = make_engine(model, max_grad_norm=0)
+    engine.backward(100 * model(torch.ones(1, 3)).sum())
+    assert engine.step() == pytest.approx(100 * math.sqrt(8))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    model = linear()
+    engine = make_engine(model)
+    before, lr = [p.detach().clone() for p in model.parameters()], engine.lr
+    engine.backward(model(torch.full((1, 3), float("inf"))).sum())
+    assert not math.isfinite(engine.step())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert engine.lr == lr
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_skipped_step_moves_the_schedule_alone():
+    model, other = linear(), linear()
+    engine, plain = make_engine(model, momentum=0.0), make_engine(other, momentum=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.backward(model(torch.full((1, 3), float("nan"))).sum())
+    engine.skip()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    plain.backward(0 * other(torch.ones(1, 3)).sum())
+    plain.step()
+    assert engine.lr == plain.lr == pytest.approx(0.05)
+
+
+def test_state_goes_on_to_the_bit():
+    def steps(engine, model, n):
+        for i in range(n):
+            engine.backward(model(torch.full((1, 3), 1.0 + i)).square().sum())
+            engine.step()
+
+    whole = linear()
+    engine = make_engine(whole)
+    steps(engine, whole, 3)
+    saved, weights = copy.deepcopy((engine.state_dict(), whole.state_dict()))
+    second = linear()
+    second.load_state_dict(weights)
+    resumed = make_engine(second)
+    resumed.load_state_dict(saved)
+    steps(engine, whole, 3)
+    steps(resumed, second, 3)
+    assert engine.lr == resumed.lr
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
+    def engine_with(lr, decay, total, steps=0):
+        model = linear()
+        groups = [{"params": [model.weight], "lr": lr, "weight_decay": decay}, {"params": [model.bias], "lr": 2 * lr}]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        engine = LocalEngine(list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
+        for _ in range(steps):
+            engine.backward(model(torch.ones(1, 3)).square().sum())
+            engine.step()
+        return engine
+
+    def settings(engine):
+        return [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+
+    before = engine_with(0.1, 0.01, 10, steps=3)
+    wanted = engine_with(0.5, 0.2, 20, steps=3)
+    resumed = engine_with(0.5, 0.2, 20)
+    resumed.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert settings(resumed) == settings(wanted)
+    assert resumed.lr == pytest.approx(0.5 * 17 / 20)
+    assert resumed.scheduler.get_last_lr() == wanted.scheduler.get_last_lr()
+    assert resumed.scheduler.base_lrs == [0.5, 1.0]
+    for engine in (resumed, wanted):
+        engine.scheduler.step()
+    assert settings(resumed) == settings(wanted)  # the schedule goes on from there
+    moments = [next(iter(engine.optimizer.state.values()))["exp_avg"] for engine in (before, resumed)]
+    assert torch.equal(*moments)
+
+
+def test_state_holds_no_functions():
+    def plain(value):
+        if isinstance(value, dict):
+            return all(plain(v) for v in value.values())
+        if isinstance(value, (list, tuple)):
+            return all(plain(v) for v in value)
+        return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+
+    model = linear()
+    assert plain(make_engine(model).state_dict())

@@ -1,0 +1,183 @@
+"""Steps whose loss or gradient is not finite: skipped while that is allowed, then the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.data.batch import Batch
+from medusa_train.data.targets import IGNORE
+from medusa_train.losses.objective import LMSums, Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.precision import choose_precision
+from medusa_train.training.backbone_recipe import make_student
+from medusa_train.training.strategy import LocalEngine
+from medusa_train.training.trainer import MicroStep, NonFiniteLossError, NonFiniteStep, StepSums, Trainer
+from tests.training.conftest import metrics
+from tests.training.test_run import stop_after, train
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> None:
+    """Make the loss, or the gradient alone, of these steps NaN, in their first micro-batch."""
+    spoiled: set[int] = set()
+    micro_step, backward = Trainer._micro_step, LocalEngine.backward
+
+    def first_of(step: int) -> bool:
+        due = step in steps and step not in spoiled
+        spoiled.update({step} if due else ())
+        return due
+
+    def bad_micro_step(self: Trainer, batch: Any, counts: Any) -> Any:
+        done = micro_step(self, batch, counts)
+        return dataclasses.replace(done, loss=done.loss * torch.nan) if first_of(self.state.step + 1) else done
+
+    def bad_backward(self: LocalEngine, loss: torch.Tensor) -> None:
+        backward(self, loss)
+        if first_of(self.scheduler.last_epoch + 1):
+            assert self.parameters[0].grad is not None
+            self.parameters[0].grad.view(-1)[0] = torch.inf
+
+    if what == "loss":
+        monkeypatch.setattr(Trainer, "_micro_step", bad_micro_step)
+    else:
+        monkeypatch.setattr(LocalEngine, "backward", bad_backward)
+
+
+def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in metrics(run) if record["kind"] == kind]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_skipped_step_changes_nothing_and_is_counted(make_config, console, tmp_path, monkeypatch, what):
+    """Learning rate and data of the steps around it are those of a run in which nothing went wrong."""
+    train(make_config(output_dir=str(tmp_path / "plain")), console)
+    spoil(monkeypatch, 3, what=what)
+    assert train(make_config(max_nonfinite_steps=1, save_steps=1, save_total_limit=9), console) == 0
+    run = tmp_path / "run"
+    plain, found = of_kind(tmp_path / "plain", "train"), of_kind(run, "train")
+    assert [record["step"] for record in found] == [1, 2, 4, 5, 6]
+    assert [r["lr"] for r in found] == [r["lr"] for r in plain if r["step"] != 3]
+    assert [r["tokens"] for r in found] == [r["tokens"] for r in plain if r["step"] != 3]
+    assert [r["loss"] for r in found[:2]] == [r["loss"] for r in plain[:2]]
+    assert [r.get("skipped_steps") for r in found] == [None, None, 1, 1, 1]
+    store = CheckpointStore(run)
+    before, after = (store.load(store.at(step)) for step in (2, 3))
+    assert all(torch.equal(before["draft"][name], after["draft"][name]) for name in before["draft"])
+    assert (after["run"]["skipped"], after["engine"]["scheduler"]["last_epoch"]) == (1, 3)
+    (skipped,) = of_kind(run, "skipped")
+    assert (skipped["step"], skipped["skipped_steps"], skipped["max_nonfinite_steps"]) == (3, 1, 1)
+    half = len(skipped["records"]) <= 4  # of a loss the micro-batch to blame, of a gradient all of the step
+    assert half == (what == "loss")
+    assert all(record.startswith(str(make_config().datasets[0].path)) for record in skipped["records"])
+    line = next(
+        line for line in console.file.getvalue().splitlines() if line.startswith("step 3 skipped (1 of at most")
+    )
+    assert all(record in line for record in skipped["records"])
+    assert ("its gradient is not finite" in line) == (what == "gradient")
+
+
+def test_one_too_many_ends_the_run_with_its_checkpoint(make_config, console, tmp_path, monkeypatch):
+    """All over the run, not in a row."""
+    spoil(monkeypatch, 2, 4, 6)
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(make_config(max_nonfinite_steps=2, save_steps=2), console)
+    message = str(caught.value)
+    assert message.startswith("step 6: the loss is nan; ")
+    assert "2 like it were skipped before" in message
+    assert f"last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-4'}" in message
+    assert CheckpointStore(tmp_path / "run").steps() == [2, 4]
+
+
+def test_the_count_outlives_a_stop(make_config, console, tmp_path, monkeypatch):
+    keys = {"max_nonfinite_steps": 2, "logging_steps": 2, "lr_scheduler": "linear"}
+    with monkeypatch.context() as patch:
+        spoil(patch, 2, 5)
+        train(make_config(output_dir=str(tmp_path / "whole"), **keys), console)
+    with monkeypatch.context() as patch:
+        spoil(patch, 2)
+        stop_after(patch, 3, signal.SIGTERM)
+        assert train(make_config(**keys), console) == 143
+    with monkeypatch.context() as patch:
+        spoil(patch, 5)
+        assert train(make_config(**keys, resume_from_checkpoint="auto"), console) == 0
+
+    def lasting(run: Path) -> list[dict[str, Any]]:
+        return [{k: v for k, v in r.items() if k not in ("time", "tokens_per_s")} for r in metrics(run)]
+
+    assert lasting(tmp_path / "run") == lasting(tmp_path / "whole")
+    assert [record["skipped_steps"] for record in of_kind(tmp_path / "run", "skipped")] == [1, 2]
+    with monkeypatch.context() as patch:
+        spoil(patch, 7)
+        with pytest.raises(NonFiniteLossError, match="2 like it were skipped"):
+            train(make_config(**keys, max_steps=8, resume_from_checkpoint="auto"), console)
+
+
+def test_a_window_of_skipped_steps_has_no_line(make_config, console, tmp_path, monkeypatch):
+    spoil(monkeypatch, 1, 3, 4)
+    assert train(make_config(max_nonfinite_steps=3, logging_steps=2), console) == 0
+    assert [record["step"] for record in of_kind(tmp_path / "run", "train")] == [2, 6]
+    assert "6 steps, 3 of them skipped" in console.file.getvalue()
+
+
+def test_the_message_tells_loss_from_gradient() -> None:
+    for loss, reason in ((float("inf"), "the loss is inf"), (2.5, "the loss is 2.5, its gradient is not finite")):
+        message = str(NonFiniteStep(7, loss, ["a:1", "b:2"]).error(0, None))
+        assert message.startswith(f"step 7: {reason}; the heads were left as they were before it.\n")
+        assert "Records in it: a:1, b:2.\nThere is no checkpoint yet." in message
+        assert "skipped before" not in message
+
+
+def micro(loss, correct, counts, lm=None):
+    counts = torch.tensor(counts)
+    return MicroStep(["a"], torch.tensor(loss), torch.tensor(correct), counts, counts - 1, 7, lm)
+
+
+def test_rows_add_up_to_the_step():
+    ce, kl, count = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(4)
+    rows = [micro(0.25, [1, 0], [3, 2]).row(), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count)).row()]
+    sums = StepSums.of(torch.stack(rows).sum(dim=0))
+    assert sums == StepSums(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
+
+
+def test_counts_beyond_float32_stay_whole():
+    row = micro(1.0, [2**40 + 1], [2**41 + 1]).row()
+    assert StepSums.of(row).counts == [2**41 + 1]
+
+
+def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):
+    """ZeRO waits for the gradient of each parameter from each process: none may be missing where nothing counts."""
+    cfg = make_config(recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True)
+    backbone = Backbone.load(str(backbone_dir))
+    draft = MedusaDraft.from_backbone(backbone, 3, dtype=torch.float32)
+    student = make_student(cfg, backbone, choose_precision(False, torch.device("cpu")))
+    objective = Objective(draft, 0.8, lm="kl", heads_coefficient=0.5)
+    shape = (2, 6)
+    batch = Batch(
+        torch.randint(0, 300, shape),
+        torch.full(shape, IGNORE),
+        torch.arange(6).expand(shape),
+        torch.zeros(shape, dtype=torch.long),
+        [],
+    )
+    feats = student.features(batch)
+    teacher = student.teacher(batch, feats)
+    out = objective.loss(
+        feats,
+        batch,
+        torch.tensor([5, 5, 5, 5]),  # of other processes
+        student_unembedding=student.unembedding(),
+        teacher=teacher[0],
+        teacher_unembedding=teacher[1],
+    )
+    assert float(out.loss.detach()) == 0.0
+    out.loss.backward()
+    for name, parameter in [*draft.named_parameters(), *student.parameters.items()]:
+        assert parameter.grad is not None, name
+        assert float(parameter.grad.abs().max()) == 0.0, name

@@ -1,0 +1,284 @@
+"""The acceptance length on held-out text, against plain loops and exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from medusa_train.data.dataset import Batch
+from medusa_train.data.targets import IGNORE, shift
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.tree_search import fit_tree
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.precision import Precision
+from medusa_train.training import validation as acceptance
+from medusa_train.training import validation as heldout
+from medusa_train.training.backbone_recipe import Student
+from medusa_train.training.validation import ranked_conversations, simulate
+
+
+def test_answers_begin_behind_their_prompt_and_end_with_their_last_token() -> None:
+    # a conversation of two answers (tokens 2..4 and 7..8), a second one in the same row (tokens 11..12), padding
+    labels = torch.tensor([[IGNORE, IGNORE, 5, 6, 7, IGNORE, IGNORE, 8, 9, IGNORE, IGNORE, 3, 4, IGNORE]])
+    segments = torch.tensor([[0] * 10 + [1] * 3 + [-1]])
+    ranks = torch.arange(14, dtype=torch.int8)[None, :, None].repeat(1, 1, 3)  # every rank names its position
+    first, second = ranked_conversations(labels, segments, ranks)
+    # the state at 1 has token 2 as its root: heads 1 and 2 guess tokens 3 and 4, head 3 would guess past the end
+    assert [answer.tolist() for answer in first] == [
+        [[1, 1, -1], [2, -1, -1], [-1, -1, -1]],
+        [[6, -1, -1], [-1, -1, -1]],
+    ]
+    # a root needs a state before it: token 10 is unsupervised, its state predicts the first root, token 11
+    assert [answer.tolist() for answer in second] == [[[10, -1, -1], [-1, -1, -1]]]
+
+
+def test_where_every_token_is_learnt_the_first_has_no_state_before_it() -> None:
+    labels = torch.tensor([[4, 5, 6, 7]])
+    ranks = torch.zeros(1, 4, 1, dtype=torch.int8)
+    ((answer,),) = ranked_conversations(labels, torch.zeros(1, 4, dtype=torch.long), ranks)
+    assert answer.tolist() == [[0], [0], [-1]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cutting_against_plain_loops(seed: int) -> None:
+    torch.manual_seed(seed)
+    length, heads = 30, 3
+    segments = torch.sort(torch.randint(0, 3, (2, length)), dim=1).values
+    segments[0, -4:] = -1
+    labels = torch.where((torch.rand(2, length) < 0.7) & (segments >= 0), torch.randint(0, 50, (2, length)), IGNORE)
+    ranks = torch.randint(-1, 10, (2, length, heads), dtype=torch.int8)
+    found = {}
+    for row, t in itertools.product(range(2), range(length - 1)):
+
+        def is_root(row: int, t: int) -> bool:
+            return bool(t + 1 < length and segments[row, t] == segments[row, t + 1] and labels[row, t + 1] != IGNORE)
+
+        if not is_root(row, t):
+            continue
+        path = []
+        for k in range(1, heads + 1):
+            inside = all(is_root(row, t + j) for j in range(1, k + 1))
+            path.append(int(ranks[row, t, k - 1]) if inside else -1)
+        answers = found.setdefault((row, int(segments[row, t])), [])
+        if t and is_root(row, t - 1):
+            answers[-1].append(path)
+        else:
+            answers.append([path])
+    cut = ranked_conversations(labels, segments, ranks)
+    assert sorted([answer.tolist() for answer in answers] for answers in cut) == sorted(found.values())
+
+
+def plain_steps(answer: list[list[int]], tree: set[tuple[int, ...]]) -> list[int]:
+    """Where decoding starts its steps; the last token is nobody's root."""
+    starts, place = [], 0
+    while place < len(answer) - 1:
+        starts.append(place)
+        depth = 0
+        while depth < len(answer[place]) and tuple(answer[place][: depth + 1]) in tree:
+            depth += 1
+        place += depth + 1
+    return starts
+
+
+def plain_rate(answers: list[list[list[int]]], tree: set[tuple[int, ...]]) -> float:
+    return sum(len(a) - 1 for a in answers) / sum(len(plain_steps(a, tree)) for a in answers)
+
+
+def exhaustive_tree(answers: list[list[list[int]]], starts: list[list[int]], nodes: int) -> set[tuple[int, ...]]:
+    """The connected tree that accepts most tokens from `starts`, found by trying all; there must be one such."""
+    every = [(a,) for a in range(2)] + [(a, b) for a in range(2) for b in range(2)]
+    best: list[tuple[int, set[tuple[int, ...]]]] = []
+    for chosen in map(set, itertools.combinations(every, nodes)):
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            gains = sum(
+                sum(tuple(answer[p][:d]) in chosen for d in (1, 2))
+                for answer, places in zip(answers, starts, strict=True)
+                for p in places
+            )
+            best.append((gains, chosen))
+    best.sort(key=lambda pair: -pair[0])
+    assert best[0][0] > best[1][0], "this seed leaves the best tree open"
+    return best[0][1]
+
+
+def plain_fit(answers: list[list[list[int]]], nodes: int) -> set[tuple[int, ...]]:
+    trees = [exhaustive_tree(answers, [list(range(len(a) - 1)) for a in answers], nodes)]
+    for _ in range(2):
+        trees.append(exhaustive_tree(answers, [plain_steps(a, trees[-1]) for a in answers], nodes))
+    return max(trees, key=lambda tree: plain_rate(answers, tree))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_tree_and_length_against_exhaustive_search(seed: int) -> None:
+    """The length is judged crosswise: neither half of the conversations sees the tree that was fitted to it."""
+    torch.manual_seed(seed)
+    conversations = []
+    for number in range(8):
+        length = 40 + number
+        ranks = torch.multinomial(torch.tensor([0.2, 0.5, 0.3]), length * 2, replacement=True).view(length, 2) - 1
+        ranks[-1] = -1
+        ranks[-2, 1] = -1
+        conversations.append([ranks.to(torch.int8)])
+    lists = [[answer.tolist() for answer in conversation] for conversation in conversations]
+    halves = [[answer for answers in lists[half::2] for answer in answers] for half in (0, 1)]
+    found = simulate(conversations, nodes=3)
+    assert found is not None
+    assert set(found.tree.paths) == plain_fit(halves[0] + halves[1], 3)
+    crossed = [plain_rate(halves[1 - half], plain_fit(halves[half], 3)) for half in (0, 1)]
+    assert found.length == pytest.approx(sum(crossed) / 2)
+    assert 1.0 < found.length <= 3.0
+
+
+def test_what_holds_in_one_half_alone_brings_nothing() -> None:
+    """Fitted and judged on the same text, the tree would seem to accept every guess."""
+    good, bad = torch.full((20, 1), 4, dtype=torch.int8), torch.full((20, 1), 7, dtype=torch.int8)
+    found = simulate([[good], [bad], [good], [bad]], nodes=1)
+    assert found is not None
+    assert found.length == 1.0
+    assert found.tree.size == 1
+
+
+def test_too_few_conversations_give_nothing() -> None:
+    assert simulate([]) is None
+    assert simulate([[torch.zeros(9, 2, dtype=torch.int8)]]) is None
+
+
+def test_of_a_large_text_conversations_are_left_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    real = acceptance._trace
+    monkeypatch.setattr(acceptance, "_trace", lambda ranks: taken.append(len(ranks)) or real(ranks))
+    monkeypatch.setattr(acceptance, "TRACED", 50)
+    simulate([[torch.zeros(length, 1, dtype=torch.int8)] for length in range(20, 10, -1)])
+    assert taken == [20, 16, 12]  # 155 tokens: every fourth, long and short ones alike
+
+
+def test_the_record_is_a_tree_file_s_content() -> None:
+    found = simulate([[torch.zeros(9, 2, dtype=torch.int8)]] * 2)
+    assert found is not None
+    assert found.record(7) == {
+        "medusa_choices": [[0], [0, 0]],
+        "nodes": 2,
+        "tokens_per_step": 2.6667,
+        "fitted_to": "held-out text",
+        "step": 7,
+    }
+
+
+PRECISION = Precision(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def backbone(backbone_dir):
+    return Backbone.load(str(backbone_dir))
+
+
+def random_batches():
+    torch.manual_seed(3)
+    batches = []
+    for rows, length in ((2, 12), (3, 7)):
+        tokens = torch.randint(0, 300, (rows, length))
+        labels = torch.where(torch.rand(rows, length) < 0.6, tokens, IGNORE)
+        segments = torch.zeros_like(tokens)
+        segments[0, -2:] = -1
+        labels[0, -2:] = IGNORE
+        positions = torch.arange(length).repeat(rows, 1)
+        batches.append(Batch(tokens, labels, positions, segments, ["a"] * rows))
+    return batches
+
+
+@pytest.mark.parametrize("rows", [2, 512])
+def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
+    monkeypatch.setattr(heldout, "ROWS", rows)
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    with torch.no_grad():
+        draft.blocks[1][0].linear.bias.normal_()
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
+    losses, top3 = [], []
+    for k in (1, 2):
+        logits, wanted = [], []
+        for batch in random_batches():
+            target = shift(batch.labels, k, batch.segments)
+            states = backbone.run(batch.tokens).hidden
+            logits.append(draft.head_logits(states, k)[target != IGNORE].detach())
+            wanted.append(target[target != IGNORE])
+        logits, wanted = torch.cat(logits), torch.cat(wanted)
+        assert found.targets[k - 1] == len(wanted)
+        losses.append(float(cross_entropy(logits, wanted)))
+        top3.append(float((logits.topk(3).indices == wanted[:, None]).any(1).float().mean()))
+    assert found.head_loss == pytest.approx(losses, rel=1e-5)
+    assert [shares[2] for shares in found.top] == pytest.approx(top3)
+    assert found.loss == pytest.approx(0.8 * losses[0] + 0.64 * losses[1], rel=1e-5)
+    assert found.objective == found.loss  # the backbone is frozen
+
+
+def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
+    """On the backbone's own greedy answers the tree would take as many steps as the loop takes with it."""
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.blocks.parameters():
+            parameter.normal_(0, 0.05)
+    prompts = [[0, 2, 10 + i, 3] for i in range(6)]
+    batches = []
+    for prompt in prompts:
+        answer = Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens
+        tokens = torch.tensor([prompt + answer])
+        labels = tokens.clone()
+        labels[0, : len(prompt)] = IGNORE
+        batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
+    halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
+    traces = [[acceptance._trace(ranks) for ranks in half] for half in halves]
+    rates = []
+    for half in (0, 1):
+        tree = fit_tree(traces[half], traces[half], acceptance.NODES)
+        made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
+        rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
+    assert found.acceptance.length == pytest.approx(sum(rates) / 2)
+    assert found.figures()["acceptance_length"] == found.acceptance.length
+
+
+def test_ranks_and_shares_agree(backbone):
+    draft = MedusaDraft.from_backbone(backbone, 1)
+    batch = random_batches()[0]
+    every = Batch(batch.tokens, batch.tokens, batch.positions, torch.zeros_like(batch.segments), ["a", "b"])
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
+    ranks = torch.cat([answer[:-1, 0] for answers in found.conversations for answer in answers])
+    assert len(ranks) == found.targets[0] == 20
+    assert found.top[0] == pytest.approx([float(((ranks >= 0) & (ranks < n)).float().mean()) for n in range(1, 11)])
+
+
+def test_nothing_to_predict_gives_zeros(backbone):
+    draft = MedusaDraft.from_backbone(backbone, 2)
+    batch = random_batches()[0]
+    empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
+    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
+    assert found.loss == 0.0
+    assert found.targets == [0, 0]
+    assert "acceptance_length" not in found.figures()
+
+
+def test_a_stop_gives_up(backbone):
+    draft = MedusaDraft.from_backbone(backbone, 1)
+    student, objective = Student(backbone, PRECISION), Objective(draft, 0.8)
+    assert heldout.evaluate_held_out(student, draft, random_batches(), objective, lambda: True) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, 2.0),
+        ({"lm": "ce", "heads_coefficient": 0.2}, 3.0 + 0.4),
+        ({"lm": "ce", "rho": 0.25, "heads_coefficient": 0.2}, 0.75 * 3.0 + 0.25 * 0.5 + 0.4),
+        ({"lm": "kl", "heads_coefficient": 0.2}, 0.5 + 0.4),
+        ({"lm": "kl", "heads_coefficient": 0.2, "schedule": "sine_0.5"}, 0.5 + 0.4),
+    ],
+)
+def test_the_whole_objective(backbone, keys, wanted):
+    objective = Objective(MedusaDraft.from_backbone(backbone, 1), 0.8, **keys)
+    assert heldout.whole_objective(objective, 2.0, ce=3.0, kl=0.5) == pytest.approx(wanted)

@@ -1,0 +1,129 @@
+"""Packed rows against the same documents in rows of their own, on stock models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from medusa_train.data.batch import Batch, collate
+from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.tokenize import Example
+from medusa_train.models.backbone import Backbone
+from medusa_train.trees.masks import TreeMask, TreeMasks, packing_mask
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2"]
+LENGTHS = [[13, 9, 11], [17, 4]]  # more than every family's window; the second row ends in padding
+
+
+def documents(seed: int = 0) -> list[list[Example]]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def example(length: int) -> Example:
+        tokens = torch.randint(2, 61, (length,), generator=draw, dtype=torch.int32)
+        supervised = torch.arange(length) >= length // 3
+        return Example(tokens, supervised, "", "", f"{length}")
+
+    return [[example(length) for length in row] for row in LENGTHS]
+
+
+def run(backbone: Backbone, batch: Batch) -> Tensor:
+    mask = packing_mask(batch.segments, backbone.dtype)
+    with torch.no_grad():
+        return backbone.run(batch.tokens, positions=batch.positions, mask=mask).hidden
+
+
+def loss(backbone: Backbone, hidden: Tensor, batch: Batch, k: int) -> Tensor:
+    wanted = shift(batch.labels, k, batch.segments)
+    logits = backbone.logits(hidden).flatten(0, 1)
+    return cross_entropy(logits, wanted.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def test_the_mask_by_hand() -> None:
+    mask = packing_mask(torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0]]), torch.bfloat16)
+    assert mask is not None
+    assert mask.dtype == torch.bfloat16
+    assert mask.shape == (2, 1, 6, 6)
+    assert set(mask.flatten().tolist()) == {0.0, float("-inf")}
+    seen = [["".join(".x"[value == 0] for value in row) for row in rows[0]] for rows in mask.tolist()]
+    assert seen[0] == ["x.....", "xx....", "..x...", "..xx..", "....x.", "....xx"]
+    assert seen[1] == ["x.....", "xx....", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
+
+
+def test_rows_of_one_document_are_left_to_the_model() -> None:
+    assert packing_mask(torch.tensor([[0, 0, -1], [0, 0, 0]]), torch.float32) is None
+    assert packing_mask(torch.full((1, 3), -1), torch.float32) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_computed_as_in_rows_of_their_own(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    rows = documents()
+    packed = collate(rows, 0)
+    hidden = run(backbone, packed)
+    assert hidden.isfinite().all()
+    alone = [collate([[example]], 0) for row in rows for example in row]
+    states = [run(backbone, batch) for batch in alone]
+    for row, lengths in enumerate(LENGTHS):
+        for segment in range(len(lengths)):
+            state = states[sum(map(len, LENGTHS[:row])) + segment]
+            torch.testing.assert_close(hidden[row, packed.segments[row] == segment], state[0], rtol=1e-5, atol=1e-5)
+    for k in range(3):
+        expected = sum(loss(backbone, state, batch, k) for state, batch in zip(states, alone, strict=True))
+        torch.testing.assert_close(loss(backbone, hidden, packed, k), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_document_leaks_into_another(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    packed = collate(documents(), 0)
+    hidden = run(backbone, packed)
+    for changed in (0, 1):
+        touched = packed.segments == changed
+        tokens = torch.where(touched, packed.tokens % 59 + 2, packed.tokens)
+        after = run(backbone, Batch(tokens, packed.labels, packed.positions, packed.segments, packed.records))
+        torch.testing.assert_close(after[~touched], hidden[~touched], rtol=0, atol=1e-6)
+        assert (after[touched] - hidden[touched]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_row_of_padding_alone_is_finite(family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    batch = collate(documents(), 0)
+    batch.segments[1] = -1
+    hidden = run(backbone, batch)
+    assert hidden.isfinite().all()
+    assert torch.equal(shift(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE))
+
+
+def seen(mask: torch.Tensor) -> torch.Tensor:
+    assert set(mask.unique().tolist()) <= {0.0, float("-inf")}
+    return mask[0, 0] == 0
+
+
+def expected(tree: Tree, prefix: int, upto: int) -> torch.Tensor:
+    out = torch.zeros(tree.size + 1, upto, dtype=torch.bool)
+    out[:, :prefix] = True
+    out[:, prefix : prefix + tree.size + 1] = tree.ancestors
+    return out
+
+
+def test_nodes_see_the_prefix_their_ancestors_and_themselves() -> None:
+    tree = Tree.cartesian([2, 2])
+    mask = TreeMask(tree, 40, torch.float32, torch.device("cpu"))
+    for prefix in (3, 4, 4, 6, 12, 13):
+        end = prefix + tree.size + 1
+        assert torch.equal(seen(mask.at(prefix)), expected(tree, prefix, end))
+        assert torch.equal(seen(mask.at(prefix, 32)), expected(tree, prefix, 32))
+
+
+def test_trees_that_take_turns_keep_masks_of_their_own() -> None:
+    small, large = Tree.chain(2), Tree.cartesian([3, 2])
+    masks = TreeMasks(40, torch.float64, torch.device("cpu"))
+    for prefix, tree in ((2, large), (4, small), (5, large), (11, large), (12, small)):
+        mask = masks.at(tree, prefix)
+        assert mask.dtype == torch.float64
+        assert torch.equal(seen(mask), expected(tree, prefix, prefix + tree.size + 1))
