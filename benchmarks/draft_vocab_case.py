@@ -14,7 +14,7 @@ from rich.console import Console
 
 from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.heads_files import heads_files
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
@@ -50,8 +50,8 @@ def decode_bench(run: Path, tree: Tree, settings: Mapping[str, Any]) -> dict[str
         `answers`: by question, tokens that steps brought and steps. `coverage`: share of these tokens that the heads
         know.
     """
-    paths = locate(str(run), None, None)
-    subject = load_subject(paths, "float32", pack=False)
+    paths = resolve_model(str(run), None, None)
+    subject = load_with_draft(paths, "float32", pack=False)
     assert isinstance(subject.draft, MedusaDraft)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     decoder = Decoder(subject.backbone, subject.draft, tree)
@@ -100,7 +100,7 @@ def time_proposals(runs: Sequence[Path], tree: Tree | None, dtype: str, rounds: 
     Args:
         runs: of one backbone. tree: what is proposed; None: the chain of the first run's heads.
     """
-    subject = load_subject(locate(str(runs[0]), None, None), dtype)
+    subject = load_with_draft(resolve_model(str(runs[0]), None, None), dtype)
     backbone = subject.backbone
     drafts = [load_draft(run / "heads", backbone) for run in runs]
     for draft in drafts:

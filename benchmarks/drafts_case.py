@@ -13,7 +13,7 @@ from typing import Any
 from m2_case import training
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject, load_tree, locate
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_tree, load_with_draft, resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.calibrate import collect, talks_of_run
@@ -39,8 +39,8 @@ def describe(runs: Sequence[Path], nodes: int, budget: int) -> dict[str, Any]:
     Raises:
         CheckpointError: the run has no draft, or its data are not to be had any more.
     """
-    paths = locate(str(runs[-1]), None, None)
-    subject = load_subject(paths, "float32", pack=False)
+    paths = resolve_model(str(runs[-1]), None, None)
+    subject = load_with_draft(paths, "float32", pack=False)
     backbone, draft = subject.backbone, subject.draft
     assert draft is not None
     assert subject.tree is not None
@@ -58,7 +58,7 @@ def describe(runs: Sequence[Path], nodes: int, budget: int) -> dict[str, Any]:
     }
 
 
-def _equal_tree(paths: SubjectPaths, subject: Subject, nodes: int, budget: int) -> Tree:
+def _equal_tree(paths: ModelPaths, subject: LoadedModel, nodes: int, budget: int) -> Tree:
     """The best tree of `nodes` nodes on greedy answers to what the run held out, in float32 throughout."""
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     talks = talks_of_run(paths, chat, SEED)
@@ -89,9 +89,9 @@ class Field:
     contenders: Sequence[Contender]
 
 
-def common_backbone(run: Path) -> SubjectPaths:
+def common_backbone(run: Path) -> ModelPaths:
     """Where the backbone lies that all drafts began with: of a run without what it made of it."""
-    return replace(locate(str(run), None, None), heads=None, tree=None, adapter=None)
+    return replace(resolve_model(str(run), None, None), heads=None, tree=None, adapter=None)
 
 
 def load_field(runs: Path, cases: Sequence[Mapping[str, Any]], dtype: str, *, pack: bool) -> Field:
@@ -102,12 +102,12 @@ def load_field(runs: Path, cases: Sequence[Mapping[str, Any]], dtype: str, *, pa
             sums are rounded.
     """
     common = common_backbone(runs / cases[0]["name"])
-    backbone = load_subject(common, dtype, pack=pack).backbone
+    backbone = load_with_draft(common, dtype, pack=pack).backbone
     contenders = []
     for case in cases:
-        paths = locate(str(runs / case["name"]), None, None)
+        paths = resolve_model(str(runs / case["name"]), None, None)
         own = paths.adapter is not None
-        subject = load_subject(paths, dtype, pack=pack) if own else _beside(paths, backbone, pack)
+        subject = load_with_draft(paths, dtype, pack=pack) if own else _beside(paths, backbone, pack)
         assert subject.draft is not None
         assert subject.tree is not None
         chain = Tree.chain(subject.draft.num_heads)
@@ -118,10 +118,10 @@ def load_field(runs: Path, cases: Sequence[Mapping[str, Any]], dtype: str, *, pa
     return Field(backbone, ChatEncoder(backbone.tokenizer, common.chat_template), contenders)
 
 
-def _beside(paths: SubjectPaths, backbone: Backbone, pack: bool) -> Subject:
+def _beside(paths: ModelPaths, backbone: Backbone, pack: bool) -> LoadedModel:
     """A draft on a backbone that is loaded already."""
     assert paths.heads is not None
     draft = load_draft(paths.heads, backbone, backbone.dtype)
     if pack:
         draft.pack()
-    return Subject(backbone, draft, load_tree(paths, draft.num_heads))
+    return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))

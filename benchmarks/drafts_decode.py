@@ -21,7 +21,7 @@ from drafts_case import EQUAL, FILLED, OWN, TREES, Contender, Field, common_back
 from m2_vs_m1 import keep
 from rich.console import Console
 
-from medusa_train.checkpoint.load import Subject
+from medusa_train.checkpoint.load import LoadedModel
 from medusa_train.evaluation.choose_dtype import choose_dtype
 from medusa_train.evaluation.metrics import accepted_lengths, by_category, summarize
 from medusa_train.evaluation.output_equality import judge_timed
@@ -140,7 +140,7 @@ class _Session:
     ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
         """Every turn by every decoder, gone on with where it was stopped."""
         test = SpeedTest(
-            Subject(field.backbone, None, None), field.chat, self._asked.max_new_tokens, answerers(field, phase)
+            LoadedModel(field.backbone, None, None), field.chat, self._asked.max_new_tokens, answerers(field, phase)
         )
         measured = log.measured(bench.questions)
         if phase == TIMES:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import DatasetConfig, TrainConfig
@@ -96,8 +96,8 @@ def _equal_tree(run: Path, settings: dict[str, Any]) -> dict[str, Any]:
     path = CheckpointStore(run).latest()
     assert path is not None
     tree = Tree.load(path / "tree.json")
-    paths = locate(str(run), None, path / "tree.json")
-    subject = load_subject(paths, "float32")
+    paths = resolve_model(str(run), None, path / "tree.json")
+    subject = load_with_draft(paths, "float32")
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     decoder = Decoder(subject.backbone, subject.draft, tree)
     counts: Counts = {}
@@ -124,7 +124,7 @@ def _add(counts: Counts, question: int | str, tokens: int, steps: int) -> None:
 def _quality(run: Path, out: Path, settings: dict[str, Any]) -> dict[str, Quality]:
     """The backbone before and after the run, on the text that was held out from it and on GSM8K; float32."""
     cfg = load_config(TrainConfig, run / "config.yaml")
-    paths = locate(str(run), None, None)
+    paths = resolve_model(str(run), None, None)
     before, after = load_versions(paths, cfg.base_model)
     encoder = ChatEncoder(_tokenizer(cfg.base_model), cfg.chat_template)
     cfg = cfg.model_copy(update={"sample_packing": False, "dataset_prepared_path": None})

@@ -27,7 +27,7 @@ from machine import facts, sentence, table, warning  # noqa: E402
 from peers_vllm import vllm_answerers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject, locate  # noqa: E402
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft, resolve_model  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import MedusaError  # noqa: E402
@@ -72,7 +72,7 @@ class Counted:
 
 
 @dataclass
-class Tally:
+class RunStats:
     """What one decoder came to, over all rounds and questions.
 
     Attributes:
@@ -106,9 +106,9 @@ class Tally:
         return (self.tokens - self.answers) / self.steps if self.steps else None
 
 
-def tallies(records: Sequence[TurnRecord]) -> dict[str, Tally]:
+def tallies(records: Sequence[TurnRecord]) -> dict[str, RunStats]:
     """Sums over all turns, by decoder, in the order of the table."""
-    found: dict[str, Tally] = {}
+    found: dict[str, RunStats] = {}
     for record in records:
         timed: dict[str, TimedAnswer | None] = {
             TREE: record.tree,
@@ -119,12 +119,12 @@ def tallies(records: Sequence[TurnRecord]) -> dict[str, Tally]:
         timed[GENERATE] = replace(record.generate, steps=len(record.generate.tokens) - 1)  # one token at a time
         for name, made in timed.items():
             if made is not None:
-                found.setdefault(name, Tally(name)).add(made, record.plain)
+                found.setdefault(name, RunStats(name)).add(made, record.plain)
     return found
 
 
 def decode(
-    subject: Subject, chat: ChatEncoder, bench: Bench, further: Mapping[str, Any], asked: argparse.Namespace
+    subject: LoadedModel, chat: ChatEncoder, bench: Bench, further: Mapping[str, Any], asked: argparse.Namespace
 ) -> list[TurnRecord]:
     """The turns of all rounds."""
     test = SpeedTest(subject, chat, asked.max_new_tokens, further)
@@ -137,8 +137,8 @@ def decode(
 
 
 def peers_of(
-    subject: Subject,
-    paths: SubjectPaths,
+    subject: LoadedModel,
+    paths: ModelPaths,
     dtype: str,
     folder: Path,
     asked: argparse.Namespace,
@@ -161,7 +161,7 @@ def title(name: str, assistant: str | None, transformers: str) -> str:
 
 
 def markdown(
-    machine: Mapping[str, Any], run: Mapping[str, Any], found: Mapping[str, Tally], notes: Sequence[str]
+    machine: Mapping[str, Any], run: Mapping[str, Any], found: Mapping[str, RunStats], notes: Sequence[str]
 ) -> str:
     """The page."""
     rows = []
@@ -220,10 +220,10 @@ def run(asked: argparse.Namespace, machine: Mapping[str, Any]) -> None:
         notes.append(line)
         print(line, flush=True)
 
-    paths = locate(asked.run, None, None)
+    paths = resolve_model(asked.run, None, None)
     bench = load_bench(asked.bench, note).limited(asked.limit)
     dtype = asked.dtype if asked.dtype != "auto" else choose_dtype(bench, paths, Console(soft_wrap=True))
-    subject = load_subject(paths, dtype)
+    subject = load_with_draft(paths, dtype)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     with tempfile.TemporaryDirectory() as folder:
         further = peers_of(subject, paths, dtype, Path(folder), asked, note)

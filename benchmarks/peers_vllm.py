@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.load import Subject, SubjectPaths
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths
 from medusa_train.evaluation.records import TimedAnswer
 from medusa_train.export.write import export_run
 
@@ -67,7 +67,7 @@ class VllmAnswerer:
 
 
 def vllm_answerers(
-    subject: Subject, paths: SubjectPaths, dtype: str, folder: Path, memory: float, note: Callable[[str], None]
+    subject: LoadedModel, paths: ModelPaths, dtype: str, folder: Path, memory: float, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Both engines, with what they need exported into `folder`; none, and a line to `note`, where they can't be had."""
     if importlib.util.find_spec("vllm") is None:

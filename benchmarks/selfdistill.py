@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject, locate
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft, resolve_model
 from medusa_train.selfdistill.engines import Engine
-from medusa_train.selfdistill.hf_engine import LocalEngine
+from medusa_train.selfdistill.hf_engine import HFEngine
 from medusa_train.selfdistill.modes import Rules, replay
 from medusa_train.selfdistill.prompts import Seed, find_seeds, read_seeds
-from medusa_train.selfdistill.select_prompts import Choice, choose
+from medusa_train.selfdistill.select_prompts import Selection, choose
 
 BAR = 4.0  # how many times faster a batch of 16 has to be than one conversation at a time
 
@@ -85,9 +85,9 @@ def answer(engine: Engine, seeds: Sequence[Seed]) -> tuple[int, int]:
     return answers, tokens
 
 
-def build(subject: Subject, paths: SubjectPaths, way: Way, options: argparse.Namespace) -> LocalEngine:
+def build(subject: LoadedModel, paths: ModelPaths, way: Way, options: argparse.Namespace) -> HFEngine:
     heads = (subject.draft, subject.tree) if way.speculates else (None, None)
-    return LocalEngine(
+    return HFEngine(
         subject.backbone,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -100,7 +100,7 @@ def build(subject: Subject, paths: SubjectPaths, way: Way, options: argparse.Nam
     )
 
 
-def measure(engines: dict[Way, LocalEngine], seeds: Sequence[Seed], rounds: int) -> list[Result]:
+def measure(engines: dict[Way, HFEngine], seeds: Sequence[Seed], rounds: int) -> list[Result]:
     """The ways take turns, so that a change of the machine's mood meets all of them."""
     results = {way: Result(way) for way in engines}
     for engine in engines.values():
@@ -119,10 +119,10 @@ def measure(engines: dict[Way, LocalEngine], seeds: Sequence[Seed], rounds: int)
 
 
 def run(options: argparse.Namespace) -> list[Result]:
-    paths = locate(options.run, None, None)
-    seeds, _ = choose(read_seeds(find_seeds(options.seed_dataset)), Choice(sample=options.seeds))
+    paths = resolve_model(options.run, None, None)
+    seeds, _ = choose(read_seeds(find_seeds(options.seed_dataset)), Selection(sample=options.seeds))
     # as the command: float32 is for sets that are the same elsewhere, where other layouts round otherwise
-    subjects = {dtype: load_subject(paths, dtype, pack=dtype != "float32") for dtype in options.dtypes}
+    subjects = {dtype: load_with_draft(paths, dtype, pack=dtype != "float32") for dtype in options.dtypes}
     alone = {Way("one at a time", dtype, 1): dtype for dtype in options.dtypes}
     results = measure({way: build(subjects[way.dtype], paths, way, options) for way in alone}, seeds, options.rounds)
     best = max(results, key=lambda result: result.rate).way.dtype

@@ -15,7 +15,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 of the paper
 
@@ -37,7 +37,7 @@ def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float
     return torch.stack(terms).sum()
 
 
-def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, own: Unembedding | None) -> Iterator[Tensor]:
+def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, own: LMHead | None) -> Iterator[Tensor]:
     """[B, T, V] of the backbone, where its unembedding is given, and of every head."""
     if own is not None:
         yield own.logits(feats.hidden)
@@ -61,7 +61,7 @@ def measure_loss(case: Case) -> Result:
     parameters = [*draft.parameters(), *lm_head.parameters()]
 
     def loss(states: Tensor, rows: Batch) -> Tensor:
-        feats, own = Features(states), Unembedding(lm_head.weight)
+        feats, own = Features(states), LMHead(lm_head.weight)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
             if case.method == "ours":
                 return objective.loss(feats, rows, objective.counts(rows), student_unembedding=own).loss

@@ -28,7 +28,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
 from medusa_train.models.precision import Precision
-from medusa_train.training.backbone_recipe import Student, make_student
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.inspect import estimate_memory
 from medusa_train.training.optim import build_optimizer, parameter_groups
 from medusa_train.training.setup import load_data
@@ -55,7 +55,7 @@ class Step:
         self.draft = MedusaDraft.from_backbone(
             backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32
         )
-        self.student: Student = make_student(cfg, backbone, precision)
+        self.student: BackboneRecipe = build_backbone_recipe(cfg, backbone, precision)
         self.student.train()
         lm = "ce" if self.student.joint else None
         self.objective = Objective(

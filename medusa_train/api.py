@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_train.checkpoint.load import SubjectPaths, load_subject, locate
+from medusa_train.checkpoint.load import ModelPaths, load_with_draft, resolve_model
 from medusa_train.inference.model import Model
 from medusa_train.models.precision import has_fast_bf16
 
@@ -37,7 +37,7 @@ def load(
         CheckpointError: no such run or heads, or files that can't be read.
         BackboneError: the backbone can't be found or loaded.
     """
-    paths = locate(
+    paths = resolve_model(
         None if model is None else str(model),
         None if base_model is None else str(base_model),
         None if tree is None else Path(tree),
@@ -47,10 +47,10 @@ def load(
     return open_model(paths, dtype, compiled=compile)
 
 
-def open_model(paths: SubjectPaths, dtype: str, *, compiled: bool = False) -> Model:
-    """Load what `locate` has found; raises as `load` does."""
+def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
+    """Load what `resolve_model` has found; raises as `load` does."""
     if dtype == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = "bfloat16" if has_fast_bf16(device) else "float32"
-    subject = load_subject(paths, dtype, compiled=compiled)
+    subject = load_with_draft(paths, dtype, compiled=compiled)
     return Model(subject.backbone, subject.draft, subject.tree, paths.chat_template)

@@ -36,7 +36,7 @@ class Refusal(Exception):
         self.too_long = too_long
 
 
-class ChatServer:
+class OpenAIClient:
     """`POST {url}/chat/completions`, from any number of threads.
 
     Args:

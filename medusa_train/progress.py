@@ -31,7 +31,7 @@ def standing(console: Console, line: str) -> Iterator[None]:
         yield
 
 
-class Sink(Protocol):
+class MetricLogger(Protocol):
     """One place that figures go to."""
 
     def log(self, record: Record) -> None:
@@ -57,11 +57,11 @@ class MetricsFile:
 
         Args:
             path: the file; made when absent.
-            resume_step, evaluated: see `keep_until`; lines that the resumed run writes again are dropped first.
+            resume_step, evaluated: see `truncate_log`; lines that the resumed run writes again are dropped first.
             warn: takes a line for the user.
         """
         if path.exists():
-            keep_until(path, resume_step, evaluated)
+            truncate_log(path, resume_step, evaluated)
         self._path, self._warn = path, warn
         self._file = path.open("ab", buffering=0)  # a line is one write, so that death leaves it whole or not there
         self._waiting = b""
@@ -92,7 +92,7 @@ class MetricsFile:
             self._told = True
 
 
-def keep_until(path: Path, step: int, evaluated: int) -> None:
+def truncate_log(path: Path, step: int, evaluated: int) -> None:
     """Drop what a run that goes on after `step` writes again, and a last line that a killed process left half written.
 
     That are the lines of later steps, and a held-out evaluation after the step `evaluated`: one that was logged, and
@@ -176,10 +176,10 @@ class PlainLines:
         return duration(per_step * (self._total - step))
 
 
-class Tracker:
+class MetricLoggers:
     """Hands every record to all sinks, and closes them on leaving the `with` block."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[MetricLogger]) -> None:
         """Take the sinks, in the order in which they are served."""
         self._sinks = list(sinks)
 
@@ -194,7 +194,7 @@ class Tracker:
         for sink in self._sinks:
             sink.advance(step)
 
-    def __enter__(self) -> Tracker:
+    def __enter__(self) -> MetricLoggers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -202,9 +202,14 @@ class Tracker:
             sink.close()
 
 
-def open_tracker(
-    run_dir: Path, console: Console, total_steps: int, step: int = 0, extra: Sequence[Sink] = (), evaluated: int = 0
-) -> Tracker:
+def open_metric_loggers(
+    run_dir: Path,
+    console: Console,
+    total_steps: int,
+    step: int = 0,
+    extra: Sequence[MetricLogger] = (),
+    evaluated: int = 0,
+) -> MetricLoggers:
     """Set up metrics.jsonl in `run_dir`, and a bar on a terminal, or plain lines elsewhere, then the `extra` sinks.
 
     `step` is where a resumed run goes on, `evaluated` the last step of it that was evaluated; 0 for a new one.
@@ -213,8 +218,8 @@ def open_tracker(
     def warn(line: str) -> None:
         console.print(line, style="yellow", markup=False, highlight=False)
 
-    shown: Sink = (ProgressBar if console.is_terminal else PlainLines)(console, total_steps, step)
-    return Tracker([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, warn), shown, *extra])
+    shown: MetricLogger = (ProgressBar if console.is_terminal else PlainLines)(console, total_steps, step)
+    return MetricLoggers([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, warn), shown, *extra])
 
 
 def bar_figures(record: Record) -> str:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.config.schema import TrainConfig
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
@@ -87,11 +87,11 @@ def test_train_export_import_decode(
     losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(loss == loss for loss in losses)  # no NaN
 
-    exported = export_run(locate(str(run), None, None), "vllm").target
+    exported = export_run(resolve_model(str(run), None, None), "vllm").target
     ours, again = read_heads(run / "heads"), read_heads(exported)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
 
-    subject = load_subject(locate(str(exported), None, None), "float64")
+    subject = load_with_draft(resolve_model(str(exported), None, None), "float64")
     assert subject.draft is not None
     assert subject.draft.softcap == subject.backbone.softcap
     assert subject.draft.scale == subject.backbone.scale

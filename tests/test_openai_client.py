@@ -7,7 +7,7 @@ import pytest
 
 from medusa_train import openai_client as chat_server
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.openai_client import ChatServer, Refusal
+from medusa_train.openai_client import OpenAIClient, Refusal
 from tests.fake_server import FakeServer, Reply, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -23,7 +23,7 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(server: FakeServer, patience: float = 20.0, timeout: float = 10.0) -> str:
-    chat = ChatServer(server.url, timeout=timeout, patience=patience)
+    chat = OpenAIClient(server.url, timeout=timeout, patience=patience)
     try:
         return chat.complete(BODY)["choices"][0]["message"]["content"]
     finally:
@@ -63,7 +63,7 @@ def test_it_waits_as_long_as_the_server_asks() -> None:
 def test_a_server_that_is_not_there_or_does_not_answer_is_given_up_after_a_while() -> None:
     with serving() as server:
         url = server.url
-    chat = ChatServer(url, timeout=1.0, patience=0.1)
+    chat = OpenAIClient(url, timeout=1.0, patience=0.1)
     with pytest.raises(ServerError, match=r"no answer for 0\.1 s; the last try: ConnectError"):
         chat.complete(BODY)
     assert chat.retries >= 1
@@ -103,15 +103,15 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch: py
 
 def test_a_wrong_address_says_so() -> None:
     with serving() as server:
-        chat = ChatServer(server.url.removesuffix("/v1"), timeout=5.0, patience=5.0)
+        chat = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, patience=5.0)
         with pytest.raises(ServerError, match=r"(?s)404 .*mostly it ends with /v1"):
             chat.complete(BODY)
     for url in ("localhost:8000", "ftp://host/v1", "http://"):
         with pytest.raises(ConfigError, match="expected an address"):
-            ChatServer(url, timeout=1.0, patience=1.0)
+            OpenAIClient(url, timeout=1.0, patience=1.0)
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
         with pytest.raises(ConfigError, match="environment variable") as caught:
-            ChatServer(url, timeout=1.0, patience=1.0)
+            OpenAIClient(url, timeout=1.0, patience=1.0)
         assert KEY not in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_closing_ends_requests_that_wait_to_be_repeated(monkeypatch: pytest.Monk
     monkeypatch.setattr(chat_server, "FIRST_WAIT", 60.0)
     monkeypatch.setattr(chat_server, "LONGEST_WAIT", 60.0)
     with serving(lambda n, body: error(503, "loading")) as server:
-        chat = ChatServer(server.url, timeout=5.0, patience=600.0)
+        chat = OpenAIClient(server.url, timeout=5.0, patience=600.0)
         failed: list[Exception] = []
 
         def wait() -> None:

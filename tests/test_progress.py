@@ -5,7 +5,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from medusa_train.progress import MetricsFile, duration, keep_until, open_tracker, standing
+from medusa_train.progress import MetricsFile, duration, open_metric_loggers, standing, truncate_log
 from tests.full_disk import full_disk
 
 TRAIN = {
@@ -36,7 +36,7 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
 def test_a_resumed_run_writes_later_lines_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
-    keep_until(path, 2, 0)
+    truncate_log(path, 2, 0)
     assert lines(path) == [{"step": 1}, {"step": 2}]
 
 
@@ -45,7 +45,7 @@ def test_an_evaluation_that_no_checkpoint_knows_is_made_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for evaluated, kept in ((4, records), (2, records[:3])):
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        keep_until(path, 4, evaluated)
+        truncate_log(path, 4, evaluated)
         assert lines(path) == kept
 
 
@@ -53,7 +53,7 @@ def test_an_evaluation_that_no_checkpoint_knows_is_made_again(tmp_path):
 def test_what_is_no_record_goes(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + torn)
-    keep_until(path, 2, 0)
+    truncate_log(path, 2, 0)
     assert path.read_text() == '{"step": 1}\n'
 
 
@@ -93,7 +93,7 @@ def test_a_new_run_begins_with_an_empty_file(tmp_path):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bar_or_lines_show_the_figures(tmp_path, terminal):
     shown = console(terminal)
-    with open_tracker(tmp_path, shown, total_steps=20) as tracker:
+    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
         tracker.advance(10)
         tracker.log("train", 10, TRAIN)
         tracker.log("eval", 10, EVAL)
@@ -107,7 +107,7 @@ def test_bar_or_lines_show_the_figures(tmp_path, terminal):
 
 def test_plain_lines_are_one_per_record(tmp_path):
     shown = console(False)
-    with open_tracker(tmp_path, shown, total_steps=20) as tracker:
+    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
         for step in range(1, 21):
             tracker.advance(step)
             if step % 10 == 0:
@@ -126,7 +126,7 @@ def test_duration(seconds, text):
 def test_a_skipped_step_is_a_line_of_its_own(tmp_path, terminal):
     shown = console(terminal)
     figures = {"reason": "the loss is nan", "records": ["a.jsonl:3", "[b]"], "skipped_steps": 1}
-    with open_tracker(tmp_path, shown, total_steps=20) as tracker:
+    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
         tracker.log("skipped", 7, {**figures, "max_nonfinite_steps": 2})
     text = "step 7 skipped (1 of at most 2): the loss is nan. Records in it: a.jsonl:3, [b]"
     assert text in shown.file.getvalue()

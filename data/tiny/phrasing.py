@@ -16,7 +16,7 @@ _VERBS = (
     "count create decode decrypt define delete determine disable dispatch display do draw dump emit enable encode "
     "ensure enter escape evaluate exit expand extract fetch fill filter find finish fix flush force format gather "
     "generate get give go guess handle hide identify import indent initialize insert install invoke iterate join "
-    "kill list load locate log look make mark match merge modify move normalize notify open parse pack perform "
+    "kill list load resolve_model log look make mark match merge modify move normalize notify open parse pack perform "
     "pop prepare print process produce provide push put query quote raise read receive record register release "
     "remove rename render repeat replace report reset resolve restore retrieve return rotate round run save scan "
     "schedule search see seek select send serve set show shut skip sleep sort split start stop store strip "

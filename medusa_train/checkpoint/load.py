@@ -32,7 +32,7 @@ def compile_cache_dir(run: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class SubjectPaths:
+class ModelPaths:
     """Where everything lies. Without heads (`heads is None`) only the baselines are measured.
 
     `home` is the directory that results go under; `base_model` a directory or a hub name; `tree` a tree.json;
@@ -63,7 +63,7 @@ class SubjectPaths:
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedModel:
     """A loaded backbone with its draft heads and tree; both are None in a baseline-only run."""
 
     backbone: Backbone
@@ -99,14 +99,14 @@ def _heads_written(directory: Path) -> float:
     return max(path.stat().st_mtime for path in heads_files(directory))
 
 
-def locate(
+def resolve_model(
     model: str | None,
     base_model: str | None,
     tree: Path | None,
     *,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
-) -> SubjectPaths:
+) -> ModelPaths:
     """Resolve what the user named: a run, a directory of heads, a backbone alone, or nothing (the newest run).
 
     What is not given (None, False) is taken from the run's config.yaml where there is one; but that a run trusted
@@ -122,10 +122,10 @@ def locate(
     )
 
 
-def _locate(model: str | None, base_model: str | None, tree: Path | None) -> SubjectPaths:
+def _locate(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
     if model is None and base_model is not None:
         base = _local_or_hub(base_model)
-        return SubjectPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
+        return ModelPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
     if _has_heads(directory) and (directory.parent / "config.yaml").is_file() and directory.name == "heads":
         directory = directory.parent  # RUN/heads was named: the run it belongs to
@@ -147,7 +147,7 @@ def _existing_directory(name: str) -> Path:
     return path
 
 
-def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> SubjectPaths:
+def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
     config = _read_mapping(run / "config.yaml")
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
@@ -159,7 +159,7 @@ def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> Subject
         # Heads over a quantised backbone learnt from its states and its answers, not from those of the original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
     template = config.get("chat_template")
-    return SubjectPaths(
+    return ModelPaths(
         run,
         _local_or_hub(base),
         run / "heads",
@@ -171,13 +171,13 @@ def _locate_run(run: Path, base_model: str | None, tree: Path | None) -> Subject
     )
 
 
-def _locate_heads(heads: Path, base_model: str | None, tree: Path | None) -> SubjectPaths:
+def _locate_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
     base = base_model or _read_mapping(heads / "config.json").get("base_model_name_or_path")
     if base_model is None and heads_layout(heads) == "model":
         base = str(heads)  # a full Medusa-2 model: the backbone lies beside its heads
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{heads}: its config.json names no base model; give it with --base-model NAME")
-    return SubjectPaths(heads, _local_or_hub(base), heads, _find_tree(tree, heads), None)
+    return ModelPaths(heads, _local_or_hub(base), heads, _find_tree(tree, heads), None)
 
 
 def _local_or_hub(name: str) -> str:
@@ -208,7 +208,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_tree(paths: SubjectPaths, num_heads: int) -> Tree:
+def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
     """The tree to decode with: the file's, or the chain of the heads' first guesses where there is none.
 
     Raises CheckpointError when the tree is deeper than there are heads.
@@ -223,7 +223,7 @@ def load_tree(paths: SubjectPaths, num_heads: int) -> Tree:
     return tree
 
 
-def load_backbone(paths: SubjectPaths, dtype: str) -> Backbone:
+def load_backbone(paths: ModelPaths, dtype: str) -> Backbone:
     """Load the backbone in the form that it decodes in, without its adapter. Raises BackboneError."""
     from medusa_train.models.backbone import Backbone
 
@@ -233,7 +233,7 @@ def load_backbone(paths: SubjectPaths, dtype: str) -> Backbone:
     )
 
 
-def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled: bool = False) -> Subject:
+def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compiled: bool = False) -> LoadedModel:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
@@ -252,14 +252,14 @@ def load_subject(paths: SubjectPaths, dtype: str, *, pack: bool = True, compiled
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
         backbone.compile_passes()
     if paths.heads is None:
-        return Subject(backbone, None, None)
+        return LoadedModel(backbone, None, None)
     draft = load_draft(paths.heads, backbone, backbone.dtype)
     if pack:
         draft.pack()
-    return Subject(backbone, draft, load_tree(paths, draft.num_heads))
+    return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))
 
 
-def _load_with_adapter(paths: SubjectPaths, adapter: Path, dtype: str) -> Backbone:
+def _load_with_adapter(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
     """The backbone as it was loaded in training, with the adapter folded in."""
     from medusa_train.models.backbone import Backbone
     from medusa_train.models.lora import Adapter

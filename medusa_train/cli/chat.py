@@ -31,7 +31,7 @@ class Chat:
         self._history: list[Message] = []
 
     def run(self) -> None:
-        """Talk until the input ends, `/exit`, or Ctrl-C where no answer is under way."""
+        """GeneratedChat until the input ends, `/exit`, or Ctrl-C where no answer is under way."""
         self._console.print(Text.assemble("guessed tokens are ", ("green", DRAFTED), f". {_HELP}"), soft_wrap=True)
         for line in self._lines():
             if line == "/exit":

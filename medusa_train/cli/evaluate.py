@@ -16,7 +16,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.load import SubjectPaths
+    from medusa_train.checkpoint.load import ModelPaths
     from medusa_train.evaluation.questions import Bench
 
 #: A log file or a pipe has no width; the table needs this much.
@@ -71,10 +71,10 @@ def evaluate(
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
 
-    from medusa_train.checkpoint.load import locate
+    from medusa_train.checkpoint.load import resolve_model
 
     questions = None if interactive else _questions(cfg)
-    paths = locate(
+    paths = resolve_model(
         cfg.model,
         cfg.base_model,
         None if cfg.tree is None else Path(cfg.tree),
@@ -103,7 +103,7 @@ def _questions(cfg: EvalConfig) -> Bench:
     return load_bench(cfg.bench, error_console().print).limited(cfg.limit)
 
 
-def _chat(cfg: EvalConfig, paths: SubjectPaths, console: Console) -> None:
+def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     from medusa_train.api import open_model
     from medusa_train.cli.chat import Chat
 
@@ -129,7 +129,7 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def _first_line(cfg: EvalConfig, bench: Bench | None, paths: SubjectPaths) -> str:
+def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     """What was taken, defaults included."""
     asked = "" if bench is None else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
     if paths.name is None:

@@ -22,7 +22,7 @@ from medusa_train.cli.common import print_error, split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.process_info import Place
+from medusa_train.training.process_info import ProcessInfo
 
 #: What a run may end with on its own account; a launcher's other codes all mean that it failed.
 _CODES = (0, 1, 2, 130, 143)
@@ -128,7 +128,7 @@ def start_all(
     return launch([*arguments, *again], num_gpus, hostfile)
 
 
-def follow(place: Place, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
+def follow(place: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
     """Be any process but the first: silent, unless it fails where the others did not."""
     path, overrides = split_arguments(arguments)
     try:
@@ -142,7 +142,7 @@ def follow(place: Place, arguments: Sequence[str], flags: Mapping[str, object]) 
     return train_with_others(place, cfg, nowhere, nowhere)
 
 
-def train_with_others(place: Place, cfg: TrainConfig, console: Console, results: Console) -> int:
+def train_with_others(place: ProcessInfo, cfg: TrainConfig, console: Console, results: Console) -> int:
     """Meet the other processes and train with them; return the exit code.
 
     One process's failure ends all: it says what was wrong; the others end because they can't go on without it.

@@ -14,7 +14,7 @@ from medusa_train.config.schema import SelfDistillConfig
 if TYPE_CHECKING:
     from medusa_train.selfdistill.output import Writer
     from medusa_train.selfdistill.prompts import Seed
-    from medusa_train.selfdistill.run import Tally
+    from medusa_train.selfdistill.run import RunStats
     from medusa_train.selfdistill.select_prompts import Shard
 
 EMBEDDED = "data/tiny"
@@ -122,7 +122,7 @@ def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | 
 
 def _run(
     cfg: SelfDistillConfig, seeds: list[Seed], dtype: str | None, writer: Writer, console: Console
-) -> Tally | None:
+) -> RunStats | None:
     """Answer the seeds behind a progress bar and print the figures; None when the user interrupts."""
     from medusa_train.selfdistill.preview import DistillProgress, summary
     from medusa_train.selfdistill.run import distill, facts_of, mode_of, open_engine

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from medusa_train.config.drafts import SECTIONS
-from medusa_train.config.types import Impossible
+from medusa_train.config.types import Constraint
 
 
 def asks_for_joint_training(cfg: Any) -> bool:
@@ -91,48 +91,48 @@ _RECIPE_KEYS = (
 )
 
 #: Looked at by `load_config` beside the checks of single keys, so that all mistakes show together.
-IMPOSSIBLE: tuple[Impossible, ...] = (
-    Impossible(
+IMPOSSIBLE: tuple[Constraint, ...] = (
+    Constraint(
         ("load_in_4bit", "load_in_8bit"),
         lambda cfg: cfg.load_in_4bit and cfg.load_in_8bit,
         "cannot be true together with load_in_8bit; choose one",
     ),
-    Impossible(
+    Constraint(
         ("adapter", "load_in_4bit"),
         lambda cfg: cfg.adapter == "qlora" and not cfg.load_in_4bit,
         "qlora is an adapter over a 4-bit backbone; set load_in_4bit: true, or adapter: lora",
     ),
-    Impossible(
+    Constraint(
         ("bf16", "fp16"),
         lambda cfg: cfg.bf16 is True and cfg.fp16,
         "cannot be true together with fp16; choose one",
     ),
-    Impossible(
+    Constraint(
         ("medusa_num_layers", "medusa_share_lm_head"),
         lambda cfg: cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head,
         "without blocks and without matrices of their own the heads hold nothing to train; set 1 or more",
     ),
-    Impossible(
+    Constraint(
         ("medusa_self_distillation", "adapter"),
         lambda cfg: cfg.medusa_self_distillation and not cfg.adapter,
         "its teacher is the backbone with the adapter switched off; set adapter: lora or qlora",
     ),
-    Impossible(
+    Constraint(
         ("medusa_distillation_regularization", "adapter"),
         lambda cfg: cfg.medusa_distillation_regularization > 0 and not cfg.adapter,
         "its teacher is the backbone with the adapter switched off; set adapter: lora or qlora, or 0",
     ),
-    Impossible(
+    Constraint(
         ("medusa_only_heads", "medusa_num_unfreeze_layers"),
         lambda cfg: cfg.medusa_only_heads and cfg.medusa_num_unfreeze_layers > 0,
         "only the heads are trained, so medusa_num_unfreeze_layers has to be 0",
     ),
-    Impossible(
+    Constraint(
         ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
         lambda cfg: cfg.medusa_num_unfreeze_layers > 0 and _quantised(cfg),
         "quantised layers cannot be trained; use an adapter, or load the backbone unquantised",
     ),
-    Impossible(
+    Constraint(
         ("recipe", "medusa_only_heads"),
         lambda cfg: (
             cfg.medusa_only_heads is not None
@@ -141,12 +141,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         ),
         "medusa1 is medusa_only_heads: true, medusa2 is false; leave one of the two keys out",
     ),
-    Impossible(
+    Constraint(
         ("recipe", "medusa_num_unfreeze_layers"),
         lambda cfg: cfg.recipe == "medusa1" and cfg.medusa_num_unfreeze_layers > 0,
         "medusa1 trains only the heads, so medusa_num_unfreeze_layers has to be 0",
     ),
-    Impossible(
+    Constraint(
         ("load_in_4bit", "load_in_8bit", *_RECIPE_KEYS),
         lambda cfg: (
             _quantised(cfg)
@@ -156,76 +156,76 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         ),
         "a quantised backbone can be trained jointly only through an adapter; set adapter, or recipe: medusa1",
     ),
-    Impossible(
+    Constraint(
         ("medusa_share_lm_head", "lora_target_linear", "lora_target_modules", *_RECIPE_KEYS),
         lambda cfg: cfg.medusa_share_lm_head and _trains_lm_head(cfg),
         "the heads would share an lm_head that is trained under them; leave it frozen (recipe: medusa1, or an adapter "
         "whose lora_target_modules name other layers)",
     ),
     *(
-        Impossible(
+        Constraint(
             (name, "draft"),
             lambda cfg, name=name: getattr(cfg, name) is not None and cfg.draft != name,  # type: ignore[misc]
             f"is the section of another draft; set draft: {name}, or leave it out",
         )
         for name in SECTIONS
     ),
-    Impossible(
+    Constraint(
         ("amphista",),
         lambda cfg: cfg.amphista is not None and not (cfg.amphista.alignment_weight or cfg.amphista.label_weight),
         "alignment_weight and label_weight are both 0, which leaves nothing to learn; give one of them a weight",
     ),
-    Impossible(
+    Constraint(
         ("draft", *_RECIPE_KEYS),
         lambda cfg: cfg.draft != "medusa" and _joint(cfg),
         "learns over a frozen backbone; leave joint training and adapters out (recipe: medusa1)",
     ),
-    Impossible(
+    Constraint(
         ("export", "draft"),
         lambda cfg: bool(cfg.export) and cfg.draft != "medusa",
         "the layouts of others hold Medusa heads alone; leave export out",
     ),
-    Impossible(
+    Constraint(
         ("export", *_RECIPE_KEYS),
         lambda cfg: "merged" in (cfg.export or ()) and not _joint(cfg),
         "merged is the backbone that joint training changed; this recipe leaves it as it is, so take merged out",
     ),
-    Impossible(
+    Constraint(
         ("export", "medusa_share_lm_head"),
         lambda cfg: "reference-v2" in (cfg.export or ()) and not cfg.medusa_share_lm_head,
         "reference-v2 is the layout of heads that share the backbone's lm_head; set medusa_share_lm_head: true",
     ),
-    Impossible(
+    Constraint(
         ("export", "medusa_vocab_size"),
         lambda cfg: cfg.medusa_vocab_size is not None and bool(set(cfg.export or ()) - {"vllm", "merged"}),
         "of the layouts of others only vLLM's holds heads over a reduced vocabulary (medusa_vocab_size); export vllm",
     ),
-    Impossible(
+    Constraint(
         ("warmup_steps", "warmup_ratio"),
         lambda cfg: cfg.warmup_steps is not None and cfg.warmup_ratio is not None,
         "says the same as warmup_ratio; leave one of the two out",
     ),
-    Impossible(
+    Constraint(
         ("save_steps", "saves_per_epoch"),
         lambda cfg: cfg.save_steps is not None and cfg.saves_per_epoch is not None,
         "says the same as saves_per_epoch; leave one of the two out",
     ),
-    Impossible(
+    Constraint(
         ("eval_steps", "evals_per_epoch"),
         lambda cfg: cfg.eval_steps is not None and cfg.evals_per_epoch is not None,
         "says the same as evals_per_epoch; leave one of the two out",
     ),
-    Impossible(
+    Constraint(
         ("early_stopping_patience", "val_set_size"),
         lambda cfg: cfg.early_stopping_patience is not None and cfg.val_set_size == 0,
         "needs evaluations; hold some conversations out with val_set_size, for example 0.05",
     ),
-    Impossible(
+    Constraint(
         ("resume_from_checkpoint", "overwrite_output_dir"),
         lambda cfg: cfg.resume_from_checkpoint is not None and cfg.overwrite_output_dir,
         "goes on with the run that overwrite_output_dir would replace; choose one",
     ),
-    Impossible(
+    Constraint(
         ("sequence_len", "medusa_num_heads"),
         lambda cfg: cfg.draft == "medusa" and cfg.sequence_len < cfg.medusa_num_heads + 2,
         "too short: head k learns the token k + 1 places on, so it has to exceed medusa_num_heads + 1",
@@ -238,43 +238,43 @@ def _asks_server(cfg: Any) -> bool:
 
 
 #: The same of `medusa-selfdistill`.
-SELFDISTILL_IMPOSSIBLE: tuple[Impossible, ...] = (
-    Impossible(
+SELFDISTILL_IMPOSSIBLE: tuple[Constraint, ...] = (
+    Constraint(
         ("engine", "server_url"),
         lambda cfg: cfg.engine == "openai" and cfg.server_url is None,
         "needs the server's address; set server_url, for example http://localhost:8000/v1",
     ),
-    Impossible(
+    Constraint(
         ("server_url", "engine"),
         lambda cfg: cfg.engine == "local" and cfg.server_url is not None,
         "is not asked by engine: local; leave one of the two out",
     ),
-    Impossible(
+    Constraint(
         ("engine", "server_url", "base_model"),
         lambda cfg: _asks_server(cfg) and cfg.base_model is None,
         "a server has to be told which model; set base_model to the name that it knows it by",
     ),
-    Impossible(
+    Constraint(
         ("mode", "engine", "server_url"),
         lambda cfg: _asks_server(cfg) and cfg.mode == "selftalk",
         "a chat server writes the assistant's turns only; selftalk needs engine: local",
     ),
-    Impossible(
+    Constraint(
         ("heads", "engine", "server_url"),
         lambda cfg: _asks_server(cfg) and cfg.heads is not None,
         "a server speculates with its own heads; leave heads out, or use engine: local",
     ),
-    Impossible(
+    Constraint(
         ("batch_size", "engine", "server_url"),
         lambda cfg: _asks_server(cfg) and cfg.batch_size is not None,
         "a server forms its own batches; set concurrency",
     ),
-    Impossible(
+    Constraint(
         ("chat_template", "engine", "server_url"),
         lambda cfg: _asks_server(cfg) and cfg.chat_template is not None,
         "the server renders chats by its own template; leave chat_template out",
     ),
-    Impossible(
+    Constraint(
         ("min_chars", "max_chars"),
         lambda cfg: cfg.min_chars is not None and cfg.max_chars is not None and cfg.min_chars > cfg.max_chars,
         "more than max_chars, which leaves nothing",

@@ -28,10 +28,10 @@ from medusa_train.config.types import (
     Bool,
     BoolOrAuto,
     Config,
+    Constraint,
     ExportTarget,
     ExportTargets,
     Float,
-    Impossible,
     Int,
     Interval,
     Resume,
@@ -223,7 +223,7 @@ class TrainConfig(Config):
     wandb_run_id: Text | None = key(None, "run to go on with there")
 
     foreign: ClassVar[frozenset[str]] = FOREIGN_KEYS
-    impossible: ClassVar[tuple[Impossible, ...]] = IMPOSSIBLE
+    impossible: ClassVar[tuple[Constraint, ...]] = IMPOSSIBLE
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -357,7 +357,7 @@ class SelfDistillConfig(Config):
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the server's key")
     output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
 
-    impossible: ClassVar[tuple[Impossible, ...]] = SELFDISTILL_IMPOSSIBLE
+    impossible: ClassVar[tuple[Constraint, ...]] = SELFDISTILL_IMPOSSIBLE
 
     def resolved(self) -> SelfDistillConfig:
         """Fill in `engine` (openai where `server_url` is set) and `base_model` (data/tiny; none with `heads`)."""

@@ -175,7 +175,7 @@ def key(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Impossible:
+class Constraint:
     """Values of several keys that cannot hold together.
 
     It is looked at only when each of `keys` has a usable value of its own, so it can be reported beside the
@@ -202,7 +202,7 @@ class Config(BaseModel):
 
     #: Keys accepted from YAMLs of other trainers, without a meaning here.
     foreign: ClassVar[frozenset[str]] = frozenset()
-    impossible: ClassVar[tuple[Impossible, ...]] = ()
+    impossible: ClassVar[tuple[Constraint, ...]] = ()
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     _places: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)

@@ -48,7 +48,7 @@ class ChatEncoder:
 
     Raises:
         ConfigError: no template of that name.
-        DataError: the tokenizer has no template, cannot locate its tokens, or lacks the template's end token.
+        DataError: the tokenizer has no template, cannot resolve_model its tokens, or lacks the template's end token.
     """
 
     def __init__(

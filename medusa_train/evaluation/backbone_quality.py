@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from medusa_train.checkpoint.load import SubjectPaths
+from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.data.targets import IGNORE, shift
@@ -24,11 +24,11 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.lora import Adapter
 
 if TYPE_CHECKING:
-    from medusa_train.models.lm_head import Unembedding
+    from medusa_train.models.lm_head import LMHead
 
 
 #: Final hidden states [B, T, d] of a batch, and the matrix that makes logits of them.
-Version = Callable[[Batch], "tuple[Tensor, Unembedding]"]
+Version = Callable[[Batch], "tuple[Tensor, LMHead]"]
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def compare(before: Version, after: Version, batches: Iterable[Batch]) -> Qualit
     return Quality(tokens, losses[0] / count, losses[1] / count, kl / count)
 
 
-def load_versions(paths: SubjectPaths, original: str, dtype: str = "float32") -> tuple[Version, Version]:
+def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> tuple[Version, Version]:
     """The backbone before and after a run: adapter off and on, or the original beside the model that was trained.
 
     Args:
-        paths: of the run (`checkpoint.subject.locate`).
+        paths: of the run (`checkpoint.subject.resolve_model`).
         original: the run's own `base_model`.
         dtype: of weights and products. A backbone that was quantised in training is so in both versions.
 
@@ -97,7 +97,7 @@ def load_versions(paths: SubjectPaths, original: str, dtype: str = "float32") ->
     if paths.adapter is not None:
         adapter = Adapter.load(trained, paths.adapter)
 
-        def before(batch: Batch) -> tuple[Tensor, Unembedding]:
+        def before(batch: Batch) -> tuple[Tensor, LMHead]:
             with adapter.teacher():
                 return after(batch)
 
@@ -106,12 +106,12 @@ def load_versions(paths: SubjectPaths, original: str, dtype: str = "float32") ->
     return (after if same else _version(_load(paths, original, dtype))), after
 
 
-def _load(paths: SubjectPaths, name: str, dtype: str) -> Backbone:
+def _load(paths: ModelPaths, name: str, dtype: str) -> Backbone:
     return Backbone.load(name, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code)
 
 
 def _version(backbone: Backbone) -> Version:
-    def version(batch: Batch) -> tuple[Tensor, Unembedding]:
+    def version(batch: Batch) -> tuple[Tensor, LMHead]:
         there = batch.to(backbone.device)
         feats = backbone.run(there.tokens, positions=there.positions, segments=there.segments)
         return feats.hidden, backbone.unembedding()
@@ -122,12 +122,12 @@ def _version(backbone: Backbone) -> Version:
 TOKENS = 20_000  # answer tokens that suffice
 
 
-def trained_backbone(paths: SubjectPaths) -> bool:
+def trained_backbone(paths: ModelPaths) -> bool:
     """Whether the run changed its backbone (Medusa-2), by an adapter or as a whole."""
     return paths.adapter is not None or (paths.home / "model" / "config.json").is_file()
 
 
-def joint_quality(paths: SubjectPaths, dtype: str = "float32") -> dict[str, Any] | None:
+def joint_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
     """Perplexity of a joint run's backbone before and after, and KL from the untouched one, nats per token.
 
     None for a run that left its backbone alone, or whose data are not to be had any more.

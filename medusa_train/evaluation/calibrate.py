@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
@@ -42,7 +42,7 @@ from medusa_train.trees.tree import Tree
 TREE = "tree.json"
 
 
-def calibrate(cfg: EvalConfig, bench: Bench, paths: SubjectPaths, console: Console) -> list[Path]:
+def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, console: Console) -> list[Path]:
     """Choose the tree anew on this machine; returns the files that were written.
 
     tree.json goes to the run (or `output_dir`), the page and all figures to eval/calibration beside it.
@@ -54,7 +54,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: SubjectPaths, console: Conso
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench, paths, console)
     with standing(console, f"loading and laying out in {dtype}"):
-        subject = load_subject(paths, dtype, compiled=cfg.compile)
+        subject = load_with_draft(paths, dtype, compiled=cfg.compile)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     talks = talks_of_run(paths, chat, cfg.seed)
     kind = "prompts that the run held out"
@@ -185,7 +185,7 @@ def interpolate(measured: Mapping[int, float], at: int) -> float:
     return (1 - share) * measured[low] + share * measured[high]
 
 
-def talks_of_run(paths: SubjectPaths, chat: ChatEncoder, seed: int) -> list[Prompts] | None:
+def talks_of_run(paths: ModelPaths, chat: ChatEncoder, seed: int) -> list[Prompts] | None:
     """The prompts of the run's held-out conversations (of all, where none were held out), in random order.
 
     None where there is no run, or its data are not to be had any more.
@@ -205,7 +205,7 @@ def talks_of_bench(questions: Sequence[Question], chat: ChatEncoder) -> list[Pro
 
 
 def collect(
-    subject: Subject, talks: Sequence[Prompts], budget: int, max_new_tokens: int, on_tokens: Callable[[int], None]
+    subject: LoadedModel, talks: Sequence[Prompts], budget: int, max_new_tokens: int, on_tokens: Callable[[int], None]
 ) -> list[list[Trace]]:
     """Let the backbone answer the prompts of the talks greedily until `budget` tokens are written, and rank them."""
     assert subject.draft is not None
@@ -234,7 +234,7 @@ def collect(
 
 
 def search(
-    subject: Subject, talks: Sequence[Sequence[Trace]], prompts: Sequence[list[int]], own: Tree | None = None
+    subject: LoadedModel, talks: Sequence[Sequence[Trace]], prompts: Sequence[list[int]], own: Tree | None = None
 ) -> Found:
     """Compare all searches on paper, time steps, and choose the size with the most expected tokens per second.
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from medusa_train.checkpoint.load import SubjectPaths, load_backbone
+from medusa_train.checkpoint.load import ModelPaths, load_backbone
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
@@ -26,7 +26,7 @@ PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3
 
 
-def choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
+def choose_dtype(bench: Bench, paths: ModelPaths, console: Console) -> str:
     """`fastest_dtype` on the first question of a bench; says on the console what was found."""
 
     def prompt_of(backbone: Backbone) -> list[int]:
@@ -37,7 +37,7 @@ def choose_dtype(bench: Bench, paths: SubjectPaths, console: Console) -> str:
         return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
 
 
-def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:
+def fastest_dtype(paths: ModelPaths, prompt_of: Callable[[Backbone], list[int]], note: Callable[[str], None]) -> str:
     """The dtype in which plain decoding has the fastest steps on this machine.
 
     Measures float32 and bfloat16, and float16 on a GPU only (CPUs emulate it), one after the other, keeping one
@@ -75,15 +75,15 @@ def fastest_dtype(paths: SubjectPaths, prompt_of: Callable[[Backbone], list[int]
     return best
 
 
-def _candidates(paths: SubjectPaths) -> list[str]:
+def _candidates(paths: ModelPaths) -> list[str]:
     names = ["float32", "bfloat16"] + (["float16"] if torch.cuda.is_available() else [])
     config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)[1]
     stored = str(config.get_text_config().dtype or config.dtype).removeprefix("torch.")
     return sorted(names, key=lambda name: name != stored)
 
 
-def _probe(paths: SubjectPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]) -> tuple[float, Weights, bool]:
-    """A step's latency as `load_subject` would decode, what the weights take, and whether they were laid out anew.
+def _probe(paths: ModelPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]) -> tuple[float, Weights, bool]:
+    """A step's latency as `load_with_draft` would decode, what the weights take, and whether they were laid out anew.
 
     The backbone is let go on return.
     """

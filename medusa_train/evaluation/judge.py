@@ -20,7 +20,7 @@ from typing import Any
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
-from medusa_train.openai_client import ChatServer, Refusal
+from medusa_train.openai_client import OpenAIClient, Refusal
 
 PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0
@@ -40,7 +40,7 @@ _GRADE = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*(?:/\s*10\s*)?\]\]")
 class Judge:
     """A model of a server that grades answers, at temperature 0."""
 
-    server: ChatServer
+    server: OpenAIClient
     model: str
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from medusa_train.evaluation.bootstrap import Interval, speed_intervals
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.inference.traces import Reach, Trace, head_accuracy, tokens_per_step
+from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Ranks, Tree
 
 #: By name: numbers (None: not measured), lists of them (`ctar`), and mappings (`baselines`, `intervals`).
@@ -172,7 +172,7 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
     """
     steps = 0
     accepted: Counter[Ranks] = Counter()
-    reach = Reach(tree)
+    reach = AcceptedLength(tree)
     for trace in traces:
         starts = trace.walk(reach)
         steps += len(starts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from medusa_train.checkpoint.load import Subject
+from medusa_train.checkpoint.load import LoadedModel
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import TurnRecord, Verdict
 from medusa_train.inference.generate import Decoder
@@ -30,7 +30,7 @@ def judge_timed(records: Sequence[TurnRecord], backbone: Backbone, dtype: str) -
 
 def judge_again(
     records: Sequence[TurnRecord],
-    subject: Subject,
+    subject: LoadedModel,
     dtype: str,
     max_new_tokens: int,
     on_turn: Callable[[int], None],

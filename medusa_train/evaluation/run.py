@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.load import Subject, SubjectPaths, load_subject
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, ConfigError
@@ -39,7 +39,7 @@ JUDGE_PATIENCE = 300.0  # that a judgement is asked for again and again
 
 
 def evaluate(
-    cfg: EvalConfig, bench: Bench, paths: SubjectPaths, command: str, console: Console
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, console: Console
 ) -> tuple[Report, list[Path]]:
     """Measure and report; returns the report and the files that were written.
 
@@ -100,7 +100,7 @@ def evaluate(
     return report, written
 
 
-def _joint(paths: SubjectPaths, console: Console) -> dict[str, Any] | None:
+def _joint(paths: ModelPaths, console: Console) -> dict[str, Any] | None:
     """`joint_quality`, or None where memory does not suffice."""
     release_memory()
     console.print("measuring the backbone before and after joint training", highlight=False)
@@ -120,9 +120,9 @@ def _judge(
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
     from medusa_train.evaluation.judge import Judge, grade
-    from medusa_train.openai_client import ChatServer
+    from medusa_train.openai_client import OpenAIClient
 
-    server = ChatServer(cfg.judge_base_url, timeout=JUDGE_SECONDS, patience=JUDGE_PATIENCE)
+    server = OpenAIClient(cfg.judge_base_url, timeout=JUDGE_SECONDS, patience=JUDGE_PATIENCE)
     name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
     path = directory / "model_judgment" / f"{name}_single.jsonl"
     try:
@@ -159,7 +159,7 @@ def _open_log(path: Path, settings: Mapping[str, Any], console: Console) -> Turn
     return log
 
 
-def _calibration(paths: SubjectPaths) -> dict[str, Any] | None:
+def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     """How tree.json says that the tree was chosen, where it says so."""
     if paths.tree is None:
         return None
@@ -170,11 +170,11 @@ def _calibration(paths: SubjectPaths) -> dict[str, Any] | None:
 
 
 def _load_and_time(
-    cfg: EvalConfig, bench: Bench, paths: SubjectPaths, dtype: str, log: TurnLog, console: Console
-) -> tuple[Subject, list[TurnRecord], list[SkippedTurn]]:
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, dtype: str, log: TurnLog, console: Console
+) -> tuple[LoadedModel, list[TurnRecord], list[SkippedTurn]]:
     try:
         with standing(console, f"loading and laying out in {dtype}"):
-            subject = load_subject(paths, dtype, compiled=cfg.compile)
+            subject = load_with_draft(paths, dtype, compiled=cfg.compile)
         if subject.tree is not None and paths.tree is None:
             console.print(
                 "no tree.json beside the heads: taking the chain of their first guesses (--tree names another)"
@@ -192,8 +192,8 @@ def _load_and_time(
 def _time(
     cfg: EvalConfig,
     bench: Bench,
-    subject: Subject,
-    paths: SubjectPaths,
+    subject: LoadedModel,
+    paths: ModelPaths,
     dtype: str,
     log: TurnLog,
     console: Console,
@@ -229,7 +229,7 @@ def _time(
 def _judge_elsewhere(
     cfg: EvalConfig,
     records: list[TurnRecord],
-    paths: SubjectPaths,
+    paths: ModelPaths,
     timed_dtype: str,
     weights: Weights,
     outcomes: dict[str, str],
@@ -247,9 +247,9 @@ def _judge_elsewhere(
 
 
 def _load_and_judge(
-    cfg: EvalConfig, records: list[TurnRecord], paths: SubjectPaths, dtype: str, console: Console
+    cfg: EvalConfig, records: list[TurnRecord], paths: ModelPaths, dtype: str, console: Console
 ) -> None:
-    subject = load_subject(paths, dtype)
+    subject = load_with_draft(paths, dtype)
     with TurnProgress(console, f"exactness in {dtype}", len(records)) as progress:
         judge_again(records, subject, dtype, cfg.max_new_tokens, progress.advance)
 
@@ -267,7 +267,7 @@ def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None
     return COMPARED
 
 
-def look_closer(records: Sequence[TurnRecord], subject: Subject) -> None:
+def look_closer(records: Sequence[TurnRecord], subject: LoadedModel) -> None:
     """Fill in `pieces` and, with a draft, `trace` of every record.
 
     The trace takes one more pass over prompt and answer, with the logits of a whole answer in memory; where they do

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from medusa_train.checkpoint.load import Subject, SubjectPaths
+from medusa_train.checkpoint.load import LoadedModel, ModelPaths
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.evaluation.metrics import first_difference
@@ -28,8 +28,8 @@ from medusa_train.models.prepack import is_packed
 def facts(
     cfg: EvalConfig,
     bench: Bench,
-    subject: Subject,
-    paths: SubjectPaths,
+    subject: LoadedModel,
+    paths: ModelPaths,
     dtype: str,
     records: Sequence[TurnRecord],
     skipped: Sequence[SkippedTurn],
@@ -94,7 +94,7 @@ def device_name(backbone: Backbone) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def identity(cfg: EvalConfig, bench: Bench, paths: SubjectPaths) -> dict[str, Any]:
+def identity(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
     """Everything that answers and their times depend on: what a stopped evaluation must share to be gone on with."""
     questions = json.dumps([[question.question_id, *question.turns] for question in bench.questions])
     weights = [file for folder in (paths.heads, paths.adapter, Path(paths.base_model)) for file in _files(folder)]

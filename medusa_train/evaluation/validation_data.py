@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medusa_train.checkpoint.load import SubjectPaths
+from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import EncodedDataset, load_datasets
@@ -10,7 +10,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
 
 
-def run_config(paths: SubjectPaths) -> TrainConfig | None:
+def run_config(paths: ModelPaths) -> TrainConfig | None:
     """The configuration of the run that `paths` lead to; None where it is no run, or its configuration is broken."""
     path = paths.home / "config.yaml"
     if not path.is_file():

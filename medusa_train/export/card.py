@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from medusa_train.checkpoint.load import SubjectPaths
+from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.checkpoint.reference import HeadTensors
 from medusa_train.config.types import ExportTarget
 
@@ -54,7 +54,7 @@ _USE: dict[ExportTarget, str] = {
 }
 
 
-def model_card(paths: SubjectPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
+def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
     """The card as Markdown, with the hub's YAML header. Local directories are named without what lies above them."""
     run = _yaml(paths.home / "config.yaml")
     base = str(run.get("base_model") or paths.base_model)

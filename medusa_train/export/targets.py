@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load import SubjectPaths
+from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.checkpoint.serialize import read_json, read_tensors
 from medusa_train.checkpoint.vllm import loader_problems
 from medusa_train.data.templates import TEMPLATES
@@ -26,7 +26,7 @@ from medusa_train.trees.tree import Tree
 MAX_NODES = 63
 
 
-def backbone_keys(paths: SubjectPaths, num_heads: int) -> dict[str, Any]:
+def backbone_keys(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
     """The backbone's own config.json as it stands, and the number of heads under the name that is only read here.
 
     Raises:
@@ -49,7 +49,7 @@ def backbone_keys(paths: SubjectPaths, num_heads: int) -> dict[str, Any]:
     return {**config, "num_medusa_heads": num_heads}
 
 
-def choices(paths: SubjectPaths, num_heads: int) -> tuple[str, str | None]:
+def choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
     """The run's tree as `--medusa_choices` takes it, and what is in the way of that, or None."""
     if paths.tree is None:
         return "", "there is no tree.json here: give TensorRT-LLM a --medusa_choices of your own"
@@ -94,12 +94,12 @@ MERGED = "merged"
 MODEL = "model"
 
 
-def trained_the_backbone(paths: SubjectPaths) -> bool:
+def trained_the_backbone(paths: ModelPaths) -> bool:
     """Whether the run left an adapter or a backbone of its own."""
     return paths.adapter is not None or _own_model(paths) is not None
 
 
-def load_trained_backbone(paths: SubjectPaths) -> Backbone:
+def load_trained_backbone(paths: ModelPaths) -> Backbone:
     """The backbone as the heads know it, unquantised, in the dtype that it is stored in, on the CPU.
 
     An adapter is folded in. Where it was trained over 4 or 8 bits, those are what is dequantised: the original
@@ -122,7 +122,7 @@ def load_trained_backbone(paths: SubjectPaths) -> Backbone:
     return backbone
 
 
-def write_merged(paths: SubjectPaths, target: Path) -> str:
+def write_merged(paths: ModelPaths, target: Path) -> str:
     """Write the trained backbone and its tokenizer to `target`; returns what was done, in words.
 
     The directory appears whole or not at all.
@@ -158,7 +158,7 @@ def write_merged(paths: SubjectPaths, target: Path) -> str:
     return done
 
 
-def _own_model(paths: SubjectPaths) -> Path | None:
+def _own_model(paths: ModelPaths) -> Path | None:
     model = paths.home / MODEL
     return model if (model / "config.json").is_file() else None
 

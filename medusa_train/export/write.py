@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
-from medusa_train.checkpoint.load import SubjectPaths
+from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.checkpoint.reference import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.vllm import filled_in
 from medusa_train.config.types import ExportTarget
@@ -49,7 +49,7 @@ class Exported:
 
 
 def export_run(
-    paths: SubjectPaths,
+    paths: ModelPaths,
     to: ExportTarget,
     target: Path | None = None,
     *,
@@ -89,7 +89,7 @@ def export_run(
     return done
 
 
-def _check_vocabulary(paths: SubjectPaths, heads: HeadTensors, to: ExportTarget) -> None:
+def _check_vocabulary(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:
     if heads.token_map is not None and to not in ("vllm", MERGED):
         raise CheckpointError(
             f"{paths.heads}: these heads know {len(heads.token_map):,} tokens only (medusa_vocab_size), and the layout "
@@ -124,7 +124,7 @@ def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
     return warnings
 
 
-def backbone_warnings(paths: SubjectPaths) -> list[str]:
+def backbone_warnings(paths: ModelPaths) -> list[str]:
     """That the heads of a joint run need the backbone that was trained with them."""
     if paths.adapter is None or _merged_directory(paths) is not None:
         return []
@@ -134,7 +134,7 @@ def backbone_warnings(paths: SubjectPaths) -> list[str]:
     ]
 
 
-def _merged_directory(paths: SubjectPaths) -> Path | None:
+def _merged_directory(paths: ModelPaths) -> Path | None:
     """The merged backbone of the run; None where there is none, or its adapter was trained on since."""
     merged = paths.home / "export" / MERGED
     if paths.adapter is None or not (merged / "config.json").is_file():
@@ -143,7 +143,7 @@ def _merged_directory(paths: SubjectPaths) -> Path | None:
     return merged if (merged / "config.json").stat().st_mtime >= learnt else None
 
 
-def _backbone_name(paths: SubjectPaths) -> str:
+def _backbone_name(paths: ModelPaths) -> str:
     """The backbone that the heads decode with: the merged one where there is one; directories by absolute path."""
     if (merged := _merged_directory(paths)) is not None:
         return str(merged.resolve())
@@ -151,7 +151,7 @@ def _backbone_name(paths: SubjectPaths) -> str:
     return str(base.resolve()) if base.is_dir() else paths.base_model
 
 
-def _with_own_matrices(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> HeadTensors:
+def _with_own_matrices(paths: ModelPaths, heads: HeadTensors, done: Exported) -> HeadTensors:
     """The heads with a copy of the backbone's lm_head each where they share it."""
     if not heads.shared:
         return heads
@@ -160,7 +160,7 @@ def _with_own_matrices(paths: SubjectPaths, heads: HeadTensors, done: Exported) 
     return filled_in(heads, weight, bias)
 
 
-def _lm_head(paths: SubjectPaths, heads: HeadTensors) -> tuple[Tensor, Tensor | None]:
+def _lm_head(paths: ModelPaths, heads: HeadTensors) -> tuple[Tensor, Tensor | None]:
     """The backbone's unembedding, its adapter folded in, on the CPU and in the heads' dtype."""
     unembedding = load_trained_backbone(paths).unembedding()
     dtype = heads.state["blocks.0.0.linear.weight"].dtype
@@ -171,11 +171,11 @@ def _lm_head(paths: SubjectPaths, heads: HeadTensors) -> tuple[Tensor, Tensor | 
     return taken(unembedding.weight), None if unembedding.bias is None else taken(unembedding.bias)
 
 
-def _write_reference(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
+def _write_reference(paths: ModelPaths, heads: HeadTensors, done: Exported) -> None:
     write_heads(_with_own_matrices(paths, heads, done), done.target, pickled=True)
 
 
-def _write_version_2(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
+def _write_version_2(paths: ModelPaths, heads: HeadTensors, done: Exported) -> None:
     if not heads.shared:
         raise CheckpointError(
             f"{paths.heads}: these heads have a matrix of their own each, which version 2 leaves out; "
@@ -184,17 +184,17 @@ def _write_version_2(paths: SubjectPaths, heads: HeadTensors, done: Exported) ->
     write_heads(heads, done.target, pickled=True)
 
 
-def _write_tgi(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
+def _write_tgi(paths: ModelPaths, heads: HeadTensors, done: Exported) -> None:
     write_heads(heads, done.target, pickled=True)
 
 
-def _write_vllm(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
+def _write_vllm(paths: ModelPaths, heads: HeadTensors, done: Exported) -> None:
     write_vllm(heads, done.target, _lm_head(paths, heads)[0] if heads.shared else None)
     done.facts.append(check_vllm_directory(done.target, VLLM_WEIGHTS))
     done.facts.append(f"vLLM drafts with the best guess of each head only, {heads.num_heads} tokens per step")
 
 
-def _write_tensorrt(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
+def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, done: Exported) -> None:
     keys = backbone_keys(paths, heads.num_heads)
     write_heads(_with_own_matrices(paths, heads, done), done.target, pickled=True, config=keys)
     tree, complaint = choices(paths, heads.num_heads)
@@ -205,7 +205,7 @@ def _write_tensorrt(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> 
         done.facts.append(f'the tree: --medusa_choices="$(cat {done.target / CHOICES})"')
 
 
-def _write_merged(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> None:
+def _write_merged(paths: ModelPaths, heads: HeadTensors, done: Exported) -> None:
     if not trained_the_backbone(paths):
         raise CheckpointError(
             f"{paths.home}: this run left the backbone as it was, so there is nothing to merge: use {paths.base_model}"
@@ -213,7 +213,7 @@ def _write_merged(paths: SubjectPaths, heads: HeadTensors, done: Exported) -> No
     done.facts.append(write_merged(paths, done.target))
 
 
-_WRITERS: dict[ExportTarget, Callable[[SubjectPaths, HeadTensors, Exported], None]] = {
+_WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], None]] = {
     "reference": _write_reference,
     "reference-v2": _write_version_2,
     "tgi": _write_tgi,

@@ -27,7 +27,7 @@ from medusa_train.trees.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class PendingRequest:
     """A prompt that is to be continued in a batch.
 
     Attributes:
@@ -104,7 +104,7 @@ class BatchDecoder:
         if len(prompts) < 2 or not self.batches:
             return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, each)
         batch = self.begin(max_new_tokens, eos_ids, rule)
-        batch.join([Newcomer(i, prompt, each[i]) for i, prompt in enumerate(prompts)])
+        batch.join([PendingRequest(i, prompt, each[i]) for i, prompt in enumerate(prompts)])
         answers: dict[int, Generation] = {}
         while len(answers) < len(prompts):
             answers.update(batch.step())
@@ -178,7 +178,7 @@ class Batch:
         self._state: Any = None
 
     @torch.inference_mode()
-    def join(self, newcomers: Sequence[Newcomer]) -> None:
+    def join(self, newcomers: Sequence[PendingRequest]) -> None:
         """Read the prompts of `newcomers` (at least one) in one pass, and let them go on with the others.
 
         A draft's states can't be joined: with one, rows may only join a batch whose rows are all done.

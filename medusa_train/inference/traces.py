@@ -40,9 +40,9 @@ class Trace:
         """`path` of every position: a search for a tree asks for them hundreds of times."""
         return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
 
-    def walk(self, tree: Tree | Reach) -> list[int]:
+    def walk(self, tree: Tree | AcceptedLength) -> list[int]:
         """Decode with `tree` on paper: the positions at which its steps start."""
-        reach = Reach(tree) if isinstance(tree, Tree) else tree
+        reach = AcceptedLength(tree) if isinstance(tree, Tree) else tree
         paths, end = self._paths, len(self.ranks) - 1
         starts, place = [], 0
         while place < end:
@@ -51,7 +51,7 @@ class Trace:
         return starts
 
 
-class Reach(dict[Ranks, int]):
+class AcceptedLength(dict[Ranks, int]):
     """How many tokens of a path a tree accepts, looked up once for each path that occurs."""
 
     def __init__(self, tree: Tree) -> None:
@@ -68,7 +68,7 @@ class Reach(dict[Ranks, int]):
 
 def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
     """Acceleration rate that `tree` would have had on `traces` (the first token comes from the prefill)."""
-    reach = Reach(tree)
+    reach = AcceptedLength(tree)
     steps = sum(len(trace.walk(reach)) for trace in traces)
     return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import Reach, Trace, head_accuracy, tokens_per_step, trace_answers
+from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.trees.tree import Ranks, Tree
@@ -124,7 +124,7 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, depth: 
     tree = most_frequent(count_paths(fit), size, depth)
     found = [tree]
     for _ in range(_REFITS - 1):
-        reach = Reach(tree)
+        reach = AcceptedLength(tree)
         tree = most_frequent(count_paths(fit, [trace.walk(reach) for trace in fit]), size, depth)
         if tree.size == size and tree not in found:
             found.append(tree)
@@ -346,6 +346,6 @@ def compare_searches(
         tokens += sum(len(trace.ranks) - 1 for trace in judge)
         for name, find in searches.items():
             for size, tree in find(fit, wanted).items():
-                reach = Reach(tree)
+                reach = AcceptedLength(tree)
                 steps[name][size] += sum(len(trace.walk(reach)) for trace in judge)
     return [Simulated(name, {size: tokens / max(count, 1) for size, count in steps[name].items()}) for name in searches]

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import log_softmax
 
 from medusa_train.data.targets import IGNORE
-from medusa_train.losses.matrix import Matrix, UnembeddingLike, product_dtype
+from medusa_train.losses.matrix import LMHeadLike, Matrix, product_dtype
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _MIN_ROWS = 512
@@ -53,14 +53,14 @@ class Teacher(NamedTuple):
     """
 
     hidden: Tensor
-    unembedding: UnembeddingLike
+    unembedding: LMHeadLike
     ahead: int
     share: float
     divergence: bool
 
 
 def linear_loss(
-    hidden: Tensor, unembedding: UnembeddingLike, targets: Tensor, teacher: Teacher | None, chunk: int | None
+    hidden: Tensor, unembedding: LMHeadLike, targets: Tensor, teacher: Teacher | None, chunk: int | None
 ) -> LinearSums:
     """Sum over rows of the cross-entropy (or divergence) between the target distribution and the student's.
 
@@ -303,7 +303,7 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, unembedding: UnembeddingLike, targets: Tensor, *, chunk: int | None = None
+    hidden: Tensor, unembedding: LMHeadLike, targets: Tensor, *, chunk: int | None = None
 ) -> LinearSums:
     """Sum of `cross_entropy(logits(hidden), targets)` without the [N, V] logits.
 
@@ -323,9 +323,9 @@ def linear_cross_entropy(
 
 def linear_kl(
     hidden: Tensor,
-    unembedding: UnembeddingLike,
+    unembedding: LMHeadLike,
     teacher_hidden: Tensor,
-    teacher_unembedding: UnembeddingLike,
+    teacher_unembedding: LMHeadLike,
     targets: Tensor,
     *,
     ahead: int = 0,
@@ -355,9 +355,9 @@ def linear_kl(
 
 def linear_soft_cross_entropy(
     hidden: Tensor,
-    unembedding: UnembeddingLike,
+    unembedding: LMHeadLike,
     teacher_hidden: Tensor,
-    teacher_unembedding: UnembeddingLike,
+    teacher_unembedding: LMHeadLike,
     targets: Tensor,
     rho: float,
     *,

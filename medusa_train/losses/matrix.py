@@ -27,7 +27,7 @@ class LowRankLike(Protocol):
         """`factor * A dropout(h)`, [..., d] -> [..., r]."""
 
 
-class UnembeddingLike(Protocol):
+class LMHeadLike(Protocol):
     """`softcap * tanh(scale * (W h + b) / softcap)`; without a soft cap `scale * (W h + b)`."""
 
     @property
@@ -54,7 +54,7 @@ class UnembeddingLike(Protocol):
     def token_map(self) -> Tensor | None:
         """Which token each row stands for, long [V], where that is not its number."""
 
-    def only(self, tokens: Tensor) -> UnembeddingLike:
+    def only(self, tokens: Tensor) -> LMHeadLike:
         """The rows of `tokens` (long [N]) alone, in that order."""
 
     def places(self, tokens: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Matrix:
 
     weight: Tensor
 
-    def __init__(self, unembedding: UnembeddingLike, sharing: Matrix | None = None) -> None:
+    def __init__(self, unembedding: LMHeadLike, sharing: Matrix | None = None) -> None:
         """`sharing`: another one, whose weight is taken as it is where both are made from the same tensor."""
         self.source = unembedding.weight
         self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.losses.fused_linear import LinearSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
-from medusa_train.losses.matrix import UnembeddingLike
+from medusa_train.losses.matrix import LMHeadLike
 from medusa_train.losses.schedules import head_weight, lambda0
 
 
@@ -25,7 +25,7 @@ class Heads(Protocol):
     def hidden(self, feats: Any, batch: Any) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
 
-    def unembed(self, k: int) -> UnembeddingLike:
+    def unembed(self, k: int) -> LMHeadLike:
         """Head k's matrix and logit transform, k = 1..K."""
 
 
@@ -169,9 +169,9 @@ class Objective:
         counts_total: Tensor,
         *,
         progress: float = 0.0,
-        student_unembedding: UnembeddingLike | None = None,
+        student_unembedding: LMHeadLike | None = None,
         teacher: States | None = None,
-        teacher_unembedding: UnembeddingLike | None = None,
+        teacher_unembedding: LMHeadLike | None = None,
     ) -> ObjectiveOutput:
         """One micro-batch's share of L.
 
@@ -228,7 +228,7 @@ class Objective:
     def _targets(batch: Labelled, k: int) -> Tensor:
         return shift(batch.labels, k, batch.segments)
 
-    def _known(self, batch: Labelled, k: int, head: UnembeddingLike) -> Tensor:
+    def _known(self, batch: Labelled, k: int, head: LMHeadLike) -> Tensor:
         """Head k's targets [B, T] as rows of its matrix, IGNORE where there is none."""
         target = self._targets(batch, k)
         if head.token_map is None:
@@ -248,12 +248,12 @@ class Medusa1Objective(Objective):
 class _Judge:
     """A teacher's states [B, T, d] with the unembedding that they belong to."""
 
-    def __init__(self, hidden: Tensor, unembedding: UnembeddingLike) -> None:
+    def __init__(self, hidden: Tensor, unembedding: LMHeadLike) -> None:
         self.hidden = hidden
         self._whole = self._part = unembedding
         self._tokens: Tensor | None = None  # that _part is over
 
-    def over(self, tokens: Tensor | None) -> UnembeddingLike:
+    def over(self, tokens: Tensor | None) -> LMHeadLike:
         """Its unembedding over these tokens alone; None: all. The rows are copied once for all heads."""
         if tokens is not self._tokens:
             self._part = self._whole if tokens is None else self._whole.only(tokens)
@@ -263,7 +263,7 @@ class _Judge:
 
 def _term(
     hidden: Tensor,
-    unembedding: UnembeddingLike,
+    unembedding: LMHeadLike,
     target: Tensor,
     k: int,
     judge: _Judge | None,

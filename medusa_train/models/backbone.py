@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.attention import document_bounds, use_few_rows
+from medusa_train.models.attention import document_bounds, use_grouped_query_attention
 from medusa_train.models.compatibility import check_model
 from medusa_train.models.compiled import BLOCK, CompiledPass, capacity_for
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.hf_config import context_length, eos_ids, layer_types, logit_scale, rope_switch
 from medusa_train.models.hooks import inputs_of, outputs_of
 from medusa_train.models.layer_split import Split
-from medusa_train.models.lm_head import Embedding, Unembedding
+from medusa_train.models.lm_head import Embedding, LMHead
 from medusa_train.models.loading import dtype_of, load_model
 from medusa_train.models.lora import low_rank_of
-from medusa_train.models.prepack import pack_linears
+from medusa_train.models.prepack import prepack_linears
 from medusa_train.models.quantization import Quantization
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import packing_mask, windowed
@@ -244,10 +244,10 @@ class Backbone:
         Sums are then rounded in another order. Attention of few rows changes its form too (`models.few_rows`).
         """
         self._attend_few_rows()
-        return pack_linears(self.model)
+        return prepack_linears(self.model)
 
     def _attend_few_rows(self) -> None:
-        if use_few_rows(self.model):
+        if use_grouped_query_attention(self.model):
             self.attention = self.config._attn_implementation
 
     def compile_passes(self) -> None:
@@ -268,11 +268,11 @@ class Backbone:
         compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled
 
-    def unembedding(self) -> Unembedding:
+    def unembedding(self) -> LMHead:
         """lm_head with every transform that the model puts on its logits."""
         head = self.head
         low_rank = low_rank_of(head)
-        return Unembedding(head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank)
+        return LMHead(head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] -> the backbone's own next-token logits [..., V]."""

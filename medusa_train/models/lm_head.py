@@ -34,7 +34,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Unembedding:
+class LMHead:
     """`softcap * tanh(scale * (W h + b) / softcap)`; without a soft cap `scale * (W h + b)`.
 
     Attributes:
@@ -53,7 +53,7 @@ class Unembedding:
     low_rank: LowRank | None = None
     token_map: Tensor | None = None
 
-    def only(self, tokens: Tensor) -> Unembedding:
+    def only(self, tokens: Tensor) -> LMHead:
         """A copy of the rows of `tokens` (long [N]), in that order.
 
         Its softmax is this one's restricted to them: `exp(l_i) / sum_j exp(l_j)` over `tokens` alone.

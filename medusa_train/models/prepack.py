@@ -35,7 +35,7 @@ class Layout:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
 
-class PackedLinear(nn.Linear):
+class PrepackedLinear(nn.Linear):
     """A linear map over the same parameters, with a layout beside them that products without gradients use.
 
     torch.compile lays out the weights that it is given itself.
@@ -53,13 +53,13 @@ class PackedLinear(nn.Linear):
             return super().forward(input)
         return self._layout.product(input, self.bias)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedLinear:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PrepackedLinear:
         self._layout = None  # other weights from here on
         super()._apply(fn, recurse)
         return self
 
 
-def pack_linears(module: nn.Module) -> bool:
+def prepack_linears(module: nn.Module) -> bool:
     """Give the linear layers in `module` a layout, if they are on a CPU and faster with it; says whether.
 
     Layers of other classes (quantised, with an adapter) stay as they are. The layouts take as much memory again as the
@@ -71,19 +71,19 @@ def pack_linears(module: nn.Module) -> bool:
         for name, child in owner.named_children()
         if type(child) is nn.Linear
     ]
-    if not found or not worth_packing([child.weight for _, _, child in found]):
+    if not found or not worth_prepacking([child.weight for _, _, child in found]):
         return False
     for owner, name, child in found:
-        setattr(owner, name, PackedLinear(child))
+        setattr(owner, name, PrepackedLinear(child))
     return True
 
 
 def is_packed(module: nn.Module) -> bool:
     """Whether linear layers in `module` have a layout."""
-    return any(isinstance(child, PackedLinear) for child in module.modules())
+    return any(isinstance(child, PrepackedLinear) for child in module.modules())
 
 
-def worth_packing(weights: Sequence[Tensor]) -> bool:
+def worth_prepacking(weights: Sequence[Tensor]) -> bool:
     """Whether these weights can be laid out, fit into memory a second time, and one-row products are faster so."""
     if not weights:
         return False

@@ -16,7 +16,7 @@ _REASONS: dict[Finish, Reason] = {"eos": "stop", "length": "length", "context": 
 _MARK = "\ue000words\ue001"  # characters for private use: no template holds them
 
 
-class Speakers:
+class ChatPrompting:
     """Lets a model speak as the assistant or as the user.
 
     The assistant's turn begins with the template's generation prompt and ends with eos. The user's (in self-talk)

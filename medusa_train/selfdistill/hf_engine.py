@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import Batch, BatchDecoder, Newcomer
+from medusa_train.inference.batch import Batch, BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import has_fast_bf16
-from medusa_train.selfdistill.chat_prompting import Speakers
+from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.trees.tree import Tree
 
@@ -56,7 +56,7 @@ class _Speed:
         return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
 
 
-class LocalEngine:
+class HFEngine:
     """The backbone itself.
 
     Without a draft a batch stays full: as answers are done, requests that wait take their places. With one, a batch is
@@ -99,7 +99,7 @@ class LocalEngine:
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
         self.sampling = Sampling(temperature, top_k, top_p) if temperature else None
-        self._speakers = Speakers(backbone.tokenizer, chat_template)
+        self._speakers = ChatPrompting(backbone.tokenizer, chat_template)
         self._plain = BatchDecoder(backbone)
         self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
         self._batch: Batch | None = None
@@ -180,7 +180,7 @@ class LocalEngine:
         if self._waiting and free * JOIN >= self.batch_size:
             joining = self._pick(free)
             generators = [self._generator(asked) if self.sampling else None for asked in joining]
-            batch.join([Newcomer(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)])
+            batch.join([PendingRequest(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)])
             self._underway.update((asked.ticket, asked) for asked in joining)
         done = batch.step()
         asked = [self._underway.pop(ticket) for ticket, _ in done]

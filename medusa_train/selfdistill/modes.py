@@ -1,7 +1,7 @@
 """What comes of a seed: the conversation so far, and when an answer is not kept. Knows no engine's inside, no file.
 
-A mode (`replay`, `selftalk`) is a generator that yields `Request`s, is sent the `Answer`s and returns a `Talk`: so
-any number of conversations can be under way, whoever answers and in whatever order.
+A mode (`replay`, `selftalk`) is a generator that yields `Request`s, is sent the `Answer`s and returns a
+`GeneratedChat`: so any number of conversations can be under way, whoever answers and in whatever order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rules:
 
 
 @dataclass
-class Talk:
+class GeneratedChat:
     """A conversation as far as the model came.
 
     Attributes:
@@ -89,7 +89,7 @@ class Talk:
         self.dropped, self.dropped_turns = why, turns
 
 
-Steps = Generator[Request, Answer, Talk]
+Steps = Generator[Request, Answer, GeneratedChat]
 
 
 def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
@@ -113,7 +113,7 @@ def replay(seed: Seed, *, random_seed: int, rules: Rules) -> Steps:
 
     An answer that `rules` drop ends the conversation: it goes with all later turns, and earlier turns stay.
     """
-    talk = Talk(seed)
+    talk = GeneratedChat(seed)
     for number, text in enumerate(seed.turns):
         asked = Message("user", text)
         answer = yield Request((*talk.messages, asked), turn_seed(random_seed, seed.id, number))
@@ -132,7 +132,7 @@ def selftalk(seed: Seed, *, random_seed: int, rules: Rules, rounds: int) -> Step
     by a limit, or with a turn that its speaker has said before. A question that is left without an answer is
     removed.
     """
-    talk = Talk(seed)
+    talk = GeneratedChat(seed)
     asked = Message("user", seed.turns[0])
     while True:
         answer = yield Request((*talk.messages, asked), turn_seed(random_seed, seed.id, talk.turns))
@@ -150,7 +150,7 @@ def selftalk(seed: Seed, *, random_seed: int, rules: Rules, rounds: int) -> Step
         asked = Message("user", said.text)
 
 
-def _repeats(talk: Talk, role: str, text: str) -> DropReason | None:
+def _repeats(talk: GeneratedChat, role: str, text: str) -> DropReason | None:
     """Whether `role` has said so before, white space and case apart."""
     earlier = {_plain(message.content) for message in talk.messages if message.role == role}
     return "repeated" if _plain(text) in earlier else None

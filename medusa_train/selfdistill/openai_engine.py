@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.errors import ServerError
-from medusa_train.openai_client import ChatServer, Refusal
+from medusa_train.openai_client import OpenAIClient, Refusal
 from medusa_train.selfdistill.engines import Answer, Reason, Request
 
 _IN_A_ROW = 50  # refusals without an answer between them: then it is no matter of single chats
@@ -43,7 +43,7 @@ class ServerSampling:
         return body
 
 
-class ServerEngine:
+class OpenAIEngine:
     """Any server with `/chat/completions`; requests are answered in whatever order it answers them.
 
     Args:
@@ -53,7 +53,7 @@ class ServerEngine:
         ServerError (from `next`): the server takes no request, or gives no answer for too long.
     """
 
-    def __init__(self, server: ChatServer, model: str, sampling: ServerSampling, concurrency: int) -> None:
+    def __init__(self, server: OpenAIClient, model: str, sampling: ServerSampling, concurrency: int) -> None:
         self.server = server
         self.model = model
         self.sampling = sampling

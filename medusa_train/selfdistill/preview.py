@@ -16,7 +16,7 @@ from medusa_train.hub import hub_is_out_of_reach
 from medusa_train.progress import duration
 from medusa_train.selfdistill.engines import Request
 from medusa_train.selfdistill.prompts import Seed
-from medusa_train.selfdistill.run import Tally, mode_of, model_name, paths_of
+from medusa_train.selfdistill.run import RunStats, mode_of, model_name, paths_of
 
 SHOWN = 3
 
@@ -34,14 +34,14 @@ def preview(cfg: SelfDistillConfig, seeds: Sequence[Seed]) -> Iterator[tuple[str
     from transformers import AutoTokenizer
 
     from medusa_train.models.loading import resolve_backbone
-    from medusa_train.selfdistill.chat_prompting import Speakers
+    from medusa_train.selfdistill.chat_prompting import ChatPrompting
 
     paths = paths_of(cfg)
     where, _ = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(
         where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_out_of_reach()
     )
-    speakers = Speakers(tokenizer, paths.chat_template)
+    speakers = ChatPrompting(tokenizer, paths.chat_template)
     for seed, request in requests:
         yield f"{_title(seed)}, {len(speakers.prompt(request))} tokens", speakers.text(request)
 
@@ -62,7 +62,7 @@ LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 
 
 class DistillProgress:
-    """Shows a `Tally`: conversations, tokens per second, time left, dropped turns by reason."""
+    """Shows a `RunStats`: conversations, tokens per second, time left, dropped turns by reason."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -84,7 +84,7 @@ class DistillProgress:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._progress.stop()
 
-    def show(self, tally: Tally) -> None:
+    def show(self, tally: RunStats) -> None:
         """Bring the display up to date."""
         figures = describe(tally)
         self._progress.update(self._task, completed=tally.finished, figures=figures)
@@ -96,7 +96,7 @@ class DistillProgress:
             )
 
 
-def describe(tally: Tally) -> str:
+def describe(tally: RunStats) -> str:
     """Tokens per second, time left and dropped turns, on one line."""
     parts = [f"{tally.tokens_per_s:,.0f} tokens/s"]
     made = tally.finished - tally.earlier
@@ -107,7 +107,7 @@ def describe(tally: Tally) -> str:
     return ", ".join(parts)
 
 
-def summary(tally: Tally, figures: Mapping[str, str] | None = None) -> Table:
+def summary(tally: RunStats, figures: Mapping[str, str] | None = None) -> Table:
     """The table at the end of a run, with the `figures` of its engine below."""
     table = Table(title="self-distillation", title_justify="left", show_header=False)
     table.add_column("what")

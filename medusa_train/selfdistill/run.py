@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill.engines import Answer, Engine, Request
-from medusa_train.selfdistill.modes import Rules, Steps, Talk, replay, selftalk
+from medusa_train.selfdistill.modes import GeneratedChat, Rules, Steps, replay, selftalk
 from medusa_train.selfdistill.output import Writer
 from medusa_train.selfdistill.prompts import Seed, find_seeds, first_of, read_seeds, short_name
-from medusa_train.selfdistill.select_prompts import Choice, Shard, choose
+from medusa_train.selfdistill.select_prompts import Selection, Shard, choose
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.load import SubjectPaths
+    from medusa_train.checkpoint.load import ModelPaths
 
 
 @dataclass
-class Tally:
+class RunStats:
     """What a run did, and what an earlier one had done.
 
     Attributes:
@@ -62,7 +62,7 @@ class Tally:
         """Generated tokens per second of this run."""
         return self.tokens / max(self.seconds, 1e-9)
 
-    def count(self, talk: Talk) -> None:
+    def count(self, talk: GeneratedChat) -> None:
         """Take note of a finished conversation."""
         if talk.turns:
             self.written += 1
@@ -82,8 +82,8 @@ def distill(
     *,
     talk: Callable[[Seed], Steps],
     facts: dict[str, Any],
-    on_progress: Callable[[Tally], None] = lambda tally: None,
-) -> Tally:
+    on_progress: Callable[[RunStats], None] = lambda tally: None,
+) -> RunStats:
     """Make a conversation of each of `seeds` and write it; those in `writer.done` are left out.
 
     As many conversations are under way as the engine wants requests at hand. Each is written as soon as it is
@@ -95,7 +95,7 @@ def distill(
         on_progress: called at the start, after every answer and after every conversation.
     """
     left = [seed for seed in seeds if seed.id not in writer.done]
-    tally = Tally(total=len(seeds), earlier=len(seeds) - len(left))
+    tally = RunStats(total=len(seeds), earlier=len(seeds) - len(left))
     coming = iter(enumerate(left))
     underway: dict[int, Steps] = {}
     ready: deque[tuple[int, Request]] = deque()
@@ -124,18 +124,20 @@ def distill(
             on_progress(tally)
 
 
-def _go_on(ticket: int, answer: Answer, underway: dict[int, Steps], ready: deque[tuple[int, Request]]) -> Talk | None:
+def _go_on(
+    ticket: int, answer: Answer, underway: dict[int, Steps], ready: deque[tuple[int, Request]]
+) -> GeneratedChat | None:
     """Hand a conversation its answer: its next request goes to `ready`, or it is finished and returned."""
     try:
         ready.append((ticket, underway[ticket].send(answer)))
     except StopIteration as end:
         del underway[ticket]
-        talk: Talk = end.value
+        talk: GeneratedChat = end.value
         return talk
     return None
 
 
-def write(talk: Talk, writer: Writer, facts: dict[str, Any]) -> None:
+def write(talk: GeneratedChat, writer: Writer, facts: dict[str, Any]) -> None:
     """Append a conversation, or the note that nothing was left of it."""
     identity = {"id": talk.seed.id, "seed_id": talk.seed.id}
     dropped = {"dropped": {"reason": talk.dropped, "turns": talk.dropped_turns}} if talk.dropped else {}
@@ -189,7 +191,7 @@ def seeds_of(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[
     """
     skipped: list[str] | None = [] if cfg.skip_bad_records else None
     seeds = read_seeds(find_seeds(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
-    asked = Choice(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
+    asked = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
     chosen, left_out = choose(seeds, asked)
     if skipped:
         note("\n".join(["broken records, skipped:", *first_of(skipped)]))
@@ -288,15 +290,15 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     """
     if cfg.engine == "openai":
         return _server(cfg)
-    from medusa_train.checkpoint.load import load_subject
-    from medusa_train.selfdistill.hf_engine import LocalEngine
+    from medusa_train.checkpoint.load import load_with_draft
+    from medusa_train.selfdistill.hf_engine import HFEngine
 
     assert dtype is not None  # only a server's is unknown
     _take_own_device()
     paths = paths_of(cfg)
     # float32 is chosen where the answers must be the same on other machines; whether to prepack is measured on this one
-    subject = load_subject(paths, dtype, pack=dtype != "float32")
-    return LocalEngine(
+    subject = load_with_draft(paths, dtype, pack=dtype != "float32")
+    return HFEngine(
         subject.backbone,
         temperature=cfg.temperature,
         top_p=cfg.top_p,
@@ -309,18 +311,18 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     )
 
 
-def paths_of(cfg: SelfDistillConfig) -> SubjectPaths:
+def paths_of(cfg: SelfDistillConfig) -> ModelPaths:
     """Where the model of this process lies; a run's backbone is loaded as it was trained, adapter folded in.
 
     Raises:
         CheckpointError: the heads or the run that are named are not there.
     """
-    from medusa_train.checkpoint.load import locate
+    from medusa_train.checkpoint.load import resolve_model
 
     model, base = cfg.heads, cfg.base_model
     if model is None and base is not None and _is_run(base):
         model, base = base, None
-    paths = locate(model, base, None, chat_template=cfg.chat_template, trust_remote_code=cfg.trust_remote_code)
+    paths = resolve_model(model, base, None, chat_template=cfg.chat_template, trust_remote_code=cfg.trust_remote_code)
     return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
 
 
@@ -330,15 +332,15 @@ def _is_run(name: str) -> bool:
 
 
 def _server(cfg: SelfDistillConfig) -> Engine:
-    from medusa_train.openai_client import ChatServer
-    from medusa_train.selfdistill.openai_engine import ServerEngine, ServerSampling
+    from medusa_train.openai_client import OpenAIClient
+    from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 
     assert cfg.server_url is not None  # checked with the configuration
-    server = ChatServer(
+    server = OpenAIClient(
         cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, patience=cfg.retry_seconds
     )
     sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
-    return ServerEngine(server, model_name(cfg), sampling, cfg.concurrency)
+    return OpenAIEngine(server, model_name(cfg), sampling, cfg.concurrency)
 
 
 def _take_own_device() -> None:

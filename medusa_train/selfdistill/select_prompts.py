@@ -43,7 +43,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What is asked for; None leaves a question open.
 
     Attributes:
@@ -61,7 +61,7 @@ class Choice:
     limit: int | None = None
 
 
-def choose(seeds: Sequence[Seed], choice: Choice) -> tuple[list[Seed], Counter[str]]:
+def choose(seeds: Sequence[Seed], choice: Selection) -> tuple[list[Seed], Counter[str]]:
     """The seeds that are asked for, in their order, and how many were left out as "repeated", "short" or "long".
 
     Of seeds in which the user says the same (under the same system prompt) the first is taken.

@@ -18,7 +18,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec, read_adapter_config
 from medusa_train.models.precision import Precision
 
@@ -26,7 +26,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass
-class Student:
+class BackboneRecipe:
     """What runs forward in training, and what of it learns.
 
     Attributes:
@@ -53,11 +53,11 @@ class Student:
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
             return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
-    def unembedding(self) -> Unembedding:
+    def unembedding(self) -> LMHead:
         """lm_head as it is being trained."""
         return self.backbone.unembedding()
 
-    def teacher(self, batch: Batch, own: Features) -> tuple[Features, Unembedding]:
+    def teacher(self, batch: Batch, own: Features) -> tuple[Features, LMHead]:
         """Features and unembedding of the backbone as it was: the adapter off; the frozen backbone is its own."""
         if self.adapter is None:
             return Features(own.hidden.detach()), self.unembedding()
@@ -97,14 +97,14 @@ class Student:
         return self.precision.autocast() if self.joint else torch.autocast(self.precision.device.type, enabled=False)
 
 
-def make_student(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> Student:
+def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> BackboneRecipe:
     """Prepare `backbone` for the recipe: nothing, an adapter (fresh or from `lora_model_dir`), or free layers.
 
     Raises:
         BackboneError: the adapter's targets don't fit. CheckpointError: `lora_model_dir` holds nothing to start from.
     """
     if cfg.recipe == "medusa1":
-        return Student(backbone, precision)
+        return BackboneRecipe(backbone, precision)
     if cfg.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
     adapter = None
@@ -113,7 +113,7 @@ def make_student(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> 
     else:
         _free(backbone, cfg.medusa_num_unfreeze_layers or None)
     trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
-    return Student(backbone, precision, adapter, trained)
+    return BackboneRecipe(backbone, precision, adapter, trained)
 
 
 def check_start(cfg: TrainConfig) -> None:

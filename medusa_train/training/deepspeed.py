@@ -1,10 +1,10 @@
-"""The engine for several processes: DeepSpeed's ZeRO 0-3 behind the `Engine` protocol. Knows no data and no losses.
+"""The engine for several processes: DeepSpeed's ZeRO 0-3 behind the `Strategy` protocol. Knows no data and no losses.
 
 Weights are float32 and the numbers' format is autocast's, as in one process, so gradients travel and add up in
 float32. DeepSpeed averages gradients over processes; every share of the loss is already divided by the targets of the
 whole global batch, so it is multiplied by the number of processes first.
 
-What is saved is what `LocalEngine` saves, put together from all processes: a run may go on with another number of
+What is saved is what `LocalStrategy` saves, put together from all processes: a run may go on with another number of
 them, with another ZeRO stage, or alone.
 """
 
@@ -44,7 +44,7 @@ class _Everything(nn.Module):
         return action()
 
 
-class DeepSpeedEngine:
+class DeepSpeedStrategy:
     """This process's part in training with all the others; every method is called by all of them together."""
 
     def __init__(
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
         move_on(self.scheduler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule and loss scale as `LocalEngine` has them; the optimizer's tensors in rank 0 only."""
+        """Optimizer, schedule and loss scale as `LocalStrategy` has them; the optimizer's tensors in rank 0 only."""
         if self._stage == 0:
             optimizer = self._optimizer.state_dict()
         else:
@@ -162,7 +162,7 @@ class DeepSpeedEngine:
         return {"optimizer": optimizer, **side_state(self.scheduler, self.loss_scale)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave in rank 0, or what a `LocalEngine` gave.
+        """Take back what `state_dict` gave in rank 0, or what a `LocalStrategy` gave.
 
         Raises:
             ValueError: it belongs to other parameters.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.training.process_info import Place
+from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
@@ -37,10 +37,10 @@ class World:
     the CPUs' memory (gloo), so that a process that waits for a disk keeps no GPU's communication open.
 
     Attributes:
-        rank, size, local_rank: see `Place`.
+        rank, size, local_rank: see `ProcessInfo`.
     """
 
-    def __init__(self, place: Place | None = None, group: Any = None) -> None:
+    def __init__(self, place: ProcessInfo | None = None, group: Any = None) -> None:
         self.rank = 0 if place is None else place.rank
         self.size = 1 if place is None else place.size
         self.local_rank = 0 if place is None else place.local_rank
@@ -139,7 +139,7 @@ class World:
 ALONE = World()
 
 
-def join(place: Place) -> World:
+def join(place: ProcessInfo) -> World:
     """Meet the other processes; returns when all of them have come.
 
     Raises:

@@ -13,7 +13,7 @@ _PORT = 29500  # torch's own default, for launchers that name none
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """One process among those that train together.
 
     Attributes:
@@ -29,7 +29,7 @@ class Place:
     port: int
 
 
-def announced(environ: Mapping[str, str] = os.environ) -> Place | None:
+def announced(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
     """What torchrun, DeepSpeed's launcher or srun announced to this process; None: it is alone.
 
     Raises:
@@ -39,7 +39,7 @@ def announced(environ: Mapping[str, str] = os.environ) -> Place | None:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         local = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
         port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _PORT
-        place = Place(rank, size, local, environ.get("MASTER_ADDR", "127.0.0.1"), port)
+        place = ProcessInfo(rank, size, local, environ.get("MASTER_ADDR", "127.0.0.1"), port)
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # a batch script itself is task 0 too, of a step that srun did not start: there the second variable is missing
         place = _of_slurm(environ)
@@ -62,16 +62,16 @@ def first_host(nodes: str) -> str:
     return "".join(part for part in match.groups() if part) if match else "127.0.0.1"
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place:
+def _of_slurm(environ: Mapping[str, str]) -> ProcessInfo:
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     local = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else rank
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or first_host(nodes)
     if "MASTER_PORT" in environ:
-        return Place(rank, size, local, address, _number(environ, "MASTER_PORT"))
+        return ProcessInfo(rank, size, local, address, _number(environ, "MASTER_PORT"))
     # all tasks of a step have to arrive at the same free port without talking to each other
     job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Place(rank, size, local, address, 20000 + (31 * job + step) % 20000)
+    return ProcessInfo(rank, size, local, address, 20000 + (31 * job + step) % 20000)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -22,13 +22,13 @@ from medusa_train.errors import CheckpointError, MedusaError, interrupted_code
 from medusa_train.inference.tree_search import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import duration, standing
-from medusa_train.training.backbone_recipe import Student
+from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import ALONE, World
 from medusa_train.training.setup import Data, Ready, build, load_data
 from medusa_train.training.signals import StopRequest, sigterm_like_ctrl_c
 from medusa_train.training.state import TrainState
 from medusa_train.training.trainer import Outcome, Trainer
-from medusa_train.training.validation import HeldOut
+from medusa_train.training.validation import ValidationResult
 
 #: Seconds in which a second signal is a launcher's echo of the first: a terminal's Ctrl-C reaches all processes, and
 #: launchers then pass a SIGTERM on.
@@ -126,7 +126,7 @@ def _stopped_early(cfg: TrainConfig, ready: Ready, console: Console) -> int:
     return step
 
 
-def _last_evaluation(trainer: Trainer) -> HeldOut | None:
+def _last_evaluation(trainer: Trainer) -> ValidationResult | None:
     """Return what the loop's last evaluation found; it is made now where there was nothing left to train."""
     if trainer.measured is None and trainer.held_out is not None:
         return trainer.evaluate(trainer.held_out())
@@ -138,7 +138,7 @@ def _finish(
     data: Data,
     ready: Ready,
     step: int,
-    held_out: HeldOut | None,
+    held_out: ValidationResult | None,
     console: Console,
     results: Console,
 ) -> None:
@@ -189,7 +189,7 @@ def calibration_prompts(conversations: EncodedDataset, token_budget: int, seed: 
 
 
 def fit_tree(
-    student: Student,
+    student: BackboneRecipe,
     draft: Draft,
     prompts: Sequence[list[int]],
     token_budget: int,
@@ -238,7 +238,7 @@ def fit_tree(
     return found
 
 
-def heads_table(held_out: HeldOut | None, calibration: Calibration | None) -> Table | None:
+def heads_table(held_out: ValidationResult | None, calibration: Calibration | None) -> Table | None:
     """Top-1 and top-5 accuracy of every head, on held-out text and on the backbone's own continuations."""
     if held_out is None and calibration is None:
         return None
@@ -266,7 +266,7 @@ def summary(
     what: str,
     state: TrainState,
     step: int,
-    held_out: HeldOut | None,
+    held_out: ValidationResult | None,
     calibration: Calibration | None,
     out: Path,
     warning: str = "",

@@ -34,8 +34,8 @@ from medusa_train.models.hf_config import context_length
 from medusa_train.models.layer_split import check_exit
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision
-from medusa_train.progress import Tracker, open_tracker
-from medusa_train.training.backbone_recipe import Student, check_start, make_student, start_heads
+from medusa_train.progress import MetricLoggers, open_metric_loggers
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, check_start, start_heads
 from medusa_train.training.deepspeed_config import (
     DEFAULT,
     check_compiler,
@@ -53,7 +53,7 @@ from medusa_train.training.optim import (
     parameter_groups,
     warmup_warning,
 )
-from medusa_train.training.process_info import Place
+from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.state import (
     Plan,
     TrainState,
@@ -65,7 +65,7 @@ from medusa_train.training.state import (
     restore_weights,
     seed_all,
 )
-from medusa_train.training.strategy import Engine, LocalEngine, LossScale
+from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
 from medusa_train.training.trainer import Trainer
 
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
@@ -181,7 +181,7 @@ def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) 
     earlier = find_checkpoint(cfg, store, world, console)
     if earlier is not None:  # before the engine splits the weights or copies them
         restore_weights(earlier.snapshot, draft, student, str(earlier.path))
-    engine = build_engine(cfg, draft, student, plan.total_steps, warmup, world, console)
+    engine = build_strategy(cfg, draft, student, plan.total_steps, warmup, world, console)
     if not world.first:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # a dropout of its own; all weights are made by now
     state = TrainState()
@@ -192,19 +192,19 @@ def build(cfg: TrainConfig, data: Data, console: Console, world: World = ALONE) 
         if (before := len(random_states(earlier.snapshot))) != world.size:
             console.print(f"note: {before} processes began this run, {world.size} go on: dropout is another from here")
     out = world.lead(lambda: prepare_output_dir(cfg, state.step))
-    tracker = Tracker([])
+    tracker = MetricLoggers([])
     if world.first:
         write_config(with_template(cfg, student.backbone.tokenizer), out)
         dashboards = _dashboards(cfg, out, state.step, console)
         with writing(out):
-            tracker = open_tracker(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
+            tracker = open_metric_loggers(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
     trainer = Trainer(
         student=student,
         draft=draft,
         objective=_objective(cfg, draft, student),
         engine=engine,
         loader=loader,
-        held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
+        held_out=validation_batches(data.held_out, cfg.micro_batch_size),
         accumulation=cfg.gradient_accumulation_steps,
         precision=student.precision,
         plan=plan,
@@ -235,7 +235,7 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
     )
 
 
-def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
+def validation_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
     """Make a maker of one pass over the held-out set, always in the same order; None where nothing is held out."""
     if not len(held_out):
         return None
@@ -247,7 +247,7 @@ def held_out_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callabl
     return batches
 
 
-def _model(cfg: TrainConfig, data: Data, console: Console, device: torch.device) -> tuple[Draft, Student]:
+def _model(cfg: TrainConfig, data: Data, console: Console, device: torch.device) -> tuple[Draft, BackboneRecipe]:
     """Load the backbone and make of it what the recipe trains; the same in every process."""
     seed_all(cfg.seed)
     if cfg.tf32:
@@ -264,7 +264,7 @@ def _model(cfg: TrainConfig, data: Data, console: Console, device: torch.device)
     )
     console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
     draft = _heads(cfg, data, backbone, console)
-    return draft, make_student(cfg, backbone, precision)
+    return draft, build_backbone_recipe(cfg, backbone, precision)
 
 
 def _heads(cfg: TrainConfig, data: Data, backbone: Backbone, console: Console) -> Draft:
@@ -303,7 +303,7 @@ def _dashboards(cfg: TrainConfig, out: Path, step: int, console: Console) -> lis
     return found
 
 
-def _objective(cfg: TrainConfig, draft: Draft, student: Student) -> Objective:
+def _objective(cfg: TrainConfig, draft: Draft, student: BackboneRecipe) -> Objective:
     loss = cfg.drafted.loss
     if not student.joint:
         return Objective(draft, loss.decay, soft_heads=loss.soft, weight=loss.weight)
@@ -321,7 +321,7 @@ def _objective(cfg: TrainConfig, draft: Draft, student: Student) -> Objective:
 def _describe(
     cfg: TrainConfig,
     data: Data,
-    student: Student,
+    student: BackboneRecipe,
     draft: Draft,
     plan: Plan,
     warmup: int,
@@ -391,19 +391,19 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     return f"attention: torch's {plain} with a block-diagonal mask for packed rows ({obstacle})"
 
 
-def build_engine(
+def build_strategy(
     cfg: TrainConfig,
     draft: nn.Module,
-    student: Student,
+    student: BackboneRecipe,
     total_steps: int,
     warmup: int,
     world: World,
     console: Console,
-) -> Engine:
+) -> Strategy:
     """Make optimizer, schedule and the engine that moves them; says in a line what is not as it was asked for.
 
     DeepSpeed trains wherever there are several processes, and alone where the key `deepspeed` asks for it. Under
-    ZeRO-3 the weights are split from here on, and can be read as `Engine` says only.
+    ZeRO-3 the weights are split from here on, and can be read as `Strategy` says only.
     """
     given = read_deepspeed(cfg)
     config = DEFAULT if given is None else given
@@ -421,16 +421,16 @@ def build_engine(
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
     loss_scale = LossScale() if student.precision.dtype == torch.float16 else None
     if not many:
-        return LocalEngine([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
+        return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
-    from medusa_train.training.deepspeed import DeepSpeedEngine
+    from medusa_train.training.deepspeed import DeepSpeedStrategy
 
     if world.size == 1:
-        join(Place(0, 1, 0, "127.0.0.1", _free_port()))
+        join(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
     reason = ", for the key deepspeed is not set" if given is None else ""
     console.print(f"processes: {world.size}, by DeepSpeed's ZeRO stage {stage}{reason}")
     backbone = student.backbone
-    return DeepSpeedEngine(
+    return DeepSpeedStrategy(
         draft,
         backbone.model,
         [*draft.parameters(), *backbone.head.parameters()],

@@ -19,9 +19,9 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
-from medusa_train.training.backbone_recipe import Student
+from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import ALONE, World
-from medusa_train.training.strategy import Engine
+from medusa_train.training.strategy import Strategy
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Window:
 
 @dataclass
 class TrainState:
-    """Place in the run: `step` optimizer steps are done.
+    """ProcessInfo in the run: `step` optimizer steps are done.
 
     `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out objective (nats), at
     `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated, `tree` the
@@ -125,7 +125,7 @@ def _added(left: list[int], right: Sequence[int]) -> list[int]:
 
 
 def take_snapshot(
-    draft: Draft, student: Student, engine: Engine, state: TrainState, world: World = ALONE
+    draft: Draft, student: BackboneRecipe, engine: Strategy, state: TrainState, world: World = ALONE
 ) -> dict[str, Any]:
     """Collect everything that learns, optimizer, schedule, random generators and the place in the run, for saving.
 
@@ -142,7 +142,7 @@ def take_snapshot(
     }
 
 
-def restore_weights(snapshot: dict[str, Any], draft: Draft, student: Student, where: str) -> None:
+def restore_weights(snapshot: dict[str, Any], draft: Draft, student: BackboneRecipe, where: str) -> None:
     """Put back what was learnt, and nothing else.
 
     Raises:
@@ -153,7 +153,7 @@ def restore_weights(snapshot: dict[str, Any], draft: Draft, student: Student, wh
         student.load_state_dict(snapshot.get("student", {}))
 
 
-def restore_place(snapshot: dict[str, Any], engine: Engine, where: str, world: World = ALONE) -> TrainState:
+def restore_place(snapshot: dict[str, Any], engine: Strategy, where: str, world: World = ALONE) -> TrainState:
     """Put back the rest: optimizer, schedule, this process's random generators; return where the run stood.
 
     Where there are more processes than took the snapshot, the added ones keep the random numbers that they have.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _THIS_RUNS = ("initial_lr", "weight_decay")  # of a parameter group; the others are the optimizer's own
 
 
-class Engine(Protocol):
+class Strategy(Protocol):
     """What the training loop asks of whatever holds the gradients."""
 
     @property
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Take back what `state_dict` gave."""
 
 
-class LocalEngine:
+class LocalStrategy:
     """One process, one device."""
 
     def __init__(

@@ -19,13 +19,13 @@ from medusa_train.errors import MedusaError
 from medusa_train.losses.objective import LMSums, Objective, ObjectiveOutput
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import Precision
-from medusa_train.progress import Tracker
-from medusa_train.training.backbone_recipe import Student
+from medusa_train.progress import MetricLoggers
+from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import ALONE, World
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState, Window, restore_weights, take_snapshot
-from medusa_train.training.strategy import Engine
-from medusa_train.training.validation import HeldOut, evaluate_held_out
+from medusa_train.training.strategy import Strategy
+from medusa_train.training.validation import ValidationResult, evaluate_held_out
 
 
 class Outcome(Enum):
@@ -54,21 +54,21 @@ class Trainer:
         world: the processes that take part; a step is the same however many they are.
     """
 
-    student: Student
+    student: BackboneRecipe
     draft: Draft
     objective: Objective
-    engine: Engine
+    engine: Strategy
     loader: BatchLoader
     held_out: Callable[[], Iterable[Batch]] | None
     accumulation: int
     precision: Precision
     plan: Plan
     store: CheckpointStore
-    tracker: Tracker
+    tracker: MetricLoggers
     patience: int | None
     state: TrainState
     top_k_in_log: bool = False
-    measured: HeldOut | None = None
+    measured: ValidationResult | None = None
     max_nonfinite: int = 0
     world: World = ALONE
 
@@ -101,7 +101,7 @@ class Trainer:
                 return Outcome.INTERRUPTED
         return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
 
-    def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> HeldOut | None:
+    def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> ValidationResult | None:
         """Measure the heads as they are now on `batches`; None when `stop` said so, in whichever process."""
 
         def anywhere() -> bool:

@@ -22,8 +22,8 @@ from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
-from medusa_train.models.lm_head import Unembedding
-from medusa_train.training.backbone_recipe import Student
+from medusa_train.models.lm_head import LMHead
+from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import ALONE, World
 from medusa_train.trees.tree import Tree
 
@@ -31,7 +31,7 @@ ROWS = 512  # positions whose logits exist at once: [ROWS, V]
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ValidationResult:
     """What a held-out evaluation found.
 
     Attributes:
@@ -79,13 +79,13 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate_held_out(
-    student: Student,
+    student: BackboneRecipe,
     draft: Draft,
     batches: Iterable[Batch],
     objective: Objective,
     stop: Callable[[], bool] = lambda: False,
     world: World = ALONE,
-) -> HeldOut | None:
+) -> ValidationResult | None:
     """Measure the heads on `batches`, assistant tokens only, with never more than [ROWS, V] logits in memory.
 
     Several processes take turns with the batches, and all of them find the same.
@@ -142,7 +142,7 @@ def evaluate_held_out(
     weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(trained, start=1))
     whole = whole_objective(objective, weighted, own.loss, own.kl)
     shares = hits / targets.clamp(min=1)[:, None]
-    return HeldOut(
+    return ValidationResult(
         float(weighted),
         whole,
         means.tolist(),
@@ -204,7 +204,7 @@ class _OwnLoss:
         self._count = 0
         self._has_teacher = False
 
-    def add(self, student: Student, batch: Batch, feats: Features) -> None:
+    def add(self, student: BackboneRecipe, batch: Batch, feats: Features) -> None:
         wanted = shift(batch.labels, 0, batch.segments).flatten()
         self._count += int((wanted != IGNORE).sum())
         hidden = feats.hidden.flatten(0, 1)
@@ -231,7 +231,7 @@ class _OwnLoss:
         return self._kl / self._count if self._count and self._has_teacher else None
 
 
-def _score(hidden: Tensor, wanted: Tensor, unembedding: Unembedding) -> tuple[float, Tensor]:
+def _score(hidden: Tensor, wanted: Tensor, unembedding: LMHead) -> tuple[float, Tensor]:
     """Summed cross-entropy of hidden states [N, d] against rows [N] of the matrix, and the ranks [N] (CPU), by chunks.
 
     A row of -1, for a token that the head lacks, has no loss and no rank.

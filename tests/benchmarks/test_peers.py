@@ -13,7 +13,7 @@ import peers
 import peers_vllm
 import pytest
 
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
 
@@ -106,8 +106,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_vllm_is_given_the_exported_heads(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_train.export.write.check_vllm_directory", lambda directory, weights: "checked")
-    paths = locate(str(run), None, None)
-    subject = load_subject(paths, "float32")
+    paths = resolve_model(str(run), None, None)
+    subject = load_with_draft(paths, "float32")
     found = peers_vllm.vllm_answerers(subject, paths, "float32", tmp_path, 0.25, pytest.fail)
     assert list(found) == [peers_vllm.PLAIN, peers_vllm.HEADS]
     plain, heads = FakeEngine.made
@@ -125,9 +125,10 @@ def test_an_engine_that_does_not_start_is_left_out(run: Path, tmp_path: Path, mo
         raise RuntimeError("no GPU\nand more")
 
     monkeypatch.setattr(FakeEngine, "__init__", fail)
-    paths = locate(str(run), None, None)
+    paths = resolve_model(str(run), None, None)
     notes: list[str] = []
     assert (
-        peers_vllm.vllm_answerers(load_subject(paths, "float32"), paths, "float32", tmp_path, 0.2, notes.append) == {}
+        peers_vllm.vllm_answerers(load_with_draft(paths, "float32"), paths, "float32", tmp_path, 0.2, notes.append)
+        == {}
     )
     assert notes == ["vLLM: can't run this here, left out (RuntimeError: no GPU)"]

@@ -134,17 +134,17 @@ def test_mistakes_end_with_their_code_and_a_message(
 
 
 def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medusa_train.selfdistill.hf_engine import LocalEngine
+    from medusa_train.selfdistill.hf_engine import HFEngine
 
-    answer, asked = LocalEngine.next, []
+    answer, asked = HFEngine.next, []
 
-    def interrupted(self: LocalEngine) -> object:
+    def interrupted(self: HFEngine) -> object:
         asked.append(self)
         if len(asked) == 2:
             raise KeyboardInterrupt
         return answer(self)
 
-    monkeypatch.setattr(LocalEngine, "next", interrupted)
+    monkeypatch.setattr(HFEngine, "next", interrupted)
     flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT]
     result = runner.invoke(app, flags)
     assert result.exit_code == 130

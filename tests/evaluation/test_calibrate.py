@@ -6,7 +6,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from medusa_train.checkpoint.load import locate
+from medusa_train.checkpoint.load import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation import calibrate as calibration
@@ -55,7 +55,7 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
     )
     tree = None if cfg.tree is None else Path(cfg.tree)
     console = Console(file=io.StringIO(), width=160)
-    written = calibrate(cfg, load_bench(cfg.bench), locate(str(paths_of), None, tree), console)
+    written = calibrate(cfg, load_bench(cfg.bench), resolve_model(str(paths_of), None, tree), console)
     return written, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -122,6 +122,6 @@ def test_what_cannot_be_calibrated_says_why(
 ) -> None:
     with pytest.raises(CheckpointError, match="only 2 conversations"):
         run(run_dir, bench_file, tmp_path)
-    alone = locate(None, str(backbone_dir), None)
+    alone = resolve_model(None, str(backbone_dir), None)
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):
         calibrate(EvalConfig(), load_bench(str(questions)), alone, Console(file=io.StringIO()))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from medusa_train.checkpoint.load import SubjectPaths, load_backbone, locate
+from medusa_train.checkpoint.load import ModelPaths, load_backbone, resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import choose_dtype as fastest
 from medusa_train.evaluation import choose_dtype as memory
@@ -20,13 +20,13 @@ def prompt_of(backbone: Backbone) -> list[int]:
 
 
 @pytest.fixture
-def paths(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SubjectPaths:
+def paths(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPaths:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return locate(str(run_dir), None, None)
+    return resolve_model(str(run_dir), None, None)
 
 
-def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callable[[SubjectPaths, str], Backbone]:
-    def load(paths: SubjectPaths, dtype: str) -> Backbone:
+def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callable[[ModelPaths, str], Backbone]:
+    def load(paths: ModelPaths, dtype: str) -> Backbone:
         loaded.append(dtype)
         if dtype in for_dtypes:
             raise error
@@ -37,7 +37,7 @@ def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callab
 
 def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None:
     said: list[str] = []
-    chosen = fastest_dtype(locate(str(run_dir), None, None), prompt_of, said.append)
+    chosen = fastest_dtype(resolve_model(str(run_dir), None, None), prompt_of, said.append)
     assert chosen in ("float32", "bfloat16", "float16")
     assert said[0].startswith(f"dtype: {chosen}, the fastest")
     assert "float32" in said[0]
@@ -45,7 +45,7 @@ def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None
 
 
 def test_a_dtype_without_enough_memory_is_left_out_and_named(
-    paths: SubjectPaths, monkeypatch: pytest.MonkeyPatch
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
     load = failing({"float32"}, torch.OutOfMemoryError("CUDA out of memory."), loaded)
@@ -59,7 +59,7 @@ def test_a_dtype_without_enough_memory_is_left_out_and_named(
 
 
 def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
-    paths: SubjectPaths, monkeypatch: pytest.MonkeyPatch
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fastest, "load_backbone", failing({"float32", "bfloat16"}, MemoryError(), []))
     with pytest.raises(BackboneError, match="not enough memory for it here in any dtype"):
@@ -70,7 +70,7 @@ def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
 
 
 def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded(
-    paths: SubjectPaths, monkeypatch: pytest.MonkeyPatch
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
     stored = LlamaConfig(dtype="bfloat16")
@@ -91,9 +91,9 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace()
 
     monkeypatch.setattr(Backbone, "load", load)
-    over_4bit = SubjectPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
+    over_4bit = ModelPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
     load_backbone(over_4bit, "bfloat16")
-    folded = SubjectPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")
+    folded = ModelPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")
     load_backbone(folded, "float32")
     assert asked == [("m", "bfloat16", "nf4", True), ("m", "float32", None, False)]
 

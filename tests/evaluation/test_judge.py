@@ -15,7 +15,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.evaluation.judge import NO_SCORE, PROMPT_NAME, Judge, grade, grade_in, model_answers
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
-from medusa_train.openai_client import ChatServer
+from medusa_train.openai_client import OpenAIClient
 from tests.evaluation.test_run import run as evaluate
 
 Reply = tuple[int, Any, dict[str, str]]
@@ -68,7 +68,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def judge(server: Server) -> Judge:
-    return Judge(ChatServer(server.url, timeout=5.0, patience=0.5), "judge-1")
+    return Judge(OpenAIClient(server.url, timeout=5.0, patience=0.5), "judge-1")
 
 
 QUESTIONS = [

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_train.checkpoint.load import Subject
+from medusa_train.checkpoint.load import LoadedModel
 from medusa_train.evaluation.output_equality import behind_best, judge_again, judge_timed, verdict
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.trees.tree import Tree
@@ -78,7 +78,7 @@ def test_judging_again_decodes_the_same_prompts_in_the_other_dtype() -> None:
     from medusa_train.models.drafts.medusa import MedusaDraft
 
     backbone = random_backbone("llama", dtype=torch.float32)
-    subject = Subject(backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2]))
+    subject = LoadedModel(backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2]))
     records = [record((9, 9, 9)), record((8, 8, 8))]
     counted: list[int] = []
     judge_again(records, subject, "float32", max_new_tokens=12, on_turn=counted.append)

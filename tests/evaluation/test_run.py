@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.load import locate
+from medusa_train.checkpoint.load import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import run as module
@@ -20,7 +20,7 @@ from medusa_train.evaluation.speed import SpeedTest
 def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:
     cfg = EvalConfig(bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys)
     bench = load_bench(str(bench_file))
-    paths = locate(None if model is None else str(model), cfg.base_model, None)
+    paths = resolve_model(None if model is None else str(model), cfg.base_model, None)
     console = Console(file=io.StringIO(), width=160)
     evaluate(cfg, bench, paths, "medusa-eval --bench small", console)
     return json.loads((out / "report.json").read_text()), console.file.getvalue()  # type: ignore[attr-defined]
@@ -171,6 +171,6 @@ def test_an_interruption_while_answers_are_compared_keeps_the_timed_result(
 def test_a_timed_pass_without_enough_memory_says_what_to_set(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "load_subject", no_memory)
+    monkeypatch.setattr(module, "load_with_draft", no_memory)
     with pytest.raises(BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"):
         run(bench_file, run_dir, tmp_path, dtype="float32")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.checkpoint.load import Subject, load_subject, locate
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft, resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 from medusa_train.evaluation.questions import Question, load_bench
@@ -13,15 +13,15 @@ from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest
 
 
 @pytest.fixture(scope="module")
-def subject(run_dir: Path) -> Subject:
-    return load_subject(locate(str(run_dir), None, None), "float32")
+def subject(run_dir: Path) -> LoadedModel:
+    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
 
 
-def speed_test(subject: Subject, max_new_tokens: int) -> SpeedTest:
+def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:
     return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens)
 
 
-def test_every_decoder_answers_every_turn_and_all_agree(subject: Subject, bench_file: Path) -> None:
+def test_every_decoder_answers_every_turn_and_all_agree(subject: LoadedModel, bench_file: Path) -> None:
     told: list[Any] = []
     test = speed_test(subject, 24)
     test.warm_up(load_bench(str(bench_file)).questions)
@@ -39,7 +39,7 @@ def test_every_decoder_answers_every_turn_and_all_agree(subject: Subject, bench_
     assert told == [*records, *skipped]
 
 
-def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: Subject, bench_file: Path) -> None:
+def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: LoadedModel, bench_file: Path) -> None:
     first, second = speed_test(subject, 12).run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0]
     tokenizer = subject.backbone.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
@@ -97,8 +97,8 @@ def test_when_nothing_fits_the_message_says_why() -> None:
         stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
 
 
-def test_without_a_draft_only_the_baselines_answer(subject: Subject, bench_file: Path) -> None:
-    test = speed_test(Subject(subject.backbone, None, None), 4)
+def test_without_a_draft_only_the_baselines_answer(subject: LoadedModel, bench_file: Path) -> None:
+    test = speed_test(LoadedModel(subject.backbone, None, None), 4)
     record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]
     assert record.tree is None
     assert record.answer is record.plain
@@ -121,7 +121,7 @@ def test_questions_that_were_measured_before_are_taken_over_in_their_place() -> 
     assert told == records[:1]
 
 
-def test_further_baselines_take_their_turns_too(subject: Subject, bench_file: Path) -> None:
+def test_further_baselines_take_their_turns_too(subject: LoadedModel, bench_file: Path) -> None:
     lookup = GenerateAnswerer(subject.backbone, prompt_lookup_num_tokens=3)
     test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), 12, {"prompt_lookup": lookup})
     record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medusa_train.checkpoint.load import Subject, load_subject, locate
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft, resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.speed import GenerateAnswerer, describe, further_baselines
 from medusa_train.inference.generate import Decoder
@@ -11,11 +11,11 @@ from tests.evaluation.tiny_model import write_backbone
 
 
 @pytest.fixture(scope="module")
-def subject(run_dir: Path) -> Subject:
-    return load_subject(locate(str(run_dir), None, None), "float32")
+def subject(run_dir: Path) -> LoadedModel:
+    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
 
 
-def test_generate_stops_after_the_first_eos(subject: Subject) -> None:
+def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
     made = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
     stop = made.tokens[5]
     stopping = SimpleNamespace(
@@ -29,7 +29,7 @@ def test_generate_stops_after_the_first_eos(subject: Subject) -> None:
     GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
 
 
-def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Subject, backbone_dir: Path) -> None:
+def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
     notes: list[str] = []
     found = further_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
     assert list(found) == ["prompt_lookup", "assisted"]
@@ -40,12 +40,12 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Su
         assert list(answerer.answer(prompt, 24).tokens) == plain
 
 
-def test_without_a_draft_model_or_prompt_lookup_there_is_nothing_more(subject: Subject) -> None:
+def test_without_a_draft_model_or_prompt_lookup_there_is_nothing_more(subject: LoadedModel) -> None:
     assert further_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
 
 
 def test_what_transformers_cannot_run_is_left_out_with_a_line(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*args: object, **how: object) -> None:
         raise ValueError("this cache can't be cut back")
@@ -57,7 +57,7 @@ def test_what_transformers_cannot_run_is_left_out_with_a_line(
     assert "can't be cut back" in notes[0]
 
 
-def test_a_draft_model_of_other_tokens_is_refused(subject: Subject, tmp_path: Path) -> None:
+def test_a_draft_model_of_other_tokens_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
     other = write_backbone(tmp_path / "other")
     text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
     (other / "tokenizer.json").write_text(text, encoding="utf-8")

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.load import locate
+from medusa_train.checkpoint.load import resolve_model
 from medusa_train.export.card import model_card
 from medusa_train.export.write import export_run
 
 
 def card(run: Path, to: str = "vllm", licence: str | None = None) -> tuple[dict[str, object], str]:
-    text = model_card(locate(str(run), None, None), read_heads(run / "heads"), to, licence)  # type: ignore[arg-type]
+    text = model_card(resolve_model(str(run), None, None), read_heads(run / "heads"), to, licence)  # type: ignore[arg-type]
     _, header, body = text.split("---", 2)
     return yaml.safe_load(header), body
 
@@ -57,9 +57,11 @@ def test_a_local_base_model_s_licence_is_taken_over(
 def test_heads_of_unknown_making_get_a_card_too(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run()
     (run / "heads").rename(tmp_path / "alone")
-    done = export_run(locate(str(tmp_path / "alone"), None, None), "tgi")
+    done = export_run(resolve_model(str(tmp_path / "alone"), None, None), "tgi")
     text = (done.target / "README.md").read_text()
     assert "Nothing has been measured" in text
     assert "## Training" not in text
-    merged = model_card(locate(str(tmp_path / "alone"), None, None), read_heads(tmp_path / "alone"), "merged", None)
+    merged = model_card(
+        resolve_model(str(tmp_path / "alone"), None, None), read_heads(tmp_path / "alone"), "merged", None
+    )
     assert "# Backbone trained with Medusa heads" in merged

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.export.targets import check_vllm_directory
 from medusa_train.export.write import export_run
@@ -34,7 +34,7 @@ def logits(where: Path) -> torch.Tensor:
 
 def of_the_run(run: Path) -> torch.Tensor:
     """Of the backbone that the run is evaluated with."""
-    backbone = load_subject(locate(str(run), None, None), "float32").backbone
+    backbone = load_with_draft(resolve_model(str(run), None, None), "float32").backbone
     with torch.no_grad():
         return backbone.logits(backbone.run(TOKENS).hidden)
 
@@ -46,7 +46,7 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
     if load_in_4bit:
         pytest.importorskip("bitsandbytes")
     run = make_run(adapter=True, load_in_4bit=load_in_4bit, recipe="medusa2", chat_template="zephyr")
-    done = export_run(locate(str(run), None, None), "merged")
+    done = export_run(resolve_model(str(run), None, None), "merged")
     merged = logits(done.target)
     assert torch.allclose(merged, of_the_run(run), atol=1e-4)
     assert not torch.allclose(merged, logits(backbone_dir), atol=1e-2)  # the adapter did change it
@@ -57,7 +57,7 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
 
 def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_run: Callable[..., Path]) -> None:
     run = make_run(adapter=True, recipe="medusa2")
-    paths = locate(str(run), None, None)
+    paths = resolve_model(str(run), None, None)
     (warning,) = export_run(paths, "vllm").warnings
     assert "--to merged" in warning
     merged = export_run(paths, "merged").target
@@ -74,17 +74,17 @@ def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_ru
 def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Path], backbone_dir: Path) -> None:
     run = make_run(recipe="medusa2")
     shutil.copytree(backbone_dir, run / "model")
-    done = export_run(locate(str(run), None, None), "merged")
+    done = export_run(resolve_model(str(run), None, None), "merged")
     assert torch.equal(logits(done.target), logits(backbone_dir))
     assert "trained" in done.facts[0]
-    again = export_run(locate(str(run), None, None), "merged")  # over an earlier one
+    again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target
 
 
 def test_a_run_that_left_its_backbone_alone_has_nothing_to_merge(make_run: Callable[..., Path]) -> None:
     run = make_run()
     with pytest.raises(CheckpointError, match="nothing to merge"):
-        export_run(locate(str(run), None, None), "merged")
+        export_run(resolve_model(str(run), None, None), "merged")
     assert not (run / "export").exists()
 
 
@@ -98,7 +98,7 @@ def test_a_failing_write_leaves_nothing_half_done(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
     with pytest.raises(CheckpointError, match="could not be written"):
-        export_run(locate(str(run), None, None), "merged")
+        export_run(resolve_model(str(run), None, None), "merged")
     assert list((run / "export").iterdir()) == []
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_heads, read_heads
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.checkpoint.reference import HeadTensors
 from medusa_train.checkpoint.vllm import loader_problems
 from medusa_train.config.types import ExportTarget
@@ -30,14 +30,16 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path
 ) -> None:
     run = make_run()
-    done = export_run(locate(str(run), None, None), to)
+    done = export_run(resolve_model(str(run), None, None), to)
     assert done.target == run / "export" / to
     assert done.warnings == []
     ours, again = read_heads(run / "heads"), read_heads(done.target)
     assert set(ours.state) == set(again.state)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
     assert again.base_model == str(backbone_dir.resolve())
-    subject = load_subject(locate(str(done.target), None, None), "float32")  # heads, tree and backbone from there
+    subject = load_with_draft(
+        resolve_model(str(done.target), None, None), "float32"
+    )  # heads, tree and backbone from there
     assert subject.tree == Tree.cartesian([2, 2])
     plain = Decoder(subject.backbone).generate(PROMPT, 20)
     assert Decoder(subject.backbone, subject.draft, subject.tree).generate(PROMPT, 20).tokens == plain.tokens
@@ -47,7 +49,7 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
 def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path) -> None:
     """Readers that know sharing get it, the others a copy of the backbone's matrix for each head."""
     run = make_run(shared=True)
-    done = export_run(locate(str(run), None, None), to)
+    done = export_run(resolve_model(str(run), None, None), to)
     again = read_heads(done.target)
     assert again.shared == (to in ("tgi", "vllm", "reference-v2"))
     assert any("a copy of that lm_head" in fact for fact in done.facts) != again.shared
@@ -58,7 +60,7 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
 
 
 def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..., Path]) -> None:
-    done = export_run(locate(str(make_run()), None, None), "vllm")
+    done = export_run(resolve_model(str(make_run()), None, None), "vllm")
     config = json.loads((done.target / "config.json").read_text())
     assert loader_problems(load_file(done.target / "model.safetensors"), config) == []
     assert any("rules of vLLM's loader" in fact for fact in done.facts)
@@ -66,7 +68,7 @@ def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..
 
 def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
     run = make_run()
-    done = export_run(locate(str(run), None, None), "trtllm")
+    done = export_run(resolve_model(str(run), None, None), "trtllm")
     config = json.loads((done.target / "config.json").read_text())
     own = json.loads((backbone_dir / "config.json").read_text())
     assert {key: config[key] for key in own} == own
@@ -75,21 +77,21 @@ def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[...
     assert any("--medusa_choices" in fact for fact in done.facts)
     Tree.cartesian([8, 8]).save(run / "tree.json")
     (done.target / "medusa_choices.json").unlink()
-    (warning,) = export_run(locate(str(run), None, None), "trtllm").warnings
+    (warning,) = export_run(resolve_model(str(run), None, None), "trtllm").warnings
     assert "72 nodes" in warning
     assert not (done.target / "medusa_choices.json").exists()
     (run / "tree.json").unlink()
-    assert "no tree.json" in export_run(locate(str(run), None, None), "trtllm").warnings[0]
+    assert "no tree.json" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
 
 
 def test_version_2_is_refused_for_heads_with_matrices_of_their_own(make_run: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match="medusa_share_lm_head"):
-        export_run(locate(str(make_run()), None, None), "reference-v2")
+        export_run(resolve_model(str(make_run()), None, None), "reference-v2")
 
 
 def test_the_backbone_may_be_called_otherwise_and_elsewhere(make_run: Callable[..., Path], tmp_path: Path) -> None:
     target = tmp_path / "there"
-    done = export_run(locate(str(make_run()), None, None), "vllm", target, base_model="me/llama")
+    done = export_run(resolve_model(str(make_run()), None, None), "vllm", target, base_model="me/llama")
     assert done.target == target
     assert json.loads((target / "config.json").read_text())["base_model_name_or_path"] == "me/llama"
 

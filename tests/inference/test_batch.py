@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.batch import BatchDecoder, Newcomer
+from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -140,7 +140,7 @@ def _streamed(
     """Answers to QUEUE, `rows` at a time, where others join as soon as `wanted` places are free; rows of each pass."""
     batch = BatchDecoder(backbone).begin(max_new_tokens, eos, rule)
     generator = (torch.Generator().manual_seed(seed) for seed in range(len(QUEUE)))
-    coming = [Newcomer(n, prompt, next(generator) if rule else None) for n, prompt in enumerate(QUEUE)]
+    coming = [PendingRequest(n, prompt, next(generator) if rule else None) for n, prompt in enumerate(QUEUE)]
     answers: dict[int, Generation] = {}
     sizes = []
     while coming or batch.active:
@@ -200,19 +200,19 @@ def test_who_may_not_join() -> None:
     backbone = random_backbone("qwen3")
     backbone.max_context = 12
     batch = BatchDecoder(backbone).begin(4, ())
-    batch.join([Newcomer(0, [1, 2])])
+    batch.join([PendingRequest(0, [1, 2])])
     with pytest.raises(MedusaError, match="13 tokens, the model reads 12"):
-        batch.join([Newcomer(1, [3]), Newcomer(2, list(range(13)))])
+        batch.join([PendingRequest(1, [3]), PendingRequest(2, list(range(13)))])
     assert len(batch.active) == 1
-    batch.join([Newcomer(3, [3])])
+    batch.join([PendingRequest(3, [3])])
     done = [step for _ in range(3) for step in batch.step()]
     assert [(ticket, out.tokens) for ticket, out in done] == [
         (ticket, Decoder(backbone).generate(prompt, 4, ()).tokens) for ticket, prompt in ((0, [1, 2]), (3, [3]))
     ]
     speculating = BatchDecoder(backbone, _draft(backbone), TREE).begin(4, ())
-    speculating.join([Newcomer(0, [1, 2])])
+    speculating.join([PendingRequest(0, [1, 2])])
     with pytest.raises(ValueError, match="a draft's rows begin together"):
-        speculating.join([Newcomer(1, [3])])
+        speculating.join([PendingRequest(1, [3])])
     with pytest.raises(ValueError, match="decode them one by one"):
         BatchDecoder(random_backbone("phi3-longrope")).begin(4)
 

@@ -15,7 +15,7 @@ import torch
 from medusa_train.errors import MedusaError
 from medusa_train.inference import tree_search as calibrate_module
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import Reach, Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
+from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
 from medusa_train.inference.tree_search import (
     SEARCHES,
     Calibration,
@@ -322,7 +322,7 @@ def test_no_talk_is_judged_by_a_tree_that_saw_it(monkeypatch: pytest.MonkeyPatch
 
     walk = Trace.walk
 
-    def watched(self: Trace, tree: Tree | Reach) -> list[int]:
+    def watched(self: Trace, tree: Tree | AcceptedLength) -> list[int]:
         judged.append(id(self))
         assert id(self) not in seen[-1]
         return walk(self, tree)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medusa_train.models.lm_head import LowRank, Unembedding
+from medusa_train.models.lm_head import LMHead, LowRank
 
 RANK = 3
 VARIANTS: list[dict[str, Any]] = [
@@ -47,13 +47,13 @@ class Random:
         scale: float = 1.0,
         rank: int = 0,
         dropout: Callable[[Tensor], Tensor] = lambda h: h,
-    ) -> Unembedding:
+    ) -> LMHead:
         weight = self.leaf(vocab, width)
         low_rank = LowRank(self.leaf(rank, width), self.leaf(vocab, rank), 0.5, dropout) if rank else None
-        return Unembedding(weight, self.leaf(vocab) if bias else None, softcap, scale, low_rank)
+        return LMHead(weight, self.leaf(vocab) if bias else None, softcap, scale, low_rank)
 
 
-def leaves(unembedding: Unembedding) -> list[Tensor]:
+def leaves(unembedding: LMHead) -> list[Tensor]:
     low_rank = unembedding.low_rank
     found = [unembedding.weight, unembedding.bias]
     if low_rank is not None:
@@ -61,7 +61,7 @@ def leaves(unembedding: Unembedding) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None and tensor.requires_grad]
 
 
-def plain_logits(hidden: Tensor, head: Unembedding, *, dropout: bool = True) -> Tensor:
+def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tensor:
     hidden = hidden.double()
     logits = hidden @ head.weight.double().t()
     if head.low_rank is not None:

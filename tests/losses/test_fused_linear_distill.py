@@ -11,7 +11,7 @@ from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.fused_linear import LinearSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
 
 N, D, V = 37, 12, 29
@@ -21,9 +21,9 @@ AHEAD = 2
 
 class Case(NamedTuple):
     hidden: Tensor
-    head: Unembedding
+    head: LMHead
     teacher_hidden: Tensor
-    teacher: Unembedding
+    teacher: LMHead
     targets: Tensor
 
     def kl(self, **options: Any) -> LinearSums:
@@ -43,7 +43,7 @@ def half(hidden: Tensor) -> Tensor:
 
 
 def make(dtype: torch.dtype, variant: dict[str, Any], teacher: dict[str, Any] | None = None) -> Case:
-    """Student and teacher of different widths and transforms; the last AHEAD rows have no target."""
+    """BackboneRecipe and teacher of different widths and transforms; the last AHEAD rows have no target."""
     random = Random(11, dtype)
     hidden, head = random.leaf(N, D), random.unembedding(V, D, **variant)
     teacher_hidden = random.leaf(N, D_TEACHER)
@@ -135,7 +135,7 @@ def test_kl_of_a_student_to_itself_is_zero_and_so_are_its_gradients(dtype: torch
     assert case.head.low_rank is not None
     with torch.no_grad():
         case.head.low_rank.b.zero_()
-    without = Unembedding(case.head.weight, case.head.bias, case.head.softcap, case.head.scale)
+    without = LMHead(case.head.weight, case.head.bias, case.head.softcap, case.head.scale)
     same = case._replace(teacher_hidden=case.hidden, teacher=without)
     result = same.kl(chunk=6)
     assert result.loss_sum.item() == 0.0
@@ -214,8 +214,8 @@ def test_bf16_autocast_keeps_a_float32_loss() -> None:
     case = make(torch.bfloat16, {}, {})
     masters = Case(
         *(
-            Unembedding(part.weight.detach().float().requires_grad_())
-            if isinstance(part, Unembedding)
+            LMHead(part.weight.detach().float().requires_grad_())
+            if isinstance(part, LMHead)
             else (part.detach().float().requires_grad_() if part.is_floating_point() else part)
             for part in case
         )
@@ -266,7 +266,7 @@ def test_a_teacher_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=f"{N - 1} rows and {V} tokens beside {N} rows"):
         case._replace(teacher_hidden=case.teacher_hidden[1:]).kl()
     with pytest.raises(ValueError, match=f"{V - 1} tokens beside"):
-        case._replace(teacher=Unembedding(case.teacher.weight[1:])).kl()
+        case._replace(teacher=LMHead(case.teacher.weight[1:])).kl()
     for rho in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="rho"):
             case.soft(rho)

@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.fused_linear import block_rows, chunk_rows, linear_cross_entropy
-from medusa_train.models.lm_head import LowRank, Unembedding
+from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
 
 N, D, V = 37, 12, 29
 
 
-def make(dtype: torch.dtype, **variant: Any) -> tuple[Tensor, Unembedding, Tensor]:
+def make(dtype: torch.dtype, **variant: Any) -> tuple[Tensor, LMHead, Tensor]:
     random = Random(7, dtype)
     hidden = random.leaf(N, D)
     head = random.unembedding(V, D, **variant)
@@ -26,11 +26,11 @@ def make(dtype: torch.dtype, **variant: Any) -> tuple[Tensor, Unembedding, Tenso
     return hidden, head, targets
 
 
-def plain(hidden: Tensor, head: Unembedding, targets: Tensor) -> Tensor:
+def plain(hidden: Tensor, head: LMHead, targets: Tensor) -> Tensor:
     return functional.cross_entropy(plain_logits(hidden, head), targets, ignore_index=IGNORE, reduction="sum")
 
 
-def gradients(loss: Tensor, hidden: Tensor, head: Unembedding) -> list[Tensor]:
+def gradients(loss: Tensor, hidden: Tensor, head: LMHead) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [hidden, *leaves(head)]))
 
 
@@ -109,7 +109,7 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
         tensors: tuple[Tensor, ...] = (hidden, head.weight)
     else:
         assert head.bias is not None
-        master = Unembedding(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
+        master = LMHead(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
         states = hidden.detach().float().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = linear_cross_entropy(states, master, targets, chunk=8)
@@ -127,7 +127,7 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
 def test_loss_is_not_rounded_to_bf16() -> None:
     """Equal logits give log V to the precision of float32, though every input is bf16."""
     hidden = torch.zeros(3, D, dtype=torch.bfloat16)
-    head = Unembedding(torch.zeros(1000, D, dtype=torch.bfloat16))
+    head = LMHead(torch.zeros(1000, D, dtype=torch.bfloat16))
     result = linear_cross_entropy(hidden, head, torch.tensor([1, 2, IGNORE]))
     wanted = 2 * torch.log(torch.tensor(1000.0, dtype=torch.float64)).item()
     assert result.loss_sum.item() == pytest.approx(wanted, rel=1e-6)
@@ -136,7 +136,7 @@ def test_loss_is_not_rounded_to_bf16() -> None:
 def test_products_under_autocast_run_in_bf16() -> None:
     """A value that bf16 can't hold shows in which dtype the product ran."""
     hidden = torch.tensor([[1.001]])
-    head = Unembedding(torch.tensor([[40.0], [0.0]]))
+    head = LMHead(torch.tensor([[40.0], [0.0]]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = linear_cross_entropy(hidden, head, torch.tensor([1])).loss_sum
     assert rounded.item() == 40.0
@@ -147,7 +147,7 @@ def test_products_under_autocast_run_in_bf16() -> None:
 def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None) -> None:
     rows, width, vocab, chunk = 512, 4, 600, 32
     hidden = torch.randn(rows, width, requires_grad=True)
-    head = Unembedding(torch.randn(vocab, width, requires_grad=True), softcap=softcap)
+    head = LMHead(torch.randn(vocab, width, requires_grad=True), softcap=softcap)
     targets = torch.randint(0, vocab, (rows,))
     with Largest() as ours:
         linear_cross_entropy(hidden, head, targets, chunk=chunk).loss_sum.backward()
@@ -164,13 +164,13 @@ def test_masked_rows_and_frozen_weights_cost_no_product() -> None:
     assert trained.rows == int((targets != IGNORE).sum())
     assert trained.weight_grads == 1
     with Rows(V, (V, D)) as frozen:
-        linear_cross_entropy(hidden, Unembedding(head.weight.detach()), targets).loss_sum.backward()
+        linear_cross_entropy(hidden, LMHead(head.weight.detach()), targets).loss_sum.backward()
     assert frozen.weight_grads == 0
 
 
 def test_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
     hidden, head, targets = make(torch.float64)
-    frozen = Unembedding(head.weight.detach())
+    frozen = LMHead(head.weight.detach())
     linear_cross_entropy(hidden, frozen, targets).loss_sum.backward()
     assert frozen.weight.grad is None
     assert hidden.grad is not None
@@ -208,7 +208,7 @@ def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
     hidden, head, targets = make(torch.float64, bias=True, rank=RANK)
     assert head.bias is not None
     assert head.low_rank is not None
-    frozen = Unembedding(head.weight.detach(), head.bias.detach(), low_rank=head.low_rank)
+    frozen = LMHead(head.weight.detach(), head.bias.detach(), low_rank=head.low_rank)
     kept = int((targets != IGNORE).sum())
     with Rows(V, (V, D)) as wide:
         result = linear_cross_entropy(hidden, frozen, targets)
@@ -233,7 +233,7 @@ def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
     hidden, head, targets = make(torch.bfloat16, rank=RANK)
     assert head.low_rank is not None
     a, b = (tensor.detach().float().requires_grad_() for tensor in (head.low_rank.a, head.low_rank.b))
-    mixed = Unembedding(head.weight.detach(), low_rank=LowRank(a, b, head.low_rank.factor, lambda h: h))
+    mixed = LMHead(head.weight.detach(), low_rank=LowRank(a, b, head.low_rank.factor, lambda h: h))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         result = linear_cross_entropy(hidden.float(), mixed, targets, chunk=8)
     wanted = plain(hidden, mixed, targets)

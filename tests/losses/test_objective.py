@@ -10,7 +10,7 @@ from torch.nn import functional
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Medusa1Objective, ObjectiveOutput
 from medusa_train.models.features import Features
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_document, part
 
 
@@ -138,7 +138,7 @@ def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features)
     heads = Heads()
     share = 0.7
     objective = Medusa1Objective(heads, DECAY, soft_heads=share)
-    own = Unembedding(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
+    own = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
     out = objective.loss(feats, batch, objective.counts(batch), teacher=feats, teacher_unembedding=own)
 
     teacher = own.logits(feats.hidden)

@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.features import Features
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from tests.losses.plain import Random, leaves
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, features, mean_term, one_document, part
 
@@ -40,9 +40,9 @@ class Joint:
         self.student = random.unembedding(V, D, softcap=6.0, rank=2)
         self.teacher_feats = features(4)
         frozen = self.student.weight.detach()
-        self.teacher = Unembedding(frozen, softcap=6.0)
+        self.teacher = LMHead(frozen, softcap=6.0)
         assert self.student.low_rank is not None
-        self.student = Unembedding(frozen, softcap=6.0, low_rank=self.student.low_rank)
+        self.student = LMHead(frozen, softcap=6.0, low_rank=self.student.low_rank)
 
     @property
     def trained(self) -> list[Tensor]:
@@ -111,7 +111,7 @@ def test_a_shift_that_is_off_by_one_is_a_different_loss(joint: Joint, batch: Row
 class Copying(Heads):
     """Head k says at t what the backbone says at t + k."""
 
-    def __init__(self, states: Tensor, unembedding: Unembedding) -> None:
+    def __init__(self, states: Tensor, unembedding: LMHead) -> None:
         super().__init__()
         self.states, self.unembedding = states, unembedding
 
@@ -119,7 +119,7 @@ class Copying(Heads):
         for k in range(1, K + 1):
             yield self.states.roll(-k, dims=1)
 
-    def unembed(self, k: int) -> Unembedding:
+    def unembed(self, k: int) -> LMHead:
         return self.unembedding
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import log_softmax, one_hot
 from medusa_train.data.targets import IGNORE
 from medusa_train.losses.objective import Medusa1Objective
 from medusa_train.models.features import Features
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from tests.losses.toy import DECAY, B, D, K, Rows, T, V, one_document, part
 
 KEPT = torch.tensor([12, 3, 5, 0, 9, 16])
@@ -37,11 +37,11 @@ class Heads(nn.Module):
         for inner in self.inner:
             yield feats.hidden @ inner
 
-    def unembed(self, k: int) -> Unembedding:
-        return Unembedding(self.outer[k - 1], self.bias[k - 1], 4.0, 0.5, token_map=KEPT)
+    def unembed(self, k: int) -> LMHead:
+        return LMHead(self.outer[k - 1], self.bias[k - 1], 4.0, 0.5, token_map=KEPT)
 
 
-def plain(heads: Heads, feats: Features, batch: Rows, teacher: Unembedding, share: float) -> tuple[Tensor, Tensor]:
+def plain(heads: Heads, feats: Features, batch: Rows, teacher: LMHead, share: float) -> tuple[Tensor, Tensor]:
     """The formula in `Objective`'s docstring, target by target; and per head: valid targets, known ones, hits."""
     terms, numbers, kept = [], torch.zeros(3, K, dtype=torch.long), KEPT.tolist()
     own = teacher.logits(feats.hidden).softmax(-1)
@@ -68,7 +68,7 @@ def plain(heads: Heads, feats: Features, batch: Rows, teacher: Unembedding, shar
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_value_and_gradients_are_the_formula_s(batch: Rows, feats: Features, share: float) -> None:
     heads = Heads()
-    teacher = Unembedding(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
+    teacher = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
     objective = Medusa1Objective(heads, DECAY, soft_heads=share)
     counts = objective.counts(batch)
     out = objective.loss(feats, batch, counts, teacher=feats, teacher_unembedding=teacher)

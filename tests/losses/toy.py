@@ -11,7 +11,7 @@ from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.targets import IGNORE
 from medusa_train.models.features import Features
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 
 B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
 
@@ -30,8 +30,8 @@ class Heads(nn.Module):
         for inner in self.inner:
             yield feats.hidden @ inner
 
-    def unembed(self, k: int) -> Unembedding:
-        return Unembedding(self.outer[k - 1])
+    def unembed(self, k: int) -> LMHead:
+        return LMHead(self.outer[k - 1])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,13 @@ from medusa_train.data.batch import Batch, collate
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models import attention as few_rows
-from medusa_train.models.attention import NAME, document_bounds, few_rows_attention, few_rows_forward, flash_obstacle
+from medusa_train.models.attention import (
+    NAME,
+    document_bounds,
+    flash_obstacle,
+    grouped_query_attention,
+    grouped_query_forward,
+)
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
@@ -153,7 +159,7 @@ def test_it_is_attention_by_the_book(
 ) -> None:
     query, key, value = (tensor.to(dtype) for tensor in made(2, heads, kv_heads, q, 11))
     mask = tree_mask(masks, q, 11) if masks else None
-    found = few_rows_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
+    found = grouped_query_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
     expected = by_the_book(query.double(), key.double(), value.double(), mask, 0.3)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -161,7 +167,7 @@ def test_it_is_attention_by_the_book(
 @pytest.mark.parametrize("q", [1, 5])
 def test_values_may_be_of_another_size(q: int) -> None:
     query, key, value = made(2, 6, 2, q, 11)
-    found = few_rows_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
+    found = grouped_query_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
     expected = by_the_book(query, key, value[..., :3], None, 0.3)
     torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
 
@@ -171,7 +177,7 @@ def test_a_soft_cap_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(few_rows, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
     with torch.no_grad():
-        few_rows_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
+        grouped_query_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
     assert seen == [30.0]
 
 
@@ -180,13 +186,13 @@ def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: 
     def never(*args: object) -> Tensor:
         raise AssertionError("not the stock function")
 
-    monkeypatch.setattr(few_rows, "few_rows_attention", never)
+    monkeypatch.setattr(few_rows, "grouped_query_attention", never)
     q = 5
     query, key, value = made(1, 4, 2, q, q)
     mask = {"prefill": None, "mask by head": tree_mask(1, q, q).repeat(1, 4, 1, 1)}.get(case, tree_mask(1, q, q))
     with torch.set_grad_enabled(case == "gradient"):
         query.requires_grad_(case == "gradient")
-        found, _ = few_rows_forward(Attends(2), query, key, value, mask)
+        found, _ = grouped_query_forward(Attends(2), query, key, value, mask)
         expected, _ = sdpa_attention_forward(Attends(2), query, key, value, mask)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         if case == "gradient":
@@ -202,9 +208,9 @@ def test_a_model_decodes_as_with_the_stock_attention(family: str, monkeypatch: p
     prompt, trees = [5, 9, 11, 3], (None, Tree.cartesian([3, 2]))
     expected = [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees]
     seen = []
-    attention = few_rows.few_rows_attention
+    attention = few_rows.grouped_query_attention
     monkeypatch.setattr(
-        few_rows, "few_rows_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
+        few_rows, "grouped_query_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
     )
     backbone.pack()
     assert backbone.attention == backbone.config._attn_implementation == NAME

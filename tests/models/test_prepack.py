@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from medusa_train.models import prepack as packed
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.models.prepack import Layout, PackedLinear, is_packed, pack_linears, worth_packing
+from medusa_train.models.prepack import Layout, PrepackedLinear, is_packed, prepack_linears, worth_prepacking
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -39,7 +39,7 @@ def test_a_layout_gives_the_same_product(dtype: torch.dtype, tolerance: float, r
 @needs_onednn
 def test_gradients_come_from_the_plain_weights() -> None:
     layer = nn.Linear(8, 6)
-    packed_layer = PackedLinear(layer)
+    packed_layer = PrepackedLinear(layer)
     x = torch.randn(3, 8, requires_grad=True)
     packed_layer(x).square().sum().backward()
     assert packed_layer.weight is layer.weight
@@ -49,7 +49,7 @@ def test_gradients_come_from_the_plain_weights() -> None:
 @needs_onednn
 def test_other_weights_drop_the_layout(always_faster: None) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    assert pack_linears(model)
+    assert prepack_linears(model)
     assert is_packed(model)
     x = torch.randn(2, 8)
     model.double()  # a layout of float32 weights would fail, or answer for weights that are gone
@@ -63,26 +63,26 @@ def test_layers_of_other_classes_stay(always_faster: None) -> None:
         pass
 
     model = nn.Sequential(nn.Linear(8, 8), Special(8, 8))
-    assert pack_linears(model)
-    assert isinstance(model[0], PackedLinear)
+    assert prepack_linears(model)
+    assert isinstance(model[0], PrepackedLinear)
     assert type(model[1]) is Special
 
 
 def test_nothing_is_packed_without_room_or_kernels(monkeypatch: pytest.MonkeyPatch, always_faster: None) -> None:
     weights = [nn.Parameter(torch.zeros(100, 100))]
     monkeypatch.setattr(packed, "free_memory", lambda device: 100 * 100 * 4)
-    assert not worth_packing(weights)
+    assert not worth_prepacking(weights)
     monkeypatch.setattr(packed, "free_memory", lambda device: None)
-    assert worth_packing(weights) == torch.backends.mkldnn.is_available()
-    assert not worth_packing([nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))])
-    assert not pack_linears(nn.Sequential(nn.ReLU()))
+    assert worth_prepacking(weights) == torch.backends.mkldnn.is_available()
+    assert not worth_prepacking([nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))])
+    assert not prepack_linears(nn.Sequential(nn.ReLU()))
 
 
 @needs_onednn
 def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_faster", lambda weights: False)
     model = nn.Sequential(nn.Linear(8, 8))
-    assert not pack_linears(model)
+    assert not prepack_linears(model)
     assert not is_packed(model)
 
 

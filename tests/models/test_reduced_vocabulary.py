@@ -14,7 +14,7 @@ from medusa_train.models import prepack as packed
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
-from medusa_train.models.lm_head import LowRank, Unembedding
+from medusa_train.models.lm_head import LMHead, LowRank
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -53,7 +53,7 @@ def test_untrained_heads_are_the_backbones_rows(family: str, bias: bool, share: 
 
 
 def test_rows_carry_every_part_of_an_unembedding() -> None:
-    whole = Unembedding(
+    whole = LMHead(
         torch.randn(61, 8), torch.randn(61), 3.0, 0.5, LowRank(torch.randn(2, 8), torch.randn(61, 2), 0.5, lambda h: h)
     )
     states = torch.randn(4, 5, 8)
@@ -92,7 +92,7 @@ def test_proposals_are_tokens_in_each_heads_order(layers: int, share: bool) -> N
 def test_packed_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
     monkeypatch.setattr(packed, "_faster", lambda weights: True)
     torch.manual_seed(1)
-    own = Unembedding(torch.randn(61, 16)) if share else None
+    own = LMHead(torch.randn(61, 16)) if share else None
     draft = MedusaDraft(16, 61, 4, shared=own, token_map=KEPT)
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)

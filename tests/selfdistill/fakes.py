@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from medusa_train.selfdistill.engines import Answer, Request
-from medusa_train.selfdistill.modes import Steps, Talk
+from medusa_train.selfdistill.modes import GeneratedChat, Steps
 
 
 def said(text: str, reason: str = "stop") -> Answer:
@@ -44,7 +44,7 @@ class FakeEngine:
         return self.script.get(last, said(f"{verb} {last}"))
 
 
-def drive(steps: Steps, engine: FakeEngine) -> Talk:
+def drive(steps: Steps, engine: FakeEngine) -> GeneratedChat:
     """One conversation from its first request to its end."""
     request = next(steps)
     while True:

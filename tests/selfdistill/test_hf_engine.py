@@ -18,7 +18,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.selfdistill import hf_engine as local
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.selfdistill.hf_engine import (
-    LocalEngine,
+    HFEngine,
     _surely_best,
     _surely_cut,
     _surely_drawn,
@@ -133,11 +133,11 @@ def backbone(directory: Path) -> Backbone:
     return Backbone.load(str(directory), dtype=torch.float64)
 
 
-def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any) -> LocalEngine:
-    return LocalEngine(backbone, temperature=temperature, max_new_tokens=max_new_tokens, **settings)
+def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any) -> HFEngine:
+    return HFEngine(backbone, temperature=temperature, max_new_tokens=max_new_tokens, **settings)
 
 
-def ask(answering: LocalEngine, request: Request) -> Answer:
+def ask(answering: HFEngine, request: Request) -> Answer:
     answering.submit(5, request)
     ticket, made = answering.next()
     assert ticket == 5
@@ -212,7 +212,7 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
         backbone.tokenizer.chat_template = None
         with pytest.raises(DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"):
             engine(backbone)
-        named = LocalEngine(backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr")
+        named = HFEngine(backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr")
         ids = backbone.tokenizer("<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False)[
             "input_ids"
         ]
@@ -235,7 +235,7 @@ def test_the_fastest_dtype_is_bfloat16_where_the_device_has_it(
 QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
 
 
-def all_answers(answering: LocalEngine) -> list[Answer]:
+def all_answers(answering: HFEngine) -> list[Answer]:
     """Answers to all questions, in their order, with as many at hand as the engine wants."""
     found: dict[int, Answer] = {}
     coming = list(enumerate(QUESTIONS))[::-1]
@@ -298,7 +298,7 @@ def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
     said = [Decoder(backbone).generate(free._speakers.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
     backbone.eos_ids = tuple({said[0][3], said[4][8], said[7][15]})
 
-    def conversations(answering: LocalEngine) -> dict[int, list[Answer]]:
+    def conversations(answering: HFEngine) -> dict[int, list[Answer]]:
         talks: dict[int, list[Answer]] = {n: [] for n in range(len(QUESTIONS))}
         messages: dict[int, tuple[Message, ...]] = {n: (Message("user", q),) for n, q in enumerate(QUESTIONS)}
         ready, asked = list(talks), 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_train.selfdistill.modes import Rules, Talk, replay, turn_seed
+from medusa_train.selfdistill.modes import GeneratedChat, Rules, replay, turn_seed
 from medusa_train.selfdistill.prompts import Seed
 from tests.selfdistill.fakes import FakeEngine, drive, said
 
@@ -10,11 +10,11 @@ SEED = Seed("s1", ("one", "two", "three"))
 KEEP_CUT = Rules(drop_truncated=False)
 
 
-def run(engine: FakeEngine, seed: Seed = SEED, random_seed: int = 7, rules: Rules = Rules()) -> Talk:
+def run(engine: FakeEngine, seed: Seed = SEED, random_seed: int = 7, rules: Rules = Rules()) -> GeneratedChat:
     return drive(replay(seed, random_seed=random_seed, rules=rules), engine)
 
 
-def contents(done: Talk) -> list[str]:
+def contents(done: GeneratedChat) -> list[str]:
     return [message.content for message in done.messages]
 
 

@@ -14,13 +14,13 @@ import pytest
 from medusa_train import openai_client as chat_server
 from medusa_train.data.conversation import Message
 from medusa_train.errors import ServerError
-from medusa_train.openai_client import ChatServer
+from medusa_train.openai_client import OpenAIClient
 from medusa_train.selfdistill.engines import Request
 from medusa_train.selfdistill.modes import Rules, replay
-from medusa_train.selfdistill.openai_engine import ServerEngine, ServerSampling
+from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import Writer
 from medusa_train.selfdistill.prompts import Seed
-from medusa_train.selfdistill.run import Tally, distill
+from medusa_train.selfdistill.run import RunStats, distill
 from tests import fake_server
 from tests.fake_server import FakeServer, completion, error, serving
 
@@ -32,16 +32,16 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def engine(url: str, concurrency: int = 4, patience: float = 60.0) -> ServerEngine:
-    server = ChatServer(url, timeout=20.0, patience=patience)
-    return ServerEngine(server, "served", ServerSampling(0.5, 64, 0.9), concurrency)
+def engine(url: str, concurrency: int = 4, patience: float = 60.0) -> OpenAIEngine:
+    server = OpenAIClient(url, timeout=20.0, patience=patience)
+    return OpenAIEngine(server, "served", ServerSampling(0.5, 64, 0.9), concurrency)
 
 
 def ask(text: str, seed: int = 1) -> Request:
     return Request((Message("user", text),), seed)
 
 
-def run(out: Path, seeds: list[Seed], answering: ServerEngine) -> Tally:
+def run(out: Path, seeds: list[Seed], answering: OpenAIEngine) -> RunStats:
     with Writer(out, {"model": "served"}) as writer:
         try:
             return distill(

@@ -12,14 +12,14 @@ from medusa_train.selfdistill.modes import Rules, replay
 from medusa_train.selfdistill.output import Writer
 from medusa_train.selfdistill.preview import describe, summary
 from medusa_train.selfdistill.prompts import Seed
-from medusa_train.selfdistill.run import Tally, distill
+from medusa_train.selfdistill.run import RunStats, distill
 from tests.selfdistill.fakes import FakeEngine, said
 
 SEEDS = [Seed("a", ("one", "two")), Seed("b", ("bad",)), Seed("c", ("three", "bad", "four")), Seed("d", ("five",))]
 SCRIPT = {"bad": said("and so on and so on", "length")}
 
 
-def run(out: Path, seeds: list[Seed], engine: FakeEngine) -> Tally:
+def run(out: Path, seeds: list[Seed], engine: FakeEngine) -> RunStats:
     with Writer(out, {"model": "m"}) as writer:
         return distill(
             seeds,
@@ -90,7 +90,7 @@ def test_several_conversations_under_way_give_the_same_set(tmp_path: Path) -> No
 
 
 def test_figures_are_told() -> None:
-    tally = Tally(total=10, earlier=2, written=3, turns=5, tokens=100)
+    tally = RunStats(total=10, earlier=2, written=3, turns=5, tokens=100)
     tally.dropped["length"] += 2
     line = describe(tally)
     assert "tokens/s" in line

@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.load import locate
+from medusa_train.checkpoint.load import resolve_model
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
@@ -20,7 +20,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.backbone_recipe import Student
+from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.run import train
 from medusa_train.training.setup import load_data
 from medusa_train.training.validation import evaluate_held_out
@@ -59,11 +59,11 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     plain = Decoder(backbone).generate(prompt, 30).tokens
     assert Decoder(backbone, draft, Tree.load(out / "tree.json")).generate(prompt, 30).tokens == plain
 
-    export_run(locate(str(out), None, None), "vllm")
+    export_run(resolve_model(str(out), None, None), "vllm")
     assert json.loads((out / "export" / "vllm" / "config.json").read_text())["truncated_vocab_size"] == SIZE
     for to in ("reference", "reference-v2", "tgi", "trtllm"):
         with pytest.raises(CheckpointError, match=r"24 tokens only .* --to vllm"):
-            export_run(locate(str(out), None, None), to)
+            export_run(resolve_model(str(out), None, None), to)
 
 
 def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path) -> None:
@@ -101,7 +101,7 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -
     cfg = make_config()
     data = load_data(cfg, Console(file=io.StringIO()))
     backbone = Backbone.load(str(backbone_dir))
-    student = Student(backbone, choose_precision(False, torch.device("cpu")))
+    student = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
     draft = MedusaDraft.from_backbone(backbone, 2, vocab_size=len(kept), token_map=kept)
     batch = data.held_out.batch([[i] for i in range(len(data.held_out))])

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft, read_heads
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.cli.train import headline
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
@@ -47,7 +47,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(kind, make_dra
     assert len(held_out["head_top1"]) == 2
     assert f"{kind.capitalize()}" in console.file.getvalue()
     assert load_config(TrainConfig, out / "config.yaml").drafted.num_heads == 2
-    subject = load_subject(locate(str(out), None, None), "float32")
+    subject = load_with_draft(resolve_model(str(out), None, None), "float32")
     assert subject.draft is not None
     assert not subject.draft.training  # dropout would change what it guesses
     plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 30, ())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_heads
-from medusa_train.checkpoint.load import load_subject, locate
+from medusa_train.checkpoint.load import load_with_draft, resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
@@ -52,7 +52,7 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_pa
 def test_the_trained_model_is_the_one_that_is_evaluated(make_config, console, tmp_path, backbone_dir):
     """Adapter folded in, heads on top: other than the backbone, and tree decoding equals its plain decoding."""
     train(make_config(**{**LORA, "learning_rate": 5e-2}, calibration_tokens=80), console)
-    subject = load_subject(locate(str(tmp_path / "run"), None, None), "float32")
+    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     tokens = torch.tensor([[0, 2, 10, 3, 40]])
     original = Backbone.load(str(backbone_dir))
     adapted = subject.backbone.logits(subject.backbone.run(tokens).hidden)
@@ -162,7 +162,7 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     assert changed == {
         name for name in before if "layers.1." in name or name in ("model.norm.weight", "lm_head.weight")
     }
-    subject = load_subject(locate(str(tmp_path / "run"), None, None), "float32")
+    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     assert torch.equal(subject.backbone.head.weight, after["lm_head.weight"])
 
 
@@ -195,7 +195,7 @@ def test_heads_on_a_shared_lm_head_learn_and_decode(make_config, console, tmp_pa
     assert sorted(tensors) == [f"{i}.0.linear.{kind}" for i in range(3) for kind in ("bias", "weight")]
     records = [record for record in metrics(tmp_path / "run") if "grad_norm" in record]
     assert records[-1]["loss"] < records[0]["loss"]
-    subject = load_subject(locate(str(tmp_path / "run"), None, None), "float32")
+    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
     assert Decoder(subject.backbone, subject.draft, subject.tree).generate([0, 2, 10, 3], 20).tokens == plain.tokens
 

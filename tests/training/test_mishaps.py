@@ -76,7 +76,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     run = tmp_path / "run"
     kills = [
         # before the first checkpoint: in the second micro-batch of step 2
-        (Mishap("medusa_train.training.strategy:LocalEngine.backward", 4), []),
+        (Mishap("medusa_train.training.strategy:LocalStrategy.backward", 4), []),
         # step 3 was the best evaluation and is saved; step 4 is done and logged, its checkpoint half written
         (Mishap("medusa_train.checkpoint.store:write_tensors", 6), [3]),
         # between the files of step 4 and their new name

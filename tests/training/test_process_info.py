@@ -3,7 +3,7 @@
 import pytest
 
 from medusa_train.errors import ConfigError
-from medusa_train.training.process_info import Place, announced, first_host, is_first
+from medusa_train.training.process_info import ProcessInfo, announced, first_host, is_first
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 SRUN = {
@@ -22,7 +22,7 @@ def test_a_process_without_a_launcher_is_alone():
 
 
 def test_torchrun_and_deepspeed():
-    assert announced(TORCHRUN) == Place(3, 4, 1, "node7", 1234)
+    assert announced(TORCHRUN) == ProcessInfo(3, 4, 1, "node7", 1234)
     assert not is_first(TORCHRUN)
     assert is_first({**TORCHRUN, "RANK": "0"})
 
@@ -47,7 +47,7 @@ def test_a_batch_script_is_no_task_of_several():
 
 
 def test_a_launcher_inside_slurm_comes_first():
-    assert announced({**SRUN, **TORCHRUN}) == Place(3, 4, 1, "node7", 1234)
+    assert announced({**SRUN, **TORCHRUN}) == ProcessInfo(3, 4, 1, "node7", 1234)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from medusa_train.training.optim import build_scheduler
-from medusa_train.training.strategy import LocalEngine
+from medusa_train.training.strategy import LocalStrategy
 
 
 def make_engine(model, max_grad_norm=1.0, momentum=0.9):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    return LocalEngine(list(model.parameters()), optimizer, build_scheduler("cosine", optimizer, 2, 10), max_grad_norm)
+    return LocalStrategy(
+        list(model.parameters()), optimizer, build_scheduler("cosine", optimizer, 2, 10), max_grad_norm
+    )
 
 
 def linear():
@@ -90,7 +92,7 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
         model = linear()
         groups = [{"params": [model.weight], "lr": lr, "weight_decay": decay}, {"params": [model.bias], "lr": 2 * lr}]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-        engine = LocalEngine(list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
+        engine = LocalStrategy(list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
         for _ in range(steps):
             engine.backward(model(torch.ones(1, 3)).square().sum())
             engine.step()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from medusa_train.training.optim import build_scheduler
-from medusa_train.training.strategy import LocalEngine, LossScale
+from medusa_train.training.strategy import LocalStrategy, LossScale
 
 
 def test_the_scale_falls_at_an_overflow_and_grows_after_a_while():
@@ -38,7 +38,7 @@ def make_engine(loss_scale):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = build_scheduler("constant", optimizer, 0, 10)
-    return model, LocalEngine(list(model.parameters()), optimizer, scheduler, 0.5, loss_scale)
+    return model, LocalStrategy(list(model.parameters()), optimizer, scheduler, 0.5, loss_scale)
 
 
 def test_scaled_steps_are_the_plain_ones_to_the_bit():

@@ -17,8 +17,8 @@ from medusa_train.losses.objective import LMSums, Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.backbone_recipe import make_student
-from medusa_train.training.strategy import LocalEngine
+from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.training.strategy import LocalStrategy
 from medusa_train.training.trainer import MicroStep, NonFiniteLossError, NonFiniteStep, StepSums, Trainer
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after, train
@@ -27,7 +27,7 @@ from tests.training.test_run import stop_after, train
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> None:
     """Make the loss, or the gradient alone, of these steps NaN, in their first micro-batch."""
     spoiled: set[int] = set()
-    micro_step, backward = Trainer._micro_step, LocalEngine.backward
+    micro_step, backward = Trainer._micro_step, LocalStrategy.backward
 
     def first_of(step: int) -> bool:
         due = step in steps and step not in spoiled
@@ -38,7 +38,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> N
         done = micro_step(self, batch, counts)
         return dataclasses.replace(done, loss=done.loss * torch.nan) if first_of(self.state.step + 1) else done
 
-    def bad_backward(self: LocalEngine, loss: torch.Tensor) -> None:
+    def bad_backward(self: LocalStrategy, loss: torch.Tensor) -> None:
         backward(self, loss)
         if first_of(self.scheduler.last_epoch + 1):
             assert self.parameters[0].grad is not None
@@ -47,7 +47,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> N
     if what == "loss":
         monkeypatch.setattr(Trainer, "_micro_step", bad_micro_step)
     else:
-        monkeypatch.setattr(LocalEngine, "backward", bad_backward)
+        monkeypatch.setattr(LocalStrategy, "backward", bad_backward)
 
 
 def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
     cfg = make_config(recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True)
     backbone = Backbone.load(str(backbone_dir))
     draft = MedusaDraft.from_backbone(backbone, 3, dtype=torch.float32)
-    student = make_student(cfg, backbone, choose_precision(False, torch.device("cpu")))
+    student = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
     objective = Objective(draft, 0.8, lm="kl", heads_coefficient=0.5)
     shape = (2, 6)
     batch = Batch(

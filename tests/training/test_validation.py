@@ -18,7 +18,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.precision import Precision
 from medusa_train.training import validation as acceptance
 from medusa_train.training import validation as heldout
-from medusa_train.training.backbone_recipe import Student
+from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
 
 
@@ -197,7 +197,9 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     draft = MedusaDraft.from_backbone(backbone, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
-    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
+    found = heldout.evaluate_held_out(
+        BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8)
+    )
     losses, top3 = [], []
     for k in (1, 2):
         logits, wanted = [], []
@@ -231,7 +233,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         labels = tokens.clone()
         labels[0, : len(prompt)] = IGNORE
         batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
-    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
+    found = heldout.evaluate_held_out(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
     halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
     traces = [[acceptance._trace(ranks) for ranks in half] for half in halves]
     rates = []
@@ -247,7 +249,7 @@ def test_ranks_and_shares_agree(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
     batch = random_batches()[0]
     every = Batch(batch.tokens, batch.tokens, batch.positions, torch.zeros_like(batch.segments), ["a", "b"])
-    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
+    found = heldout.evaluate_held_out(BackboneRecipe(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
     ranks = torch.cat([answer[:-1, 0] for answers in found.conversations for answer in answers])
     assert len(ranks) == found.targets[0] == 20
     assert found.top[0] == pytest.approx([float(((ranks >= 0) & (ranks < n)).float().mean()) for n in range(1, 11)])
@@ -257,7 +259,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
     empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
-    found = heldout.evaluate_held_out(Student(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
+    found = heldout.evaluate_held_out(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]
     assert "acceptance_length" not in found.figures()
@@ -265,7 +267,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
 
 def test_a_stop_gives_up(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
-    student, objective = Student(backbone, PRECISION), Objective(draft, 0.8)
+    student, objective = BackboneRecipe(backbone, PRECISION), Objective(draft, 0.8)
     assert heldout.evaluate_held_out(student, draft, random_batches(), objective, lambda: True) is None
 
 

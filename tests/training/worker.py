@@ -27,17 +27,17 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.precision import choose_precision
-from medusa_train.progress import Tracker
-from medusa_train.training.backbone_recipe import make_student
+from medusa_train.progress import MetricLoggers
+from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.deepspeed_config import complete
 from medusa_train.training.distributed import ALONE, World, join
 from medusa_train.training.optim import build_scheduler, parameter_groups
 from medusa_train.training.process_info import announced
 from medusa_train.training.run import train
-from medusa_train.training.setup import held_out_batches, load_data
+from medusa_train.training.setup import load_data, validation_batches
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState
-from medusa_train.training.strategy import Engine, LocalEngine, LossScale
+from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
 from medusa_train.training.trainer import Trainer
 
 STEPS = 4
@@ -83,7 +83,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.drafted.settings, dtype=torch.float32)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
-    student = make_student(cfg, backbone, precision)
+    student = build_backbone_recipe(cfg, backbone, precision)
     groups = parameter_groups(draft.parameters(), 0.1, student.parameters.values(), 0.05, 0.0)
     if case["optimizer"] == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=0.9)
@@ -93,7 +93,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
         optimizer = torch.optim.AdamW(groups)
     scheduler = build_scheduler("linear", optimizer, 0, STEPS)
     trained = [*draft.parameters(), *student.parameters.values()]
-    engine: Engine = LocalEngine(trained, optimizer, scheduler, cfg.max_grad_norm)
+    engine: Strategy = LocalStrategy(trained, optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
         engine = _deepspeed(case, cfg, draft, student, optimizer, scheduler, world)
     loss = cfg.drafted.loss
@@ -104,12 +104,12 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
         objective=Objective(draft, loss.decay, lm=lm, heads_coefficient=0.5, soft_heads=loss.soft, weight=loss.weight),
         engine=engine,
         loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
-        held_out=held_out_batches(data.held_out, cfg.micro_batch_size),
+        held_out=validation_batches(data.held_out, cfg.micro_batch_size),
         accumulation=cfg.gradient_accumulation_steps,
         precision=student.precision,
         plan=Plan(STEPS, 2.0, eval_every=2),
         store=CheckpointStore(out),
-        tracker=Tracker([sink]),
+        tracker=MetricLoggers([sink]),
         patience=None,
         state=TrainState(),
         world=world,
@@ -172,14 +172,14 @@ CASES = {"equal": equal, "whole_run": whole_run, "dies": dies}
 
 
 def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, student: Any, optimizer: Any, scheduler: Any,
-               world: World) -> Engine:  # fmt: skip
-    from medusa_train.training.deepspeed import DeepSpeedEngine
+               world: World) -> Strategy:  # fmt: skip
+    from medusa_train.training.deepspeed import DeepSpeedStrategy
 
     backbone = student.backbone
     direct = [*draft.parameters(), *backbone.head.parameters()]
     config = complete({"zero_optimization": {**SMALL, **case["zero"]}}, cfg, world.size, backbone.hidden_size)
     scale = LossScale(case["loss_scale"]) if "loss_scale" in case else None
-    return DeepSpeedEngine(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)
+    return DeepSpeedStrategy(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from medusa_train.data.targets import shift
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, states_at
-from medusa_train.models.drafts.stacked import AlikeLinears
+from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -106,19 +106,19 @@ class AmphistaDraft(Draft):
         self.layers = nn.ModuleList(
             DraftLayer(backbone, final_norm=False, dtype=dtype) for _ in range(adaptation_layers)
         )
-        self.mlps = AlikeLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
+        self.mlps = StackedLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
             attention = attention_shape(backbone.config, size)
             self.auto = AutoEmbedding(auto_blocks, num_heads, size, *attention, dtype)
-        self.lm_heads = AlikeLinears(
+        self.lm_heads = StackedLinears(
             nn.Linear(size, backbone.vocab_size, bias=own.bias is not None, dtype=dtype) for _ in range(num_heads)
         )
         self._begin_as(own)
         self.to(backbone.device)
 
     @torch.no_grad()
-    def _begin_as(self, own: Unembedding) -> None:
+    def _begin_as(self, own: LMHead) -> None:
         for fc in self.fc:
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
@@ -166,11 +166,11 @@ class AmphistaDraft(Draft):
         stages = self._stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
         yield from self._heard(self._vectors(stages)).unbind(-2)
 
-    def unembed(self, k: int) -> Unembedding:
+    def unembed(self, k: int) -> LMHead:
         """Head k's own matrix, with the backbone's logit transform."""
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
-        return Unembedding(head.weight, head.bias, self.softcap, self.scale)
+        return LMHead(head.weight, head.bias, self.softcap, self.scale)
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> AmphistaState:
         """All positions of the prompts wait to be read, with the tokens behind them."""

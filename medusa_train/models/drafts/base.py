@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
-from medusa_train.models.lm_head import Unembedding
-from medusa_train.models.prepack import pack_linears
+from medusa_train.models.lm_head import LMHead
+from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -103,10 +103,10 @@ class Draft(nn.Module):
 
     def pack(self) -> bool:
         """Lay the weights out for decoding on a CPU where that is faster, see `models.packed`; says whether."""
-        return pack_linears(self)
+        return prepack_linears(self)
 
     @abstractmethod
-    def unembed(self, k: int) -> Unembedding:
+    def unembed(self, k: int) -> LMHead:
         """Head k's own matrix and logit transform, k = 1..K."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, states_at
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Levels, Tree
 
@@ -124,7 +124,7 @@ class HydraDraft(Draft):
         self.to(backbone.device)
 
     @torch.no_grad()
-    def _begin_as(self, backbone: Backbone, own: Unembedding) -> None:
+    def _begin_as(self, backbone: Backbone, own: LMHead) -> None:
         for head in self.lm_heads:
             assert isinstance(head, nn.Linear)
             head.weight.copy_(own.weight)
@@ -179,11 +179,11 @@ class HydraDraft(Draft):
         e = self.embedding(tokens)
         return rms_norm(e, e.shape[-1:], eps=1e-12)
 
-    def unembed(self, k: int) -> Unembedding:
+    def unembed(self, k: int) -> LMHead:
         """Head k's W2 with the backbone's logit transform."""
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
-        return Unembedding(head.weight, head.bias, self.softcap, self.scale)
+        return LMHead(head.weight, head.bias, self.softcap, self.scale)
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> HydraState:
         """The prefix layer reads the prompts; the heads look at the last position of each."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.kangaroo_state import KangarooState
-from medusa_train.models.drafts.layers import DraftLayer, begin_as
+from medusa_train.models.drafts.layers import DraftLayer, init_from_layer
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import Layers, Places
-from medusa_train.models.lm_head import Unembedding
+from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache, mask_behind
 from medusa_train.trees.masks import windowed
 from medusa_train.trees.tree import Level, Levels, Tree
@@ -68,8 +68,8 @@ class KangarooDraft(Draft):
         self.shared = backbone.unembedding()
         self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
         self._split = backbone.split(exit_layer)
-        begin_as(self.adapter.body.layers[0], backbone.layer(exit_layer))
-        begin_as(self.adapter.body.norm, backbone.body.norm)
+        init_from_layer(self.adapter.body.layers[0], backbone.layer(exit_layer))
+        init_from_layer(self.adapter.body.norm, backbone.body.norm)
         body: Any = self.adapter.body
         self._layers = Layers(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
 
@@ -134,7 +134,7 @@ class KangarooDraft(Draft):
         assert feats.early is not None
         return self.adapter(self._cast(feats.early), batch.positions, batch.segments)
 
-    def unembed(self, k: int) -> Unembedding:
+    def unembed(self, k: int) -> LMHead:
         """The backbone's own."""
         return self.shared
 

@@ -230,7 +230,7 @@ Pair = tuple[nn.Parameter, Tensor]
 
 
 @torch.no_grad()
-def begin_as(layer: nn.Module, like: nn.Module) -> None:
+def init_from_layer(layer: nn.Module, like: nn.Module) -> None:
     """Copy the weights of `like` into `layer`, a decoder layer of its kind whose MLP may be narrower or left out.
 
     A narrower MLP keeps the units whose weights, coming in and going out, are largest; a wider one, or one of experts,

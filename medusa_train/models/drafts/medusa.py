@@ -15,8 +15,8 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, last_states
 from medusa_train.models.drafts.stacked import lay_side_by_side, side_by_side
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import Unembedding
-from medusa_train.models.prepack import Layout, worth_packing
+from medusa_train.models.lm_head import LMHead
+from medusa_train.models.prepack import Layout, worth_prepacking
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -92,7 +92,7 @@ class MedusaDraft(Draft):
     Args:
         hidden_size, vocab_size: d and V of the backbone. num_heads: K. num_layers: residual blocks per head.
         bias: whether the unembeddings carry a bias, as the backbone's lm_head does.
-        softcap, scale: the backbone's logit transform, see `Unembedding`.
+        softcap, scale: the backbone's logit transform, see `LMHead`.
         shared: the backbone's own unembedding, for heads without a matrix of their own ("version 2": about 11 % of
             the parameters at the shape of a 7B model); it is read, never trained or saved by the heads.
         token_map: long [N], for heads over a reduced vocabulary: logit i is that of the token token_map[i], and other
@@ -111,7 +111,7 @@ class MedusaDraft(Draft):
         bias: bool = False,
         softcap: float | None = None,
         scale: float = 1.0,
-        shared: Unembedding | None = None,
+        shared: LMHead | None = None,
         token_map: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -141,7 +141,7 @@ class MedusaDraft(Draft):
         self._lay_side_by_side()
         return self
 
-    def _known_part(self) -> Unembedding | None:
+    def _known_part(self) -> LMHead | None:
         """What shared heads unembed with: the backbone's matrix, or a copy of the rows that they know."""
         if self._whole is None or self.token_map is None:
             return self._whole
@@ -166,7 +166,7 @@ class MedusaDraft(Draft):
         """Prepack the weights for decoding on a CPU where that is faster (`models.packed`); return whether it was."""
         blocks = self._blocks_by_layer()
         lm_heads: list[Any] = list(self.lm_heads)
-        if worth_packing([linear.weight for linears in (*blocks, lm_heads) for linear in linears]):
+        if worth_prepacking([linear.weight for linears in (*blocks, lm_heads) for linear in linears]):
             self._packed = Prepacked(
                 first=_prepack(blocks[0]) if blocks else None,
                 blocks=[[_prepack([linear]) for linear in linears] for linears in blocks[1:]],
@@ -287,13 +287,13 @@ class MedusaDraft(Draft):
         for k in range(1, self.num_heads + 1):
             yield self.hidden_at(feats.hidden, k)
 
-    def unembed(self, k: int) -> Unembedding:
+    def unembed(self, k: int) -> LMHead:
         """Head k's W2, or the shared one, with the backbone's logit transform."""
         if self.shared is not None:
             return self.shared
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
-        return Unembedding(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
+        return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
         """Head k's logits [..., V] (reduced: [..., N]) at the backbone's states [..., d]."""

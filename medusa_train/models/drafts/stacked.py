@@ -45,7 +45,7 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     )
 
 
-class AlikeLinears(nn.ModuleList):
+class StackedLinears(nn.ModuleList):
     """K linear maps of one shape, each with weights of its own, side by side through `.to()` and its like.
 
     Args:
@@ -56,7 +56,7 @@ class AlikeLinears(nn.ModuleList):
         super().__init__(linears)
         self._lay_side_by_side()
 
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> AlikeLinears:
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> StackedLinears:
         super()._apply(fn, recurse)  # moves parameters one by one
         self._lay_side_by_side()
         return self

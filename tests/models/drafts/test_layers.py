@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, begin_as, states_at
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, init_from_layer, states_at
 from medusa_train.models.features import Rows
 from medusa_train.models.quantization import keep_trainable_kernels, quantized_loading
 from tests.families import FAMILIES, NoTokenizer, random_backbone
@@ -23,7 +23,7 @@ from tests.families import FAMILIES, NoTokenizer, random_backbone
 def test_a_whole_layer_is_the_backbone_s(family: str) -> None:
     backbone = random_backbone(family)
     layer = DraftLayer(backbone)
-    begin_as(layer.body.layers[0], backbone.layer(1))
+    init_from_layer(layer.body.layers[0], backbone.layer(1))
     theirs = dict(backbone.layer(1).named_parameters())
     for name, parameter in layer.body.layers[0].named_parameters():
         if "mlp" not in name or family != "mixtral":
@@ -66,7 +66,7 @@ def test_a_narrower_mlp_keeps_the_strongest_units(kind: type[nn.Module]) -> None
         for name, weight in wide.named_parameters():
             view = weight.T if name == "down_proj.weight" else weight.unflatten(0, (-1, 6)).transpose(0, 1)
             view[[0, 2, 3, 5]] *= 0.01
-    begin_as(narrow, wide)
+    init_from_layer(narrow, wide)
     theirs = dict(wide.named_parameters())
     for name, parameter in narrow.named_parameters():
         weight = theirs[name]
@@ -80,7 +80,7 @@ def test_a_wider_mlp_stays_as_it_was() -> None:
     torch.manual_seed(0)
     wide = Apart(6)
     before = {name: parameter.clone() for name, parameter in wide.named_parameters()}
-    begin_as(wide, Apart(2))
+    init_from_layer(wide, Apart(2))
     assert all(torch.equal(parameter, before[name]) for name, parameter in wide.named_parameters())
 
 
