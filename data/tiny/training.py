@@ -1,202 +1,297 @@
-"""Training the tiny backbone: two optimizers, one schedule, and checkpoints that a later run goes on from.
-
-Knows nothing of where the text comes from: an epoch is a function from its number to encoded chats.
-"""
+"""Train the tiny backbone on text: recipe, model, losses, multi-token prediction, checkpoints, the saved model."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import torch
-from batches import Epoch, stream, to_tensors
-from lookahead import Lookahead
-from losses import held_out_losses, hidden_states, token_losses
-from recipe import Recipe
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from chats import BOS_ID, EOS_ID, PAD_ID, EncodedChat, micro_batches, stream_batches, to_tensors
+from corpus import Corpus
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM
-from vocabulary import BOS, EOS, PAD_ID, SPECIAL, Encoded
+from torch.nn import functional as F
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes, rates and schedule; the defaults are those of the shipped model."""
+
+    steps: int = 2720  # on text, of about 7,500 tokens each
+    hidden: int = 384
+    layers: int = 6
+    head_dim: int = 64
+    intermediate: int = 1024
+    vocabulary: int = 2048
+    micro_batch: int = 4096  # tokens, padding included
+    accumulation: int = 2
+    muon_lr: float = 0.02
+    muon_decay: float = 0.1
+    adam_lr: float = 3e-3
+    warmup: int = 40  # steps
+    flat: float = 0.4  # share of the steps at the peak learning rate; it then falls linearly ...
+    unlikelihood_rate: float = 0.1  # ... to this share of the peak, at which the unlikelihood rounds begin
+    unlikelihood_rounds: int = 40  # the learning rate falls to zero in their second half
+    unlikelihood_requests: int = 36  # a round
+    embedding_dropout: float = 0.1
+    question_weight: float = 1.0  # loss weight of user messages ...
+    answers_only_from: float = 0.75  # ... up to this share of the steps; 0 afterwards
+    brief_steps: int = 120  # last steps, on problems and brief functions only
+    lookahead_weight: float = 0.25  # loss weight of multi-token prediction ...
+    lookahead_from: float = 0.5  # ... from this share of the steps on
+    evaluate_every: int = 120  # steps between evaluations and checkpoints
+    seed: int = 0
+
+    def model_config(self) -> LlamaConfig:
+        """Return the model's Hugging Face configuration."""
+        heads = self.hidden // self.head_dim
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 3),
+            head_dim=self.head_dim,
+            max_position_embeddings=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+            pad_token_id=PAD_ID,
+        )
+
+    def lr_factor(self, step: int) -> float:
+        """Return the factor of the peak learning rates at a step; unlikelihood rounds count on from `steps`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if step >= self.steps:
+            left = self.steps + self.unlikelihood_rounds - step
+            return self.unlikelihood_rate * min(1.0, 2 * left / self.unlikelihood_rounds)
+        progress = max(0.0, step / self.steps - self.flat) / (1 - self.flat)
+        return 1 - progress * (1 - self.unlikelihood_rate)
+
+
+class LookaheadHeads(nn.Module):
+    """Heads for multi-token prediction, used in training only.
+
+    Head k predicts the token k + 1 positions ahead from lm_head(h + SiLU(W_k h + b_k)), with W and b zero at first.
+    This is the form of Medusa's heads. After Gloeckle et al. 2024, "Better & Faster Large Language Models via
+    Multi-token Prediction".
+    """
+
+    COUNT = 4
+    DECAY = 0.8  # head k has the loss weight DECAY**k
+    SAMPLED = 2  # heads trained per micro-batch
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(self.COUNT))
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+
+    def loss(self, hidden: Tensor, lm_head: nn.Module, ids: Tensor, weights: Tensor, rng: Random) -> Tensor:
+        """Return the summed weighted cross-entropy of SAMPLED heads, scaled to be unbiased for all of them.
+
+        `hidden` [B, T-1, d] predicts ids[:, 1:], and `weights` [B, T-1] belongs to those tokens. Each head's loss has
+        the weight of the token that it predicts.
+        """
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for k in rng.sample(range(1, self.COUNT + 1), self.SAMPLED):
+            if ids.shape[1] <= k + 1:
+                continue
+            h = hidden[:, :-k]
+            logits = lm_head(h + F.silu(self.blocks[k - 1](h))).float()
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1 + k :].flatten(), reduction="none")
+            total = total + self.DECAY**k * (losses * weights[:, k:].flatten()).sum()
+        return total * (self.COUNT / self.SAMPLED)
+
+
+def hidden_states(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    """Return the last hidden states [B, T-1, d] that predict ids[:, 1:]; `dropout` acts on the embeddings."""
+    embedded = model.model.embed_tokens(ids[:, :-1])
+    if dropout:
+        embedded = F.dropout(embedded, dropout)
+    return model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+
+
+def token_losses(model: LlamaForCausalLM, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Return the float32 cross-entropy [B, T-1] of each next token; `hidden` is [B, T-1, d]."""
+    logits = model.lm_head(hidden).float()
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, chats: Sequence[EncodedChat], tokens: int) -> dict[str, float]:
+    """Return the mean loss in nats per token of all tokens ("all") and of assistant tokens ("assistant")."""
+    device = next(model.parameters()).device
+    model.eval()
+    sums, counts = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for batch in micro_batches(chats, tokens, None):
+        ids, kinds = to_tensors(batch, device)
+        with torch.autocast(device.type, torch.bfloat16):
+            losses = token_losses(model, hidden_states(model, ids), ids).double().cpu()
+        for index, mask in enumerate((kinds[:, 1:].cpu() > 0, kinds[:, 1:].cpu() == 2)):
+            sums[index] += losses[mask].sum()
+            counts[index] += mask.sum()
+    model.train()
+    mean = sums / counts
+    return {"all": float(mean[0]), "assistant": float(mean[1])}
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
-    """A freshly initialised model; what writes into the residual stream starts at zero."""
+    """Initialize a model; the projections that write into the residual stream start at zero."""
     torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(recipe.config())
+    model = LlamaForCausalLM(recipe.model_config())
     for layer in model.model.layers:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM, lookahead: Lookahead, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings, unembedding, norms and lookahead blocks."""
-    matrices, norms, tables = [], [], []
+def build_optimizers(model: LlamaForCausalLM, lookahead: LookaheadHeads, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the layers and AdamW for everything else."""
+    matrices, norms, embeddings = [], [], []
     for name, parameter in model.named_parameters():
-        group = tables if "embed" in name or "lm_head" in name else matrices if parameter.ndim == 2 else norms
+        group = embeddings if "embed" in name or "lm_head" in name else matrices if parameter.ndim == 2 else norms
         group.append(parameter)
-    assert len(matrices) == 7 * recipe.layers, "every matrix inside a layer goes to Muon"
+    adam_groups = [
+        {"params": embeddings, "weight_decay": 0.01},
+        {"params": norms, "weight_decay": 0.0},
+        {"params": list(lookahead.parameters()), "weight_decay": 0.01},
+    ]
     return [
         torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_decay, momentum=0.95),
-        torch.optim.AdamW(
-            [
-                {"params": tables, "weight_decay": 0.01},
-                {"params": norms, "weight_decay": 0.0},
-                {"params": list(lookahead.parameters()), "weight_decay": 0.01},
-            ],
-            lr=recipe.adam_lr,
-            betas=(0.9, 0.95),
-        ),
+        torch.optim.AdamW(adam_groups, lr=recipe.adam_lr, betas=(0.9, 0.95)),
     ]
 
 
-class Run:
-    """A training run: model, optimizers, step. Goes on from `checkpoint` where that exists."""
+class TrainingRun:
+    """The state of a training run; resumes from `checkpoint` if that exists."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path, device: torch.device) -> None:
         self.recipe, self.checkpoint, self.device = recipe, checkpoint, device
         self.model = build_model(recipe).to(device).train()
-        self.lookahead = Lookahead(recipe.hidden).to(device)
+        self.lookahead = LookaheadHeads(recipe.hidden).to(device)
         self.optimizers = build_optimizers(self.model, self.lookahead, recipe)
         self.step = 0
-        self.kept: dict[str, dict[str, Tensor]] = {}  # named copies of the weights, saved with the rest
+        self.averages: dict[str, dict[str, Tensor]] = {}  # running means of the weights (`update_average`)
         if checkpoint.exists():
             self._load()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"lookahead.{name}": value for name, value in self.lookahead.state_dict().items()}
-        for label, weights in self.kept.items():
-            tensors |= {f"kept.{label}.{name}": value for name, value in weights.items()}
-        for number, optimizer in enumerate(self.optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        return tensors
-
     def save(self) -> None:
-        """Write weights, optimizer state and step, atomically."""
+        """Write a checkpoint atomically."""
+        state = {
+            "recipe": dataclasses.asdict(self.recipe),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "lookahead": self.lookahead.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "averages": self.averages,
+        }
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         partial = self.checkpoint.with_suffix(".partial")
-        save_file({k: v.contiguous() for k, v in self._tensors().items()}, partial, {"step": str(self.step)})
+        torch.save(state, partial)
         os.replace(partial, self.checkpoint)
 
     def _load(self) -> None:
-        with safe_open(self.checkpoint, "pt") as file:
-            self.step = int(file.metadata()["step"])
-        tensors = load_file(self.checkpoint, device=str(self.device))
-        for prefix, module in (("model.", self.model), ("lookahead.", self.lookahead)):
-            weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            if weights:  # a checkpoint from before the lookahead began need not hold it
-                module.load_state_dict(weights)
-        for key, value in tensors.items():
-            if key.startswith("kept."):
-                _, label, name = key.split(".", 2)
-                self.kept.setdefault(label, {})[name] = value
-        for number, optimizer in enumerate(self.optimizers):
-            state: dict[int, dict[str, Tensor]] = {}
-            for key, value in tensors.items():
-                if key.startswith(f"optimizer.{number}."):
-                    _, _, index, name = key.split(".", 3)
-                    state.setdefault(int(index), {})[name] = value
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        if state["recipe"] != dataclasses.asdict(self.recipe):
+            raise SystemExit(f"{self.checkpoint} was written with another recipe: delete it or choose another --work")
+        self.step, self.averages = state["step"], state["averages"]
+        self.model.load_state_dict(state["model"])
+        self.lookahead.load_state_dict(state["lookahead"])
+        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
 
-    def update(self, batches: Sequence[Sequence[Encoded]]) -> tuple[float, int]:
-        """One optimizer step over micro-batches: (next-token loss in nats per counted token, tokens read)."""
+    def update(self, batches: Sequence[Sequence[EncodedChat]]) -> float:
+        """Take one optimizer step on micro-batches and return the next-token loss in nats per weighted token."""
         recipe = self.recipe
-        ahead = recipe.lookahead_weight if self.step >= recipe.lookahead_from * recipe.steps else 0.0
+        lookahead_weight = recipe.lookahead_weight if self.step >= recipe.lookahead_from * recipe.steps else 0.0
+        question_weight = recipe.question_weight if self.step < recipe.answers_only_from * recipe.steps else 0.0
         rng = Random(f"lookahead {recipe.seed} {self.step}")
-        torch.manual_seed(recipe.seed * 1_000_003 + self.step)  # dropout is the same after a resume
-        weight = recipe.question_weight if self.step < recipe.answers_only_from * recipe.steps else 0.0
+        torch.manual_seed(recipe.seed * 1_000_003 + self.step)  # the same dropout masks after a resume
         loaded = [to_tensors(batch, self.device) for batch in batches]
-        by_kind = torch.tensor([0.0, weight, 1.0], device=self.device)
-        weights = [by_kind[kinds[:, 1:].long()] for _, kinds in loaded]
+        weight_of_kind = torch.tensor([0.0, question_weight, 1.0], device=self.device)
+        weights = [weight_of_kind[kinds[:, 1:].long()] for _, kinds in loaded]
         total = sum(float(w.sum()) for w in weights)
         loss = 0.0
-        for (ids, _), weighting in zip(loaded, weights, strict=True):
+        for (ids, _), token_weights in zip(loaded, weights, strict=True):
             with torch.autocast(self.device.type, torch.bfloat16):
                 hidden = hidden_states(self.model, ids, recipe.embedding_dropout)
-                part = (token_losses(self.model, hidden, ids) * weighting).sum() / total
-                further = self.lookahead.losses(hidden, self.model.lm_head, ids, weighting, rng) if ahead else 0.0
-            (part + ahead * further / total).backward()
+                part = (token_losses(self.model, hidden, ids) * token_weights).sum() / total
+                ahead = 0.0
+                if lookahead_weight:
+                    ahead = self.lookahead.loss(hidden, self.model.lm_head, ids, token_weights, rng)
+            (part + lookahead_weight * ahead / total).backward()
             loss += float(part.detach())
-        self.apply(recipe.rate(self.step))
-        self.step += 1
-        return loss, sum(len(chat.ids) for batch in batches for chat in batch)
+        self.optimizer_step()
+        return loss
 
-    def keep(self, label: str, share: float = 1.0) -> None:
-        """Move the copy of the weights called `label` towards the weights by `share`; 1, or no copy yet, makes it."""
-        weights = self.model.state_dict()
-        if share == 1.0 or label not in self.kept:
-            self.kept[label] = {name: value.detach().clone() for name, value in weights.items()}
-        else:
-            for name, value in self.kept[label].items():
-                value.lerp_(weights[name].detach(), share)
-
-    def apply(self, rate: float) -> None:
-        """Clip the gradients, step both optimizers at `rate` times their learning rates, clear the gradients."""
+    def optimizer_step(self) -> None:
+        """Clip the gradients, step both optimizers at this step's learning rates, and count the step."""
         nn.utils.clip_grad_norm_([*self.model.parameters(), *self.lookahead.parameters()], 1.0)
-        peaks = (self.recipe.muon_lr, self.recipe.adam_lr)
-        for optimizer, peak in zip(self.optimizers, peaks, strict=True):
+        factor = self.recipe.lr_factor(self.step)
+        for optimizer, peak in zip(self.optimizers, (self.recipe.muon_lr, self.recipe.adam_lr), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = peak * rate
+                group["lr"] = peak * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self.step += 1
 
-    def train(
-        self,
-        epoch: Epoch,
-        brief_epoch: Epoch,
-        held_out: dict[str, Sequence[Encoded]],
-        log: Callable[[dict[str, object]], None],
-        every: int,
-        on_checkpoint: Callable[[LlamaForCausalLM], None],
-    ) -> None:
-        """Train to `recipe.steps`, the last of them on `brief_epoch`.
+    def update_average(self, label: str, share: float) -> None:
+        """Move the average `label` towards the current weights by `share`; 1 replaces it."""
+        weights = self.model.state_dict()
+        if share == 1.0:
+            self.averages[label] = {name: value.detach().clone() for name, value in weights.items()}
+        else:
+            for name, value in self.averages[label].items():
+                value.lerp_(weights[name].detach(), share)
 
-        Every `every` steps, and at the end, evaluate, save, call `on_checkpoint`.
-        """
+    def evaluate_and_save(self, corpus: Corpus) -> dict[str, dict[str, float]]:
+        """Write a checkpoint and return the held-out losses of each kind of document."""
+        losses = {
+            kind: evaluate(self.model, chats, self.recipe.micro_batch)
+            for kind, chats in corpus.held_out_chats().items()
+        }
+        self.save()
+        return losses
+
+    def train(self, corpus: Corpus) -> None:
+        """Train to `recipe.steps`, the last `brief_steps` on `corpus.brief_epoch`; print a JSON line every 10 steps."""
         recipe = self.recipe
-        turn = max(0, recipe.steps - recipe.brief_steps)  # the step from which on brief documents are read
-        ordinary, brief = stream(epoch, recipe), stream(brief_epoch, recipe)
-        for _ in range(min(self.step, turn) * recipe.accumulation):
-            next(ordinary)
-        for _ in range(max(0, self.step - turn) * recipe.accumulation):
-            next(brief)
+        brief_from = max(0, recipe.steps - recipe.brief_steps)
+        stream = (recipe.micro_batch, recipe.seed)
+        text = stream_batches(corpus.epoch, *stream, skip=min(self.step, brief_from) * recipe.accumulation)
+        brief = stream_batches(corpus.brief_epoch, *stream, skip=max(0, self.step - brief_from) * recipe.accumulation)
         losses: list[float] = []
-        tokens, began, first = 0, time.monotonic(), self.step
+        start_time, first = time.monotonic(), self.step
         while self.step < recipe.steps:
-            batches = ordinary if self.step < turn else brief
-            drawn = [next(batches) for _ in range(recipe.accumulation)]
-            loss, read = self.update([batch for _, batch in drawn])
-            losses.append(loss)
-            tokens += read
-            if not math.isfinite(loss):
-                raise SystemExit(f"the loss is {loss} at step {self.step}: lower the learning rates")
-            last = self.step == recipe.steps
-            if self.step % 10 == 0 or self.step % every == 0 or last:
-                pace = (time.monotonic() - began) / (self.step - first)
+            batches = text if self.step < brief_from else brief
+            losses.append(self.update([next(batches) for _ in range(recipe.accumulation)]))
+            if not math.isfinite(losses[-1]):
+                raise SystemExit(f"loss is {losses[-1]} at step {self.step}: lower the learning rates")
+            is_evaluated = self.step % recipe.evaluate_every == 0 or self.step == recipe.steps
+            if self.step % 10 == 0 or is_evaluated:
+                pace = (time.monotonic() - start_time) / (self.step - first)
                 entry: dict[str, object] = {
                     "step": self.step,
-                    "epoch": drawn[0][0],
                     "loss": round(sum(losses) / len(losses), 4),
-                    "lr": round(recipe.rate(self.step - 1), 4),
-                    "tokens_per_s": round(tokens / (time.monotonic() - began)),
                     "eta_min": round(pace * (recipe.steps - self.step) / 60, 1),
                 }
                 losses = []
-                if self.step % every == 0 or last:
-                    entry["held_out"] = {
-                        kind: held_out_losses(self.model, chats, recipe.micro_batch) for kind, chats in held_out.items()
-                    }
-                    self.save()
-                    on_checkpoint(self.model)
-                log(entry)
+                if is_evaluated:
+                    entry["held_out"] = self.evaluate_and_save(corpus)
+                print(json.dumps(entry), flush=True)
 
 
 def save_model(model: LlamaForCausalLM, directory: Path) -> None:
@@ -206,14 +301,10 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     config.update(architectures=["LlamaForCausalLM"], dtype="bfloat16", torch_dtype="bfloat16", use_cache=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     GenerationConfig(
-        bos_token_id=SPECIAL.index(BOS),
-        eos_token_id=SPECIAL.index(EOS),
-        pad_token_id=PAD_ID,
-        do_sample=False,
-        max_new_tokens=256,
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False, max_new_tokens=256
     ).save_pretrained(directory)
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
     partial = directory / "model.safetensors.partial"
     save_file(weights, partial, {"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes for the owner alone
+    partial.chmod(0o644)  # safetensors writes files that only the owner can read
     os.replace(partial, directory / "model.safetensors")

@@ -4,18 +4,41 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 for _name in ("seeds", "tiny"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / _name))
 
+MODULE = '''
+class Box:
+    @staticmethod
+    def label(self, text: str = "x", *rest, size=3, **more):
+        """Return the label of the box.
+
+        A second paragraph.
+        """
+        def inner():
+            """Doc inside."""
+            return 12345
+        return text * size + str(inner()) + str(size) + str(rest) + str(more) + str(self)
+
+def undocumented(a):
+    return a
+
+def empty():
+    """Do nothing at all."""
+'''
+
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tokenizer trained on the samples' own text."""
-    import vocabulary
-    from tiny_samples import MODULE, PROBLEM
+def module() -> str:
+    """The source of a module with one usable function, `label`."""
+    return MODULE
 
-    path = tmp_path_factory.mktemp("tokenizer")
-    text = [MODULE, *PROBLEM.values(), "Add 12 and 345 and 6789."] * 3
-    vocabulary.save_tokenizer(vocabulary.train_tokenizer(text, 400), path)
-    return path
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """A tokenizer trained on a few lines."""
+    import chats
+
+    return chats.train_tokenizer([MODULE, "Ada has 3 boxes of 12 pencils.\nThe answer is 36. Add 6789."] * 3, 400)

@@ -1,90 +1,217 @@
-"""A training run of the tiny backbone: its schedule, what it teaches, and how it goes on after a stop."""
+"""Tests of data/tiny: losses, schedule, resuming, unlikelihood fine-tuning, and a whole build in miniature."""
 
+from __future__ import annotations
+
+import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
+import build
+import chats
+import corpus
 import pytest
 import torch
-from recipe import Recipe
-from tiny_samples import TINY, chats
-from training import Run
+import unlikelihood
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from training import LookaheadHeads, Recipe, TrainingRun, build_model, hidden_states, token_losses
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa_train.config.paths import PROJECT_ROOT
+
+CPU = torch.device("cpu")
+SMALL = Recipe(
+    steps=6, hidden=32, head_dim=16, layers=2, intermediate=48, vocabulary=64, micro_batch=64, warmup=2, brief_steps=2,
+    evaluate_every=3, unlikelihood_rounds=4,
+)  # fmt: skip
 
 
-def test_the_lookahead_teaches_the_model_and_is_not_part_of_it() -> None:
-    def after_a_step(weight: float) -> Run:
-        run = Run(replace(TINY, lookahead_weight=weight, lookahead_from=0.0), Path("absent"), torch.device("cpu"))
-        for number in range(3):  # the model's output projections start at zero
-            run.update([chats(4, number)])
-        return run
-
-    with_it, without = after_a_step(1.0), after_a_step(0.0)
-    assert any(block.weight.abs().sum() > 0 for block in with_it.lookahead.blocks)
-    assert not any(block.weight.any() for block in without.lookahead.blocks)
-    assert not torch.equal(with_it.model.lm_head.weight, without.model.lm_head.weight)
-    assert not any("lookahead" in name for name in with_it.model.state_dict())
+def random_chats(count: int, seed: int = 0) -> list[chats.EncodedChat]:
+    """Chats of 5 to 20 tokens."""
+    rng = Random(seed)
+    sizes = [rng.randint(5, 20) for _ in range(count)]
+    return [
+        chats.EncodedChat([rng.randrange(3, 64) for _ in range(size)], [i > 3 for i in range(size)]) for size in sizes
+    ]
 
 
-def test_the_lookahead_begins_where_the_recipe_says() -> None:
-    run = Run(replace(TINY, lookahead_from=0.5), Path("absent"), torch.device("cpu"))
-    learnt = []
+class FakeCorpus:
+    """Random chats in place of `corpus.Corpus`."""
+
+    def epoch(self, number: int) -> list[chats.EncodedChat]:
+        return random_chats(12, number)
+
+    def brief_epoch(self, number: int) -> list[chats.EncodedChat]:
+        return random_chats(12, 50 + number)
+
+    def held_out_chats(self) -> dict[str, list[chats.EncodedChat]]:
+        return {"some": random_chats(3)}
+
+    def requests(self, count: int, number: int) -> list[corpus.Request]:
+        return []
+
+    tokenizer = None
+
+
+def small_run(**changes: object) -> TrainingRun:
+    return TrainingRun(replace(SMALL, **changes), Path("absent"), CPU)
+
+
+def test_recipe_has_the_shipped_model_s_shapes() -> None:
+    with safe_open(PROJECT_ROOT / "data" / "tiny" / "model.safetensors", "pt") as file:
+        shipped = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert {name: tuple(value.shape) for name, value in build_model(Recipe()).state_dict().items()} == shipped
+
+
+def test_padding_does_not_change_losses() -> None:
+    run = small_run()
+    torch.nn.init.normal_(run.model.model.layers[0].mlp.down_proj.weight, std=0.5)
+    pair = [chats.EncodedChat(list(range(3, 11)), [True] * 8), chats.EncodedChat(list(range(20, 23)), [True] * 3)]
+    ids, kinds = chats.to_tensors(pair, CPU)
+    padded = token_losses(run.model, hidden_states(run.model, ids), ids)
+    short, _ = chats.to_tensors(pair[1:], CPU)
+    alone = token_losses(run.model, hidden_states(run.model, short), short)
+    assert kinds[1].tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+    torch.testing.assert_close(padded[1, :2], alone[0])
+
+
+def test_lookahead_loss_is_the_weighted_loss_of_later_tokens() -> None:
+    torch.manual_seed(0)
+    heads = LookaheadHeads(8)
+    for block in heads.blocks:
+        torch.nn.init.normal_(block.weight)
+    lm_head = torch.nn.Linear(8, 32, bias=False)
+    hidden, ids, weights = torch.randn(2, 9, 8), torch.randint(32, (2, 10)), torch.rand(2, 9)
+    expected = dict.fromkeys(range(1, 5), 0.0)
+    for k in expected:
+        for row in range(2):
+            for t in range(9 - k):
+                h = hidden[row, t]
+                log_p = lm_head(h + torch.nn.functional.silu(heads.blocks[k - 1](h))).log_softmax(-1)
+                expected[k] -= 0.8**k * float(log_p[ids[row, t + 1 + k]].detach()) * float(weights[row, t + k])
+
+    def loss(seed: int) -> float:
+        return float(heads.loss(hidden, lm_head, ids, weights, Random(seed)).detach())
+
+    assert loss(5) == pytest.approx(sum(expected[k] for k in Random(5).sample(range(1, 5), 2)) * 2, rel=1e-4)
+    assert sum(map(loss, range(300))) / 300 == pytest.approx(sum(expected.values()), rel=0.05)
+
+
+def test_lookahead_trains_the_backbone_from_the_recipe_s_step_on() -> None:
+    run, without = small_run(lookahead_from=0.5), small_run(lookahead_weight=0.0)
+    is_trained = []
     for number in range(4):
-        run.update([chats(4, number)])
-        learnt.append(any(block.weight.any() for block in run.lookahead.blocks))
-    assert learnt == [False, False, False, True]  # of six steps
+        run.update([random_chats(4, number)])
+        without.update([random_chats(4, number)])
+        is_trained.append(any(bool(block.weight.any()) for block in run.lookahead.blocks))
+    assert is_trained == [False, False, False, True]  # of six steps
+    assert not torch.equal(run.model.lm_head.weight, without.model.lm_head.weight)
+    assert not any("lookahead" in name for name in run.model.state_dict())
 
 
-def test_the_lookahead_is_a_mean_over_the_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradients(times: int) -> list[torch.Tensor]:
-        recipe = replace(TINY, lookahead_weight=1.0, lookahead_from=0.0, embedding_dropout=0.0)
-        run = Run(recipe, Path("absent"), torch.device("cpu"))
-        monkeypatch.setattr(run, "apply", lambda rate: None)
-        run.update([chats(4) * times])
-        return [block.weight.grad for block in run.lookahead.blocks if block.weight.grad is not None]
-
-    once, twice = gradients(1), gradients(2)
-    assert any(gradient.any() for gradient in once)
-    torch.testing.assert_close(twice, once, rtol=0.05, atol=1e-4)  # products in bfloat16
+def test_learning_rate_warms_up_stays_and_falls_to_zero() -> None:
+    recipe = Recipe(steps=1000, warmup=10, flat=0.4, unlikelihood_rate=0.2, unlikelihood_rounds=50)
+    expected = {0: 0.1, 9: 1.0, 400: 1.0, 700: 0.6, 1000: 0.2, 1025: 0.2, 1049: 0.2 / 25}
+    assert {step: recipe.lr_factor(step) for step in expected} == pytest.approx(expected)
+    assert recipe.lr_factor(999) == pytest.approx(0.2, abs=2e-3)
 
 
-def test_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
-    class Stop(Exception):
-        """Stands for a power cut."""
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shift_weights(run: TrainingRun, *_: object) -> dict[str, float]:
+        """Stand in for an unlikelihood round."""
+        with torch.no_grad():
+            run.model.lm_head.weight.add_(1.0)
+        run.step += 1
+        return {}
 
-    def train(checkpoint: Path, stop_at: int | None) -> Run:
-        run = Run(TINY, checkpoint, torch.device("cpu"))
-        saved: list[int] = []
+    monkeypatch.setattr(unlikelihood, "run_round", shift_weights)
 
-        def on_checkpoint(model: object) -> None:
-            saved.append(run.step)
+    def finish(name: str, stop_at: int | None = None) -> TrainingRun:
+        run = TrainingRun(SMALL, tmp_path / name, CPU)
+        save = run.save
+
+        def save_and_stop() -> None:
+            save()
             if run.step == stop_at:
-                raise Stop
+                raise KeyboardInterrupt
 
-        try:
-            run.train(
-                lambda number: chats(12, number),
-                lambda number: chats(12, 50 + number),
-                {"some": chats(3)},
-                print,
-                3,
-                on_checkpoint,
-            )
-        except Stop:
-            assert saved == [3]
+        monkeypatch.setattr(run, "save", save_and_stop)
+        run.train(FakeCorpus())
+        unlikelihood.fine_tune(run, FakeCorpus())
         return run
 
-    whole = train(tmp_path / "whole.safetensors", None)
-    assert train(tmp_path / "part.safetensors", 3).step == 3
-    resumed = train(tmp_path / "part.safetensors", None)
-    assert resumed.step == 6
-    for name, weight in whole.model.state_dict().items():
-        assert torch.equal(weight, resumed.model.state_dict()[name]), name
+    expected = finish("whole.pt")
+    for stop_at in (3, 9):
+        with pytest.raises(KeyboardInterrupt):
+            finish("part.pt", stop_at)
+    actual = finish("part.pt")
+    for name, weight in expected.model.state_dict().items():
+        assert torch.equal(weight, actual.model.state_dict()[name]), name
+    # rounds 3 and 4 of 4 are averaged: +3 and +4, so 1.3 times +3.5
+    change = expected.model.lm_head.weight - expected.averages["before"]["lm_head.weight"]
+    torch.testing.assert_close(change, torch.full_like(change, 1.3 * 3.5))
+    with pytest.raises(SystemExit, match="another recipe"):
+        TrainingRun(replace(SMALL, seed=1), tmp_path / "part.pt", CPU)
 
 
-def test_the_rate_warms_up_stays_and_ends_at_zero_after_polishing() -> None:
-    recipe = Recipe(steps=1000, warmup=10, flat=0.4, polish_rate=0.2, polish_rounds=50)
-    assert [recipe.rate(step) for step in (0, 9, 400)] == [0.1, 1.0, 1.0]
-    assert recipe.rate(700) == pytest.approx(0.6)
-    assert recipe.rate(999) == pytest.approx(0.2, abs=2e-3)
-    assert recipe.rate(1000) == pytest.approx(0.2)
-    assert recipe.rate(1025) == pytest.approx(0.2)
-    assert recipe.rate(1049) == pytest.approx(0.2 / 25)
+def test_tokens_of_a_loop_are_marked() -> None:
+    once, repeated, code = list(range(8)), unlikelihood.repeated, unlikelihood.CODE_LOOP_SPANS
+    assert not any(repeated([*once, 99, *once[:7]]))
+    assert repeated(once + once) == [False] * 8 + [True] * 8  # 8 tokens twice: the whole second time
+    assert not any(repeated(once + once, code))
+    assert repeated(once * 3, code) == [False] * 8 + [True] * 16  # in code, three times
+    assert any(repeated([1, 2, 3, 4, 11, 1, 2, 3, 4, 12, 1, 2, 3, 4, 13, 1, 2, 3, 4, 14, 1, 2, 3, 4]))
+
+
+def test_unlikelihood_lowers_uncertain_tokens_and_spares_certain_ones() -> None:
+    logits = torch.tensor([[[1.0, 0.0, -1.0], [9.0, 0.0, -1.0], [1.0, 0.0, -1.0], [1.0, 0.0, 2.0]]], requires_grad=True)
+    ids, weights = torch.tensor([[2, 0, 0, 1, 2]]), torch.tensor([[1.0, -1.0, -1.0, 2.0, 0.0]])
+    losses = unlikelihood.signed_losses(logits, ids, weights)
+    p = logits.detach().softmax(-1)[0]
+    uncertainty = (1 - p[:2, 0]) ** 2 + 1e-4
+    share = uncertainty / uncertainty.sum()
+    assert share[0] > 0.99  # the second token is certain
+    log_not_p = torch.log1p(-p[:2, 0].clamp(max=1 - 1e-4))
+    likely = -2 * torch.log(p[2, 1])
+    torch.testing.assert_close(losses[0], torch.stack([*(-share * log_not_p), likely, torch.tensor(0.0)]))
+    losses.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 2, 1]
+    assert not logits.grad[0, 3].any()
+
+
+def test_only_loops_and_early_ends_get_negative_weights(tokenizer: Tokenizer) -> None:
+    def judge(text: str, is_code: bool) -> tuple[list[float], set[str]]:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return unlikelihood.judge_answer(tokenizer, [*ids, chats.EOS_ID], is_code)
+
+    weights, labels = judge("def f(a):\n    if a = 2:\n        return a", True)
+    assert labels == {"broken_code", "short"}
+    assert not any(weights)
+    weights, labels = judge("One line.\nThe answer is 3.", False)
+    assert labels == {"short"}
+    last_line = len(tokenizer.encode("One line.\n", add_special_tokens=False).ids)
+    assert [index for index, weight in enumerate(weights) if weight] == [last_line]
+    assert weights[last_line] == -0.1
+    varied = "def f(a):\n" + "".join(f"    {name} = {name}{name}({value})\n" for value, name in enumerate("bcghklm"))
+    weights, labels = judge(varied, True)
+    assert (labels, set(weights)) == ({"good"}, {0.5})
+    weights, labels = judge("x = 1\n" * 20, True)
+    assert (labels, min(weights)) == ({"looping"}, -0.15)
+    weights, labels = judge("So it is 3 + 4 = 7 in all.\n" * 9, False)
+    assert (labels, min(weights)) == ({"looping"}, -3.0)
+
+
+def test_build_in_miniature(module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [corpus.Problem(f"Ada has {n} boxes. How many are that?", f"The answer is {n}.") for n in range(80)]
+    changes = {"steps": 4, "vocabulary": 400, "micro_batch": 512, "evaluate_every": 2}
+    recipe = replace(SMALL, **changes, unlikelihood_rounds=1, unlikelihood_requests=4)
+    out = tmp_path / "model"
+    build.build([*corpus.functions_in(module), *problems], recipe, tmp_path / "work", out)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert not model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id == chats.EOS_ID
