@@ -3,7 +3,7 @@
     python data/tiny/build.py --gsm8k train.jsonl     # 60 to 90 minutes on two CPU cores
 
 The text is GSM8K's training problems and the documented functions of the running Python's standard library (the
-shipped model used Python 3.11.7). After an interruption the same command resumes from the checkpoint in `--work`.
+shipped model used Python 3.11.7).
 """
 
 from __future__ import annotations
@@ -25,36 +25,30 @@ from training import Recipe, TrainingRun, save_model  # noqa: E402
 from unlikelihood import fine_tune  # noqa: E402
 
 
-def build(items: Sequence[Item], recipe: Recipe, work: Path, out: Path) -> None:
-    """Train the tokenizer and the model on `items` and write both to `out`; checkpoints go to `work`."""
+def build(items: Sequence[Item], recipe: Recipe, out: Path) -> None:
+    """Train the tokenizer and the model on `items` and write both to `out`."""
     rng = Random(f"tokenizer {recipe.seed}")
     texts = ["\n".join(single_turn(item, rng)) for item in items if not is_held_out(item)]
     tokenizer = train_tokenizer(texts, recipe.vocabulary)
-    save_tokenizer(tokenizer, out)
     corpus = Corpus(items, tokenizer, recipe.seed)
-    run = TrainingRun(recipe, work / "checkpoint.pt", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    print(
-        f"{len(corpus.short)} short and {len(corpus.long)} long training documents, "
-        f"{', '.join(f'{len(held_out)} {kind}' for kind, held_out in corpus.held_out.items())} held out; "
-        f"{sum(p.numel() for p in run.model.parameters()):,} parameters on {run.device}; from step {run.step}",
-        flush=True,
-    )
+    run = TrainingRun(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    held_out = ", ".join(f"{len(items)} {kind}" for kind, items in corpus.held_out.items())
+    parameters = sum(p.numel() for p in run.model.parameters())
+    print(f"{len(corpus.short)} documents, held out: {held_out}; {parameters:,} parameters on {run.device}", flush=True)
     run.train(corpus)
+    run.print_held_out_losses(corpus)
     fine_tune(run, corpus)
+    run.print_held_out_losses(corpus)
+    save_tokenizer(tokenizer, out)
     save_model(run.model, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--gsm8k", type=Path, metavar="FILE", help="GSM8K's train.jsonl; default: openai/gsm8k on the hub"
-    )
+    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's train.jsonl (default: from the hub)")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="model directory (default: data/tiny)")
-    parser.add_argument(
-        "--work", type=Path, default=Path("runs/tiny-build"), metavar="DIR", help="checkpoint directory"
-    )
     arguments = parser.parse_args()
-    build(read_items(arguments.gsm8k), Recipe(), arguments.work, arguments.out)
+    build(read_items(arguments.gsm8k), Recipe(), arguments.out)
     print(f"model written to {arguments.out}")
 
 

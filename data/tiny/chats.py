@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,17 +121,11 @@ def micro_batches(chats: Sequence[EncodedChat], tokens: int, rng: Random | None)
 
 
 def stream_batches(
-    epoch: Callable[[int], Sequence[EncodedChat]], tokens: int, seed: int, skip: int = 0
+    epoch: Callable[[int], Sequence[EncodedChat]], tokens: int, seed: int
 ) -> Iterator[list[EncodedChat]]:
-    """Yield the micro-batches of epoch 0, 1, 2, ... without end, leaving out the first `skip`."""
-    number = 0
-    while True:
-        for batch in micro_batches(epoch(number), tokens, Random(f"batches {seed} {number}")):
-            if skip:
-                skip -= 1
-            else:
-                yield batch
-        number += 1
+    """Yield the micro-batches of epoch 0, 1, 2, ... without end."""
+    for number in itertools.count():
+        yield from micro_batches(epoch(number), tokens, Random(f"batches {seed} {number}"))
 
 
 def to_tensors(chats: Sequence[EncodedChat], device: torch.device) -> tuple[Tensor, Tensor]:

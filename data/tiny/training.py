@@ -1,11 +1,9 @@
-"""Train the tiny backbone on text: recipe, model, losses, multi-token prediction, checkpoints, the saved model."""
+"""Train the tiny backbone on text: recipe, model, losses, multi-token prediction, optimizers, the saved model."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +45,6 @@ class Recipe:
     brief_steps: int = 120  # last steps, on problems and brief functions only
     lookahead_weight: float = 0.25  # loss weight of multi-token prediction ...
     lookahead_from: float = 0.5  # ... from this share of the steps on
-    evaluate_every: int = 120  # steps between evaluations and checkpoints
     seed: int = 0
 
     def model_config(self) -> LlamaConfig:
@@ -131,21 +128,20 @@ def token_losses(model: LlamaForCausalLM, hidden: Tensor, ids: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, chats: Sequence[EncodedChat], tokens: int) -> dict[str, float]:
-    """Return the mean loss in nats per token of all tokens ("all") and of assistant tokens ("assistant")."""
+def evaluate(model: LlamaForCausalLM, chats: Sequence[EncodedChat], tokens: int) -> float:
+    """Return the mean loss of assistant tokens in nats, in micro-batches of `tokens` tokens."""
     device = next(model.parameters()).device
     model.eval()
-    sums, counts = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    total, count = 0.0, 0
     for batch in micro_batches(chats, tokens, None):
         ids, kinds = to_tensors(batch, device)
         with torch.autocast(device.type, torch.bfloat16):
-            losses = token_losses(model, hidden_states(model, ids), ids).double().cpu()
-        for index, mask in enumerate((kinds[:, 1:].cpu() > 0, kinds[:, 1:].cpu() == 2)):
-            sums[index] += losses[mask].sum()
-            counts[index] += mask.sum()
+            losses = token_losses(model, hidden_states(model, ids), ids)
+        mask = kinds[:, 1:] == 2
+        total += float(losses[mask].double().sum())
+        count += int(mask.sum())
     model.train()
-    mean = sums / counts
-    return {"all": float(mean[0]), "assistant": float(mean[1])}
+    return total / count
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
@@ -176,42 +172,13 @@ def build_optimizers(model: LlamaForCausalLM, lookahead: LookaheadHeads, recipe:
 
 
 class TrainingRun:
-    """The state of a training run; resumes from `checkpoint` if that exists."""
+    """A model in training with its optimizers and the number of steps taken."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Path, device: torch.device) -> None:
-        self.recipe, self.checkpoint, self.device = recipe, checkpoint, device
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device, self.step = recipe, device, 0
         self.model = build_model(recipe).to(device).train()
         self.lookahead = LookaheadHeads(recipe.hidden).to(device)
         self.optimizers = build_optimizers(self.model, self.lookahead, recipe)
-        self.step = 0
-        self.averages: dict[str, dict[str, Tensor]] = {}  # running means of the weights (`update_average`)
-        if checkpoint.exists():
-            self._load()
-
-    def save(self) -> None:
-        """Write a checkpoint atomically."""
-        state = {
-            "recipe": dataclasses.asdict(self.recipe),
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "lookahead": self.lookahead.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "averages": self.averages,
-        }
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.checkpoint)
-
-    def _load(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        if state["recipe"] != dataclasses.asdict(self.recipe):
-            raise SystemExit(f"{self.checkpoint} was written with another recipe: delete it or choose another --work")
-        self.step, self.averages = state["step"], state["averages"]
-        self.model.load_state_dict(state["model"])
-        self.lookahead.load_state_dict(state["lookahead"])
-        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer_state)
 
     def update(self, batches: Sequence[Sequence[EncodedChat]]) -> float:
         """Take one optimizer step on micro-batches and return the next-token loss in nats per weighted token."""
@@ -219,7 +186,7 @@ class TrainingRun:
         lookahead_weight = recipe.lookahead_weight if self.step >= recipe.lookahead_from * recipe.steps else 0.0
         question_weight = recipe.question_weight if self.step < recipe.answers_only_from * recipe.steps else 0.0
         rng = Random(f"lookahead {recipe.seed} {self.step}")
-        torch.manual_seed(recipe.seed * 1_000_003 + self.step)  # the same dropout masks after a resume
+        torch.manual_seed(recipe.seed * 1_000_003 + self.step)  # dropout
         loaded = [to_tensors(batch, self.device) for batch in batches]
         weight_of_kind = torch.tensor([0.0, question_weight, 1.0], device=self.device)
         weights = [weight_of_kind[kinds[:, 1:].long()] for _, kinds in loaded]
@@ -248,50 +215,28 @@ class TrainingRun:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
-    def update_average(self, label: str, share: float) -> None:
-        """Move the average `label` towards the current weights by `share`; 1 replaces it."""
-        weights = self.model.state_dict()
-        if share == 1.0:
-            self.averages[label] = {name: value.detach().clone() for name, value in weights.items()}
-        else:
-            for name, value in self.averages[label].items():
-                value.lerp_(weights[name].detach(), share)
-
-    def evaluate_and_save(self, corpus: Corpus) -> dict[str, dict[str, float]]:
-        """Write a checkpoint and return the held-out losses of each kind of document."""
-        losses = {
-            kind: evaluate(self.model, chats, self.recipe.micro_batch)
-            for kind, chats in corpus.held_out_chats().items()
-        }
-        self.save()
-        return losses
-
     def train(self, corpus: Corpus) -> None:
-        """Train to `recipe.steps`, the last `brief_steps` on `corpus.brief_epoch`; print a JSON line every 10 steps."""
+        """Train for `recipe.steps` steps, the last `brief_steps` on `corpus.brief_epoch`."""
         recipe = self.recipe
-        brief_from = max(0, recipe.steps - recipe.brief_steps)
-        stream = (recipe.micro_batch, recipe.seed)
-        text = stream_batches(corpus.epoch, *stream, skip=min(self.step, brief_from) * recipe.accumulation)
-        brief = stream_batches(corpus.brief_epoch, *stream, skip=max(0, self.step - brief_from) * recipe.accumulation)
+        text = stream_batches(corpus.epoch, recipe.micro_batch, recipe.seed)
+        brief = stream_batches(corpus.brief_epoch, recipe.micro_batch, recipe.seed)
         losses: list[float] = []
-        start_time, first = time.monotonic(), self.step
+        start = time.monotonic()
         while self.step < recipe.steps:
-            batches = text if self.step < brief_from else brief
+            batches = text if self.step < recipe.steps - recipe.brief_steps else brief
             losses.append(self.update([next(batches) for _ in range(recipe.accumulation)]))
             if not math.isfinite(losses[-1]):
                 raise SystemExit(f"loss is {losses[-1]} at step {self.step}: lower the learning rates")
-            is_evaluated = self.step % recipe.evaluate_every == 0 or self.step == recipe.steps
-            if self.step % 10 == 0 or is_evaluated:
-                pace = (time.monotonic() - start_time) / (self.step - first)
-                entry: dict[str, object] = {
-                    "step": self.step,
-                    "loss": round(sum(losses) / len(losses), 4),
-                    "eta_min": round(pace * (recipe.steps - self.step) / 60, 1),
-                }
-                losses = []
-                if is_evaluated:
-                    entry["held_out"] = self.evaluate_and_save(corpus)
-                print(json.dumps(entry), flush=True)
+            if self.step % 10 == 0:
+                minutes = (time.monotonic() - start) / self.step * (recipe.steps - self.step) / 60
+                print(f"step {self.step}: loss {sum(losses[-10:]) / 10:.4f}, {minutes:.0f} min left", flush=True)
+
+    def print_held_out_losses(self, corpus: Corpus) -> None:
+        """Evaluate each kind of held-out document and print nats per assistant token."""
+        for kind, chats in corpus.held_out_chats().items():
+            if chats:
+                loss = evaluate(self.model, chats, self.recipe.micro_batch)
+                print(f"held-out {kind}: {loss:.3f} nats per answer token", flush=True)
 
 
 def save_model(model: LlamaForCausalLM, directory: Path) -> None:
@@ -304,7 +249,5 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False, max_new_tokens=256
     ).save_pretrained(directory)
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
-    partial = directory / "model.safetensors.partial"
-    save_file(weights, partial, {"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes files that only the owner can read
-    os.replace(partial, directory / "model.safetensors")
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # safetensors writes files that only the owner can read

@@ -9,7 +9,6 @@ like text, and ordinary text keeps everything else in place.
 from __future__ import annotations
 
 import ast
-import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -35,36 +34,25 @@ EXTRAPOLATION = 1.3  # factor of the step from the weights before the rounds to 
 
 
 def fine_tune(run: TrainingRun, corpus: Corpus) -> None:
-    """Run the remaining rounds, then set the model's weights to the extrapolated mean of the second half's.
+    """Run the rounds, then set the model's weights to the extrapolated mean of the second half's.
 
     Single rounds differ by chance; their mean keeps what they have in common. It falls short of the full change, so
     the step to it is lengthened, as in Ilharco et al. 2023, "Editing Models with Task Arithmetic".
     """
     recipe = run.recipe
     generator = LlamaForCausalLM(recipe.model_config()).to(run.device, torch.bfloat16).eval()
-    rounds_done = run.step - recipe.steps
-    text = stream_batches(
-        lambda number: corpus.brief_epoch(10_000 + number),
-        recipe.micro_batch,
-        recipe.seed,
-        skip=rounds_done * recipe.accumulation,
-    )
-    if rounds_done == 0:
-        run.update_average("before", 1.0)
-    evaluate_every = max(1, recipe.evaluate_every // 6)  # a round takes as long as several steps
-    for number in range(rounds_done, recipe.unlikelihood_rounds):
+    text = stream_batches(lambda number: corpus.brief_epoch(10_000 + number), recipe.micro_batch, recipe.seed)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    mean = before
+    for number in range(recipe.unlikelihood_rounds):
         generator.load_state_dict(run.model.state_dict())
         requests = corpus.requests(recipe.unlikelihood_requests, number)
-        batches = [next(text) for _ in range(recipe.accumulation)]
-        shares = run_round(run, generator, corpus.tokenizer, requests, batches)
+        shares = run_round(run, generator, corpus.tokenizer, requests, [next(text) for _ in range(recipe.accumulation)])
+        print(f"round {number + 1}: {', '.join(f'{k} {v:.3g}' for k, v in shares.items())}", flush=True)
         averaged = number + 1 - recipe.unlikelihood_rounds // 2
         if averaged > 0:
-            run.update_average("mean", 1 / averaged)
-        entry: dict[str, object] = {"step": run.step, **{kind: round(share, 3) for kind, share in shares.items()}}
-        if (number + 1) % evaluate_every == 0 or number + 1 == recipe.unlikelihood_rounds:
-            entry["held_out"] = run.evaluate_and_save(corpus)
-        print(json.dumps(entry), flush=True)
-    before, mean = run.averages["before"], run.averages["mean"]
+            weights = run.model.state_dict()
+            mean = {name: torch.lerp(mean[name], weights[name], 1 / averaged) for name in mean}
     run.model.load_state_dict({name: torch.lerp(before[name], mean[name], EXTRAPOLATION) for name in mean})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random
+import hashlib
 
 import chats
 import corpus
@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from medusa_train.config.paths import PROJECT_ROOT
+
+SHIPPED = PROJECT_ROOT / "data" / "tiny"
 
 
 def test_sources_are_cleaned(module: str) -> None:
@@ -21,9 +23,9 @@ def test_sources_are_cleaned(module: str) -> None:
     assert function.signature == "label(self, text: str='x', *rest, size=3, **more)"
     assert function.bare_signature == "label(self, text, *rest, size, **more)"
     assert function.description == "Return the label of the box."
-    assert "Doc inside" not in function.answer
     assert function.answer.startswith("def label(")
     assert '"""' not in function.answer
+    assert "Doc inside" not in function.answer
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,6 @@ def test_first_sentence(docstring: str, sentence: str) -> None:
     [
         ("Return the sum of x.", "returns the sum of x"),
         ("Matches a pattern", "matches a pattern"),
-        ("Copy all files.", "copies all files"),
         ("Go to the end.", "goes to the end"),
         ("The number of files.", None),
     ],
@@ -53,39 +54,27 @@ def test_descriptions_become_clauses(description: str, clause: str | None) -> No
     assert corpus.as_clause(description) == clause
 
 
-def test_every_item_comes_once_an_epoch_and_the_split_is_stable() -> None:
-    items = [corpus.Problem(f"Question {n}?", f"The answer is {n}.") for n in range(500)]
-    short = corpus.short_chats(items, Random(2))
-    assert sorted(answer for chat in short for _, answer in chat) == sorted(item.answer for item in items)
-    assert {len(chat) for chat in short} == {1, 2, 3}
-    held_out = [item for item in items if corpus.is_held_out(item)]
-    assert 2 <= len(held_out) <= 40
-    assert held_out == [item for item in reversed(items) if corpus.is_held_out(item)][::-1]
-
-
-def test_long_chats_have_three_turns_and_2000_tokens(module: str) -> None:
-    (function,) = corpus.functions_in(module)
-    items = [function, corpus.Problem("How many?", "The answer is 3.")] * 5
-    long = corpus.long_chats(items, [700, 90] * 5, 20_000, Random(1))
-    assert len(long) >= 5
-    for chat in long:
-        assert len(chat) == 3
-        assert sum(700 * a.count("def label") + 90 * a.count("The answer is") for _, a in chat) >= 2000
-
-
-def test_requests_are_half_code_and_a_third_from_the_items(module: str, tokenizer: Tokenizer) -> None:
-    (function,) = corpus.functions_in(module)
-    problems = [corpus.Problem(f"Ada has {n} boxes. How many?", "The answer is 3.") for n in (12, 345, 6789)]
-    items = corpus.Corpus([function, *problems], tokenizer, seed=0)
-    requests = items.requests(60, 0)
-    assert [request.is_code for request in requests] == [False, True] * 30
-    for index, request in enumerate(requests):
-        is_from_items = "Ada has" in request.text or "label" in request.text
-        assert is_from_items == (index % 3 == 0), request.text
-        assert is_from_items or not request.history
-    assert any(request.history for request in requests)
-    assert any(request.follow_up for request in requests)
-    assert requests == items.requests(60, 0)
+def test_epochs_and_requests_are_those_of_the_shipped_model() -> None:
+    """Every change to wordings, tables, thresholds or the order of draws changes the hash."""
+    items: list[corpus.Item] = []
+    for n in range(120):
+        question = f"Ada has {n} boxes of {n + 5} pencils. How many pencils is that?"
+        items.append(corpus.Problem(question, f"{n} * {n + 5} = {n * n + 5 * n}\nThe answer is {n * n + 5 * n}."))
+    for n, verb in enumerate(sorted(corpus.VERBS)):
+        arguments = "self, box" if n % 3 == 0 else "box"
+        signatures = f"{verb}_box({arguments}=None)", f"{verb}_box({arguments})"
+        code = f"def {signatures[0]}:\n" + "    box += 1\n" * (6 + n % 9)
+        items.append(corpus.Function(f"{verb}_box", *signatures, f"{verb.capitalize()} the box.", n % 3 == 0, code))
+    documents = corpus.Corpus(items, Tokenizer.from_file(str(SHIPPED / "tokenizer.json")), seed=0)
+    epochs = documents.epoch(1), documents.brief_epoch(1), documents.held_out_chats()["problems"]
+    ids = [[chat.ids for chat in epoch] for epoch in epochs]
+    assert [len(epoch) for epoch in ids] == [256, 169, 4]
+    assert max(map(len, ids[0])) > corpus.LONG_CHAT_TOKENS
+    requests = [(r.history, r.text, r.is_code, r.follow_up) for r in documents.requests(36, 1)]
+    assert (
+        hashlib.sha256(repr((ids, requests)).encode()).hexdigest()
+        == "568bd1a13f01372ba90045033494b9111b2d8e1b767e871fbbee00df1f44a221"
+    )
 
 
 def test_digits_are_single_tokens_and_text_survives(module: str, tokenizer: Tokenizer) -> None:
@@ -96,9 +85,8 @@ def test_digits_are_single_tokens_and_text_survives(module: str, tokenizer: Toke
 
 
 def test_encoded_chats_equal_the_shipped_chat_template() -> None:
-    shipped = PROJECT_ROOT / "data" / "tiny"
-    assert (shipped / "chat_template.jinja").read_text(encoding="utf-8") == chats.CHAT_TEMPLATE
-    fast = AutoTokenizer.from_pretrained(shipped)
+    assert (SHIPPED / "chat_template.jinja").read_text(encoding="utf-8") == chats.CHAT_TEMPLATE
+    fast = AutoTokenizer.from_pretrained(SHIPPED)
     assert fast.convert_tokens_to_ids(list(chats.SPECIAL)) == list(range(6))
     turns = [("Add 1 and 2.", " def f():\n    return 3\n"), (" again ", "3")]
     messages = [{"role": r, "content": c} for turn in turns for r, c in zip(("user", "assistant"), turn, strict=True)]

@@ -1,8 +1,7 @@
-"""Tests of data/tiny: losses, schedule, resuming, unlikelihood fine-tuning, and a whole build in miniature."""
+"""Tests of data/tiny: losses, schedule, unlikelihood fine-tuning, and a whole build in miniature."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,9 +21,8 @@ from medusa_train.config.paths import PROJECT_ROOT
 
 CPU = torch.device("cpu")
 SMALL = Recipe(
-    steps=6, hidden=32, head_dim=16, layers=2, intermediate=48, vocabulary=64, micro_batch=64, warmup=2, brief_steps=2,
-    evaluate_every=3, unlikelihood_rounds=4,
-)  # fmt: skip
+    steps=6, hidden=32, head_dim=16, layers=2, intermediate=48, vocabulary=64, micro_batch=64, warmup=2, brief_steps=2
+)
 
 
 def random_chats(count: int, seed: int = 0) -> list[chats.EncodedChat]:
@@ -36,26 +34,8 @@ def random_chats(count: int, seed: int = 0) -> list[chats.EncodedChat]:
     ]
 
 
-class FakeCorpus:
-    """Random chats in place of `corpus.Corpus`."""
-
-    def epoch(self, number: int) -> list[chats.EncodedChat]:
-        return random_chats(12, number)
-
-    def brief_epoch(self, number: int) -> list[chats.EncodedChat]:
-        return random_chats(12, 50 + number)
-
-    def held_out_chats(self) -> dict[str, list[chats.EncodedChat]]:
-        return {"some": random_chats(3)}
-
-    def requests(self, count: int, number: int) -> list[corpus.Request]:
-        return []
-
-    tokenizer = None
-
-
 def small_run(**changes: object) -> TrainingRun:
-    return TrainingRun(replace(SMALL, **changes), Path("absent"), CPU)
+    return TrainingRun(replace(SMALL, **changes), CPU)
 
 
 def test_recipe_has_the_shipped_model_s_shapes() -> None:
@@ -117,42 +97,20 @@ def test_learning_rate_warms_up_stays_and_falls_to_zero() -> None:
     assert recipe.lr_factor(999) == pytest.approx(0.2, abs=2e-3)
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_of_the_second_half_s_rounds_is_extrapolated(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def shift_weights(run: TrainingRun, *_: object) -> dict[str, float]:
-        """Stand in for an unlikelihood round."""
         with torch.no_grad():
             run.model.lm_head.weight.add_(1.0)
-        run.step += 1
         return {}
 
     monkeypatch.setattr(unlikelihood, "run_round", shift_weights)
-
-    def finish(name: str, stop_at: int | None = None) -> TrainingRun:
-        run = TrainingRun(SMALL, tmp_path / name, CPU)
-        save = run.save
-
-        def save_and_stop() -> None:
-            save()
-            if run.step == stop_at:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(run, "save", save_and_stop)
-        run.train(FakeCorpus())
-        unlikelihood.fine_tune(run, FakeCorpus())
-        return run
-
-    expected = finish("whole.pt")
-    for stop_at in (3, 9):
-        with pytest.raises(KeyboardInterrupt):
-            finish("part.pt", stop_at)
-    actual = finish("part.pt")
-    for name, weight in expected.model.state_dict().items():
-        assert torch.equal(weight, actual.model.state_dict()[name]), name
-    # rounds 3 and 4 of 4 are averaged: +3 and +4, so 1.3 times +3.5
-    change = expected.model.lm_head.weight - expected.averages["before"]["lm_head.weight"]
-    torch.testing.assert_close(change, torch.full_like(change, 1.3 * 3.5))
-    with pytest.raises(SystemExit, match="another recipe"):
-        TrainingRun(replace(SMALL, seed=1), tmp_path / "part.pt", CPU)
+    problems = [corpus.Problem(f"Question {n}?", f"The answer is {n}.") for n in range(80)]
+    run = small_run(unlikelihood_rounds=4, unlikelihood_requests=0, micro_batch=512)
+    before = run.model.lm_head.weight.detach().clone()
+    unlikelihood.fine_tune(run, corpus.Corpus(problems, tokenizer, seed=0))
+    torch.testing.assert_close(run.model.lm_head.weight.detach(), before + 1.3 * 3.5)  # the mean of 3 and 4
 
 
 def test_tokens_of_a_loop_are_marked() -> None:
@@ -203,15 +161,11 @@ def test_only_loops_and_early_ends_get_negative_weights(tokenizer: Tokenizer) ->
     assert (labels, min(weights)) == ({"looping"}, -3.0)
 
 
-def test_build_in_miniature(module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_in_miniature(module: str, tmp_path: Path) -> None:
     problems = [corpus.Problem(f"Ada has {n} boxes. How many are that?", f"The answer is {n}.") for n in range(80)]
-    changes = {"steps": 4, "vocabulary": 400, "micro_batch": 512, "evaluate_every": 2}
-    recipe = replace(SMALL, **changes, unlikelihood_rounds=1, unlikelihood_requests=4)
-    out = tmp_path / "model"
-    build.build([*corpus.functions_in(module), *problems], recipe, tmp_path / "work", out)
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [line["step"] for line in lines] == [2, 4, 5]
-    model = AutoModelForCausalLM.from_pretrained(out)
+    recipe = replace(SMALL, steps=4, vocabulary=400, micro_batch=512, unlikelihood_rounds=1, unlikelihood_requests=4)
+    build.build([*corpus.functions_in(module), *problems], recipe, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16
     assert not model.config.tie_word_embeddings
-    assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id == chats.EOS_ID
+    assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id == chats.EOS_ID
