@@ -14,7 +14,7 @@ from drawing import Draw
 
 
 @dataclass(frozen=True)
-class Request:
+class FunctionSpec:
     """A function to write, or a method of the class that `owner` describes."""
 
     name: str
@@ -23,16 +23,16 @@ class Request:
     owner: str | None = None  # "a class Playlist that keeps its songs in self.songs"
 
 
-def draw_request(d: Draw) -> Request:
+def draw_function(d: Draw) -> FunctionSpec:
     """Draw an idea (60 %) or a member of a family."""
     if d.rng.random() < 0.6:
         return from_idea(d, d.pick(*IDEAS))
     families, weights = zip(*FAMILIES, strict=True)
     family = d.rng.choices(families, weights)[0]
-    return family(d)  # type: ignore[no-any-return]
+    return family(d)
 
 
-def from_idea(d: Draw, idea: str) -> Request:
+def from_idea(d: Draw, idea: str) -> FunctionSpec:
     """Draw the names of a line of IDEAS."""
     names, arguments, description = (part.strip() for part in idea.split(";"))
     chosen: list[str] = []
@@ -41,24 +41,24 @@ def from_idea(d: Draw, idea: str) -> Request:
         name = d.pick(*alternatives.split("|"))
         chosen.append(name + equals + default)
         description = description.replace(f"{{{index}}}", name)
-    return Request(d.pick(*names.split("|")), ", ".join(chosen), description)
+    return FunctionSpec(d.pick(*names.split("|")), ", ".join(chosen), description)
 
 
-def word_request(d: Draw, request: Request, *, is_later: bool) -> str:
+def word_request(d: Draw, spec: FunctionSpec, *, is_later: bool) -> str:
     """Word a request as a user would; with `is_later` half of the wordings refer to an earlier turn."""
-    description = d.expand(request.description)
+    description = d.expand(spec.description)
     wording = d.pick(*(LATER_TURN if is_later and d.rng.random() < 0.5 else FIRST_TURN))
     description = description[:1].lower() + description[1:]
     text = wording.format(
-        sig=f"{request.name}({request.arguments})",
-        kind="method" if request.owner else "function",
+        sig=f"{spec.name}({spec.arguments})",
+        kind="method" if spec.owner else "function",
         do=description.replace("~", ""),
         does=re.sub(r"(\w+)~", lambda match: third_person(match[1]), description),
     )
-    if request.owner is None:
+    if spec.owner is None:
         return text
     frame = d.pick("{text}", "{text} It is for {owner}.") if is_later else d.pick(*WITH_CLASS)
-    return frame.format(owner=request.owner, text=text)
+    return frame.format(owner=spec.owner, text=text)
 
 
 def third_person(verb: str) -> str:
@@ -160,60 +160,60 @@ DICT_CLASSES = (  # class, item, name of the attribute that is a dict
     ("Router", "route", "routes"), ("Translator", "phrase", "phrases"), ("Catalog", "product", "products"),
 )
 
-def over_records(d: Draw) -> Request:
+def over_records(d: Draw) -> FunctionSpec:
     """Process a list of dicts by one of their fields."""
     thing = d.rng.choice(sorted(THINGS))
     many, *fields = THINGS[thing]
     key, other = d.sample(fields, 2)
     return d.pick(
-        Request(f"sort_{many}_by_{key}", f"{many}, reverse=False", f"return~ the {many} [sorted|ordered] by their {key}"),
-        Request(f"group_{many}_by_{key}", many, f"return~ a dict that maps [each|every] {key} to the list of {many} that have it"),
-        Request(f"index_{many}_by_{key}", many, f"build~ a dict from {key} to {thing} and raise~ KeyError if a {key} comes twice"),
-        Request(f"count_{many}_by_{key}", many, f"count~ how many {many} there are for each {key}"),
-        Request(f"find_{thing}_by_{key}", f"{many}, {key}", f"return~ the first of the {many} with the given {key}, or None"),
-        Request(f"filter_{many}_by_{key}", f"{many}, {key}", f"return~ [only the|a list of the] {many} whose {key} is equal to the given one"),
-        Request(f"load_{many}", d.pick("path", "filename"), f"read~ a [JSON|CSV] file and return~ the {many} in it as a list of dicts"),
-        Request(f"save_{many}", f"{many}, {d.pick('path', 'filename')}", f"write~ the {many} to a file, one JSON object a line"),
-        Request(f"validate_{thing}", thing, f"raise~ ValueError if the {key} or the {other} of the {thing} is missing or empty"),
-        Request(f"parse_{thing}_line", "line", f"split~ a line at its commas and return~ a dict with the {key} and the {other} of the {thing}"),
-        Request(f"format_{thing}", f"{thing}", f"return~ a line of text with the {key} and the {other} of a {thing}"),
-        Request(f"drop_{many}_without_{key}", many, f"return~ the {many} except those that have no {key}"),
-        Request(f"merge_{thing}_lists", "first, second", f"join~ two lists of {many}, keeping one {thing} for every {key}"),
-        Request(f"unique_{thing}_{key}_values", many, f"return~ the sorted set of all {key} values that the {many} have"),
-        Request(f"print_{many}", f"{many}, file=None", f"print~ {key} and {other} of each {thing} on a line of its own"),
-        Request(f"compare_{many}_by_{key}", "left, right", f"return~ a negative number, zero or a positive one as the {key} of the {thing} left is smaller, equal or larger"),
-        Request(f"update_{thing}_{key}", f"{thing}, {key}", f"store~ a new {key} in the {thing} and return~ the old one"),
-        Request(f"copy_{thing}_without_{key}", thing, f"return~ a copy of the {thing} that has everything but its {key}"),
+        FunctionSpec(f"sort_{many}_by_{key}", f"{many}, reverse=False", f"return~ the {many} [sorted|ordered] by their {key}"),
+        FunctionSpec(f"group_{many}_by_{key}", many, f"return~ a dict that maps [each|every] {key} to the list of {many} that have it"),
+        FunctionSpec(f"index_{many}_by_{key}", many, f"build~ a dict from {key} to {thing} and raise~ KeyError if a {key} comes twice"),
+        FunctionSpec(f"count_{many}_by_{key}", many, f"count~ how many {many} there are for each {key}"),
+        FunctionSpec(f"find_{thing}_by_{key}", f"{many}, {key}", f"return~ the first of the {many} with the given {key}, or None"),
+        FunctionSpec(f"filter_{many}_by_{key}", f"{many}, {key}", f"return~ [only the|a list of the] {many} whose {key} is equal to the given one"),
+        FunctionSpec(f"load_{many}", d.pick("path", "filename"), f"read~ a [JSON|CSV] file and return~ the {many} in it as a list of dicts"),
+        FunctionSpec(f"save_{many}", f"{many}, {d.pick('path', 'filename')}", f"write~ the {many} to a file, one JSON object a line"),
+        FunctionSpec(f"validate_{thing}", thing, f"raise~ ValueError if the {key} or the {other} of the {thing} is missing or empty"),
+        FunctionSpec(f"parse_{thing}_line", "line", f"split~ a line at its commas and return~ a dict with the {key} and the {other} of the {thing}"),
+        FunctionSpec(f"format_{thing}", f"{thing}", f"return~ a line of text with the {key} and the {other} of a {thing}"),
+        FunctionSpec(f"drop_{many}_without_{key}", many, f"return~ the {many} except those that have no {key}"),
+        FunctionSpec(f"merge_{thing}_lists", "first, second", f"join~ two lists of {many}, keeping one {thing} for every {key}"),
+        FunctionSpec(f"unique_{thing}_{key}_values", many, f"return~ the sorted set of all {key} values that the {many} have"),
+        FunctionSpec(f"print_{many}", f"{many}, file=None", f"print~ {key} and {other} of each {thing} on a line of its own"),
+        FunctionSpec(f"compare_{many}_by_{key}", "left, right", f"return~ a negative number, zero or a positive one as the {key} of the {thing} left is smaller, equal or larger"),
+        FunctionSpec(f"update_{thing}_{key}", f"{thing}, {key}", f"store~ a new {key} in the {thing} and return~ the old one"),
+        FunctionSpec(f"copy_{thing}_without_{key}", thing, f"return~ a copy of the {thing} that has everything but its {key}"),
     )
 
-def over_conditions(d: Draw) -> Request:
+def over_conditions(d: Draw) -> FunctionSpec:
     """Process the elements that are even, empty, hidden, ..."""
     adjective = d.rng.choice(sorted(CONDITIONS))
     noun, phrase = CONDITIONS[adjective], adjective.replace("_", "-")
     return d.pick(
-        Request(f"count_{adjective}_{noun}", noun, f"count~ the {phrase} {noun} in a list"),
-        Request(f"keep_{adjective}_{noun}", noun, f"return~ a list of the {phrase} {noun} only"),
-        Request(f"skip_{adjective}_{noun}", noun, f"yield~ all {noun} but the {phrase} ones"),
-        Request(f"first_{adjective}_{noun[:-1]}", f"{noun}, default=None", f"return~ the first of the {noun} that is {phrase}, or the default"),
-        Request(f"split_{adjective}_{noun}", noun, f"return~ two lists, the {phrase} {noun} and all the others"),
-        Request(f"positions_of_{adjective}_{noun}", noun, f"return~ the indexes at which {phrase} {noun} stand"),
-        Request(f"has_{adjective}_{noun}", noun, f"tell~ whether any of the {noun} is {phrase}"),
-        Request(f"replace_{adjective}_{noun}", f"{noun}, replacement", f"return~ a copy of {noun} with the {phrase} ones replaced"),
+        FunctionSpec(f"count_{adjective}_{noun}", noun, f"count~ the {phrase} {noun} in a list"),
+        FunctionSpec(f"keep_{adjective}_{noun}", noun, f"return~ a list of the {phrase} {noun} only"),
+        FunctionSpec(f"skip_{adjective}_{noun}", noun, f"yield~ all {noun} but the {phrase} ones"),
+        FunctionSpec(f"first_{adjective}_{noun[:-1]}", f"{noun}, default=None", f"return~ the first of the {noun} that is {phrase}, or the default"),
+        FunctionSpec(f"split_{adjective}_{noun}", noun, f"return~ two lists, the {phrase} {noun} and all the others"),
+        FunctionSpec(f"positions_of_{adjective}_{noun}", noun, f"return~ the indexes at which {phrase} {noun} stand"),
+        FunctionSpec(f"has_{adjective}_{noun}", noun, f"tell~ whether any of the {noun} is {phrase}"),
+        FunctionSpec(f"replace_{adjective}_{noun}", f"{noun}, replacement", f"return~ a copy of {noun} with the {phrase} ones replaced"),
     )
 
-def over_units(d: Draw) -> Request:
+def over_units(d: Draw) -> FunctionSpec:
     """Convert one value or a list between two units."""
     a, b = d.pick(*UNITS)
     if d.rng.random() < 0.5:
         a, b = b, a
     x, y = a.replace("_", " "), b.replace("_", " ")
     return d.pick(
-        Request(f"{a}_to_{b}", d.pick("value", a), f"convert~ a value from {x} to {y}"),
-        Request(f"convert_{a}_list_to_{b}", "values", f"return~ a list with each value converted from {x} to {y}"),
-        Request(f"format_{a}_as_{b}", f"value, {d.pick('digits=1', 'precision=2')}", f"convert~ {x} to {y} and return~ the result as text with its unit"),
+        FunctionSpec(f"{a}_to_{b}", d.pick("value", a), f"convert~ a value from {x} to {y}"),
+        FunctionSpec(f"convert_{a}_list_to_{b}", "values", f"return~ a list with each value converted from {x} to {y}"),
+        FunctionSpec(f"format_{a}_as_{b}", f"value, {d.pick('digits=1', 'precision=2')}", f"convert~ {x} to {y} and return~ the result as text with its unit"),
     )
 
-def list_method(d: Draw) -> Request:
+def list_method(d: Draw) -> FunctionSpec:
     """Draw a method of a class that holds a list."""
     name_of_class, item, many = d.pick(*LIST_CLASSES)
     attribute = f"self.{many}"
@@ -243,9 +243,9 @@ def list_method(d: Draw) -> Request:
         ("__add__", "self, other", f"return~ a new {name_of_class} with the {many} of both"),
         ("to_dict", "self", f"return~ a dict with the name of the class and the {many} as a list"),
     )
-    return Request(name, arguments, description, owner)
+    return FunctionSpec(name, arguments, description, owner)
 
-def dict_method(d: Draw) -> Request:
+def dict_method(d: Draw) -> FunctionSpec:
     """Draw a method of a class that holds a dict."""
     name_of_class, item, many = d.pick(*DICT_CLASSES)
     attribute = f"self.{many}"
@@ -272,7 +272,7 @@ def dict_method(d: Draw) -> Request:
         ("from_dict", "cls, data", f"create~ a {name_of_class} whose {many} come from a dict"),
         ("copy", "self", f"return~ another {name_of_class} with the same {many}"),
     )
-    return Request(name, arguments, description, owner)
+    return FunctionSpec(name, arguments, description, owner)
 
 FAMILIES = ((over_records, 12), (over_conditions, 6), (over_units, 2), (list_method, 7), (dict_method, 6))  # with weights
 

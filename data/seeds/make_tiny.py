@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from drawing import Draw
-from functions import draw_request, word_request
+from functions import draw_function, word_request
 from problems import word_problem
 
 PROBLEM_SHARE = 0.55
@@ -41,10 +41,10 @@ def code_turns(d: Draw, turns: int) -> list[str]:
     texts: list[str] = []
     names: set[str] = set()
     while len(texts) < turns:
-        request = draw_request(d)
-        if request.name not in names:
-            names.add(request.name)
-            texts.append(word_request(d, request, is_later=bool(texts)))
+        spec = draw_function(d)
+        if spec.name not in names:
+            names.add(spec.name)
+            texts.append(word_request(d, spec, is_later=bool(texts)))
     return texts
 
 

@@ -1,6 +1,6 @@
 """Build the embedded tiny backbone: train a byte-level BPE and an 11M-parameter Llama, write both beside this file.
 
-    python data/tiny/build.py --gsm8k train.jsonl     # 60 to 90 minutes on two CPU cores
+    python data/tiny/build.py --gsm8k train.jsonl     # an hour or two on two CPU cores
 
 The text is GSM8K's training problems and the documented functions of the running Python's standard library (the
 shipped model used Python 3.11.7).

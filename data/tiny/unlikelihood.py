@@ -64,14 +64,14 @@ def run_round(
     text: Sequence[Sequence[EncodedChat]],
 ) -> dict[str, float]:
     """Answer the requests and their follow-ups with `generator`, take one optimizer step, return shares of answers."""
-    prompts, answers = answer(generator, tokenizer, requests)
+    prompts, answers = greedy_answers(generator, tokenizer, requests)
     follow_ups = [
         Request((*request.history, (request.text, tokenizer.decode(ids))), request.follow_up, request.is_code)
         for request, ids in zip(requests, answers, strict=True)
         if request.follow_up and ids[-1] == EOS_ID
     ]
     if follow_ups:
-        more_prompts, more_answers = answer(generator, tokenizer, follow_ups)
+        more_prompts, more_answers = greedy_answers(generator, tokenizer, follow_ups)
         requests, prompts, answers = [*requests, *follow_ups], prompts + more_prompts, answers + more_answers
     chats: list[EncodedChat] = []
     weights: list[list[float]] = []
@@ -86,7 +86,7 @@ def run_round(
     return {**shares, "median_tokens": float(statistics.median(map(len, answers)))}
 
 
-def answer(
+def greedy_answers(
     generator: LlamaForCausalLM, tokenizer: Tokenizer, requests: Sequence[Request]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the requests as token ids, and greedy answers of up to MAX_NEW_TOKENS, EOS included where it came."""
