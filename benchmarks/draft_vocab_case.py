@@ -13,8 +13,8 @@ from clock import Clock
 from rich.console import Console
 
 from medusa_train.checkpoint.heads import load_draft, read_heads
-from medusa_train.checkpoint.heads_files import heads_files
-from medusa_train.checkpoint.load import load_with_draft, resolve_model
+from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.resolve import heads_files, resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig

@@ -13,7 +13,8 @@ from typing import Any
 from m2_case import training
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_tree, load_with_draft, resolve_model
+from medusa_train.checkpoint.load import LoadedModel, load_tree, load_with_draft
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.calibrate import collect, talks_of_run

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.load import load_with_draft, resolve_model
+from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import DatasetConfig, TrainConfig

@@ -27,7 +27,8 @@ from machine import facts, sentence, table, warning  # noqa: E402
 from peers_vllm import vllm_answerers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft, resolve_model  # noqa: E402
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E402
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import MedusaError  # noqa: E402

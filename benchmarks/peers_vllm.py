@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.load import LoadedModel, ModelPaths
+from medusa_train.checkpoint.load import LoadedModel
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.evaluation.records import TimedAnswer
 from medusa_train.export.write import export_run
 

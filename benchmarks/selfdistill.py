@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft, resolve_model
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.selfdistill.engines import Engine
 from medusa_train.selfdistill.hf_engine import HFEngine
 from medusa_train.selfdistill.modes import Rules, replay

@@ -1,14 +1,17 @@
-"""The Python API: what was trained, ready to answer. Thin: finding and decoding are done below."""
+"""Load a trained model for use from Python: `medusa_train.load`.
+
+Imports torch only once the paths are resolved: a wrong path is refused at once.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 
-from medusa_train.checkpoint.load import ModelPaths, load_with_draft, resolve_model
-from medusa_train.inference.model import Model
-from medusa_train.models.precision import has_fast_bf16
+if TYPE_CHECKING:
+    from medusa_train.inference.model import Model
 
 
 def load(
@@ -24,18 +27,19 @@ def load(
     """Load a trained model, or a backbone alone.
 
     Args:
-        model: a run directory, or a directory of heads; by default the newest run under runs/.
-        base_model: the backbone, a directory or a name on the hub; by default the one that was trained with. Without
-            `model` it decodes plainly, without heads.
-        tree: a tree file; by default the one beside the heads.
-        dtype: float32, bfloat16 or float16; auto: bfloat16 where the device multiplies it well, else float32.
-        chat_template: by name; by default the run's, else the tokenizer's own.
-        trust_remote_code: run Python code that the backbone's repository ships.
+        model: run directory or directory of heads; defaults to the newest run under runs/.
+        base_model: directory or Hugging Face hub name of the backbone; defaults to the one that the heads were trained
+            with. Given without `model`, the backbone decodes plainly, without heads.
+        tree: tree file; defaults to tree.json beside the heads.
+        dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast bfloat16 matrix
+            products, else float32.
+        chat_template: name of a chat template; defaults to the run's, else the tokenizer's.
+        trust_remote_code: allow Python code that the backbone's repository ships.
         compile: compile the decoding passes with torch.compile: up to a minute more to start, faster steps.
 
     Raises:
-        CheckpointError: no such run or heads, or files that can't be read.
-        BackboneError: the backbone can't be found or loaded.
+        CheckpointError: no such run or heads, or files that cannot be read.
+        BackboneError: the backbone cannot be found or loaded.
     """
     paths = resolve_model(
         None if model is None else str(model),
@@ -48,9 +52,15 @@ def load(
 
 
 def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
-    """Load what `resolve_model` has found; raises as `load` does."""
+    """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
+    import torch
+
+    from medusa_train.checkpoint.load import load_with_draft
+    from medusa_train.inference.model import Model
+    from medusa_train.models.precision import has_fast_bf16
+
     if dtype == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = "bfloat16" if has_fast_bf16(device) else "float32"
-    subject = load_with_draft(paths, dtype, compiled=compiled)
-    return Model(subject.backbone, subject.draft, subject.tree, paths.chat_template)
+    loaded = load_with_draft(paths, dtype, compiled=compiled)
+    return Model(loaded.backbone, loaded.draft, loaded.tree, paths.chat_template)

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.load import load_with_draft, resolve_model
+from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import TrainConfig
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder

@@ -16,7 +16,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.load import ModelPaths
+    from medusa_train.checkpoint.resolve import ModelPaths
     from medusa_train.evaluation.questions import Bench
 
 #: A log file or a pipe has no width; the table needs this much.
@@ -71,7 +71,7 @@ def evaluate(
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
 
-    from medusa_train.checkpoint.load import resolve_model
+    from medusa_train.checkpoint.resolve import resolve_model
 
     questions = None if interactive else _questions(cfg)
     paths = resolve_model(
@@ -111,7 +111,7 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
-    from medusa_train.checkpoint.load import runs_directory
+    from medusa_train.checkpoint.resolve import runs_directory
     from medusa_train.evaluation.compare import load_reports, show, write
 
     evaluated = load_reports(names, bench)

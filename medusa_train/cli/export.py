@@ -55,9 +55,9 @@ def export(
     """Read the arguments, export, and say what was written."""
     cfg = read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})
 
-    from medusa_train.checkpoint.load import resolve_model
+    from medusa_train.checkpoint.resolve import resolve_model
 
-    paths = resolve_model(cfg.run, None, None)
+    paths = resolve_model(cfg.run, None, None, needs_backbone=False)
 
     from medusa_train.export.write import export_run  # torch: only once there is something to read
 
@@ -87,10 +87,10 @@ def read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCon
 
 def export_after_training(run: str, targets: Iterable[ExportTarget], console: Console) -> None:
     """Write the layouts that a training configuration asks for, the merged backbone first: heads then name it."""
-    from medusa_train.checkpoint.load import resolve_model
+    from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run
 
-    paths = resolve_model(run, None, None)
+    paths = resolve_model(run, None, None, needs_backbone=False)
     for to in sorted(targets, key=lambda to: to != "merged"):
         say(export_run(paths, to), run, console)
 

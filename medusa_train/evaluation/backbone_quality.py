@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from medusa_train.checkpoint.load import ModelPaths
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.data.targets import IGNORE, shift
@@ -85,7 +85,7 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
     """The backbone before and after a run: adapter off and on, or the original beside the model that was trained.
 
     Args:
-        paths: of the run (`checkpoint.subject.resolve_model`).
+        paths: of the run (`checkpoint.resolve.resolve_model`).
         original: the run's own `base_model`.
         dtype: of weights and products. A backbone that was quantised in training is so in both versions.
 

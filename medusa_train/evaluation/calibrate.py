@@ -15,7 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder

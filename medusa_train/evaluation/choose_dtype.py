@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from medusa_train.checkpoint.load import ModelPaths, load_backbone
+from medusa_train.checkpoint.load import load_backbone
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.load import LoadedModel, ModelPaths, load_with_draft
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, ConfigError

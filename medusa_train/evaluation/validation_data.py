@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medusa_train.checkpoint.load import ModelPaths
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import EncodedDataset, load_datasets

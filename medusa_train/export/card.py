@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
 
 #: Keys of a run that say how it was trained, where config.yaml holds them.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load import ModelPaths
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.serialize import read_json, read_tensors
 from medusa_train.checkpoint.vllm import loader_problems
 from medusa_train.data.templates import TEMPLATES

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
-from medusa_train.checkpoint.load import ModelPaths
 from medusa_train.checkpoint.reference import HeadTensors, shared_block_warning
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.vllm import filled_in
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError

@@ -20,7 +20,7 @@ from medusa_train.selfdistill.prompts import Seed, find_seeds, first_of, read_se
 from medusa_train.selfdistill.select_prompts import Selection, Shard, choose
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.load import ModelPaths
+    from medusa_train.checkpoint.resolve import ModelPaths
 
 
 @dataclass
@@ -317,7 +317,7 @@ def paths_of(cfg: SelfDistillConfig) -> ModelPaths:
     Raises:
         CheckpointError: the heads or the run that are named are not there.
     """
-    from medusa_train.checkpoint.load import resolve_model
+    from medusa_train.checkpoint.resolve import resolve_model
 
     model, base = cfg.heads, cfg.base_model
     if model is None and base is not None and _is_run(base):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.heads_files import heads_layout
+from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.checkpoint.run_layout import ADAPTER, HEADS, MODEL
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig

@@ -1,15 +1,21 @@
-"""Heads as other programs write them, as files."""
+"""Heads as other programs write them, and run directories without weights, as files."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
+from medusa_train.trees.tree import Tree
+
 D, V = 6, 11
+#: The weights of a model without heads.
+BACKBONE = {"model.embed_tokens.weight": torch.ones(V, D), "lm_head.weight": torch.ones(V, D)}
 
 
 def reference_tensors(heads: int = 3, blocks: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -58,4 +64,16 @@ def write(directory: Path, tensors: dict[str, Tensor], config: dict[str, object]
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(directory / name), metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def fake_run(directory: Path, written: float = 0.0, tree: bool = True, **config: object) -> Path:
+    """A run directory with an empty heads file, modified at `written`."""
+    (directory / "heads").mkdir(parents=True)
+    heads = directory / "heads" / "medusa_lm_head.safetensors"
+    heads.write_bytes(b"")
+    os.utime(heads, (written, written))
+    (directory / "config.yaml").write_text(yaml.safe_dump({"base_model": "some/model", **config}))
+    if tree:
+        Tree.chain(2).save(directory / "tree.json")
     return directory

@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa_train.checkpoint.heads import CONFIG, PICKLED, SAFETENSORS, load_heads, read_heads, save_heads, write_heads
+from medusa_train.checkpoint.reference import to_reference
+from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from tests.checkpoint.others import BACKBONE, reference_tensors
+from tests.checkpoint.test_vllm import same
 from tests.families import random_backbone
 from tests.full_disk import full_disk
 
@@ -216,3 +220,57 @@ def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone
     draft = load_heads(tmp_path, backbone)
     assert (draft.num_heads, draft.num_layers) == (1, 2)
     assert torch.equal(draft.blocks[0][1].linear.weight, block)
+
+
+#: Of a Medusa-2 full model; published configs understate the number of heads.
+MODEL_CONFIG: dict[str, object] = {"model_type": "llama", "medusa_num_heads": 2, "medusa_num_layers": 1}
+
+
+def full_model(directory: Path, form: str, prefix: str = "medusa_head.") -> Path:
+    """A Medusa-2 full model: one file or shards, safetensors or pickled."""
+    heads = {prefix + name: tensor for name, tensor in reference_tensors(5).items()}
+    everything = {**BACKBONE, **heads}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    if form == "safetensors":
+        save_file(everything, str(directory / "model.safetensors"))
+    elif form == "bin":
+        torch.save(everything, directory / "pytorch_model.bin")
+    else:
+        stem, suffix = ("model", "safetensors") if form == "safetensors shards" else ("pytorch_model", "bin")
+        names = list(everything)
+        parts = [names[:1], names[1:7], names[7:]]  # the first holds no head at all
+        where = {}
+        for number, part in enumerate(parts, start=1):
+            file = f"{stem}-{number:05}-of-00003.{suffix}"
+            chosen = {name: everything[name] for name in part}
+            save_file(chosen, str(directory / file)) if suffix != "bin" else torch.save(chosen, directory / file)
+            where |= dict.fromkeys(part, file)
+        (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": where}))
+        (directory / f"{stem}-00001-of-00003.{suffix}").write_bytes(b"is not read")
+    return directory
+
+
+FORMS = ["safetensors", "bin", "safetensors shards", "bin shards"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
+def test_a_medusa_2_full_model_gives_its_heads(
+    tmp_path: Path, form: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = full_model(tmp_path / "model", form, prefix)
+    assert heads_layout(model) == "model"
+    heads = read_heads(model)
+    assert same(to_reference(heads.state, heads.num_layers), reference_tensors(5))
+    assert heads.base_model == str(model)  # the backbone is the one beside them
+    assert "medusa_num_heads: 2, but the weights hold 5; using 5" in caplog.text
+
+
+def test_a_hostile_full_model_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    torch.save({"medusa_head.0.0.linear.weight": Hostile(trap)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="refused"):
+        read_heads(tmp_path)
+    assert not trap.exists()

@@ -6,7 +6,7 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from medusa_train.checkpoint.load import resolve_model
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import Batch
 from medusa_train.data.targets import IGNORE
 from medusa_train.evaluation.backbone_quality import Quality, compare, joint_quality, load_versions

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from medusa_train.checkpoint.load import resolve_model
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation import calibrate as calibration

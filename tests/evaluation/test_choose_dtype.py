@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from medusa_train.checkpoint.load import ModelPaths, load_backbone, resolve_model
+from medusa_train.checkpoint.load import load_backbone
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import choose_dtype as fastest
 from medusa_train.evaluation import choose_dtype as memory

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.load import resolve_model
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import run as module

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medusa_train.checkpoint.load import LoadedModel, load_with_draft, resolve_model
+from medusa_train.checkpoint.load import LoadedModel, load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.speed import GenerateAnswerer, describe, further_baselines
 from medusa_train.inference.generate import Decoder

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.load import resolve_model
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.export.card import model_card
 from medusa_train.export.write import export_run
 

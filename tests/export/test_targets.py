@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.checkpoint.load import load_with_draft, resolve_model
+from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.export.targets import check_vllm_directory
 from medusa_train.export.write import export_run

@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.load import resolve_model
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run

@@ -1,0 +1,281 @@
+"""Which model a user means: resolves a run, a directory of heads or a backbone to paths, from file names and configs.
+
+Reads no weights and imports no torch, so that a command refuses a wrong path within a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from medusa_train.config.paths import names_a_path, resolve_path
+from medusa_train.errors import BackboneError, CheckpointError
+
+if TYPE_CHECKING:
+    from medusa_train.models.quantization import Quantization
+
+DRAFT = "draft.safetensors"
+SAFETENSORS = "medusa_lm_head.safetensors"
+PICKLED = "medusa_lm_head.pt"
+CONFIG = "config.json"
+MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
+#: Prefixes of the heads in the state dict of a Medusa-2 full model.
+PREFIXES = ("medusa_head.", "medusa_heads.")
+
+#: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and TGI's, too).
+#: "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and backbone in one state dict.
+Layout = Literal["draft", "reference", "vllm", "model"]
+
+
+@dataclass(frozen=True)
+class ModelPaths:
+    """Paths of a backbone, its draft heads and its tree. Without heads (`heads is None`) it decodes plainly.
+
+    Attributes:
+        home: directory that results are written under.
+        base_model: directory or Hugging Face hub name of the backbone.
+        heads: directory of the draft heads.
+        tree: a tree.json.
+        chat_template: name of the chat template, where the run or the user names one.
+        adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
+        quantization: how the backbone was loaded in training.
+        trust_remote_code: whether Python code that ships with the backbone may run.
+    """
+
+    home: Path
+    base_model: str
+    heads: Path | None
+    tree: Path | None
+    chat_template: str | None
+    adapter: Path | None = None
+    quantization: Quantization | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def backbone_form(self) -> str:
+        """How the backbone is loaded for decoding, in words for reports."""
+        if self.adapter is not None:
+            return f"{self.quantization}, dequantised, adapter folded in" if self.quantization else "adapter folded in"
+        return self.quantization or "unquantised"
+
+    @property
+    def name(self) -> str | None:
+        """Name of the model in reports; None without heads."""
+        return None if self.heads is None else str(self.home)
+
+
+def resolve_model(
+    model: str | None,
+    base_model: str | None,
+    tree: Path | None,
+    *,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    needs_backbone: bool = True,
+) -> ModelPaths:
+    """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
+
+    Options that are not given (None, False) come from the run's config.yaml where there is one. A run's
+    `trust_remote_code` applies to its own backbone only, not to another `base_model`.
+
+    Args:
+        model: run directory or directory of heads; None: the newest run under runs/, or no heads if `base_model` is
+            given.
+        base_model: directory or hub name; None: the backbone that the heads were trained with.
+        tree: tree file; None: tree.json beside the heads.
+        chat_template: name of a chat template.
+        trust_remote_code: allow Python code of the backbone's repository.
+        needs_backbone: check that a backbone named by a local path exists.
+
+    Raises:
+        CheckpointError: no run, heads or tree there.
+        BackboneError: the backbone's path does not exist.
+    """
+    paths = _resolve(model, base_model, tree)
+    if needs_backbone and resolve_path(paths.base_model) is None and names_a_path(paths.base_model):
+        advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
+        raise BackboneError(f"base_model {paths.base_model}: no such directory{advice}")
+    return replace(
+        paths,
+        chat_template=chat_template or paths.chat_template,
+        trust_remote_code=trust_remote_code or (paths.trust_remote_code and base_model is None),
+    )
+
+
+def runs_directory() -> Path:
+    """Return `runs/` of the current directory, or the project's where the current directory has none."""
+    return resolve_path("runs") or Path("runs")
+
+
+def newest_run(runs: Path) -> Path:
+    """Return the run whose heads were written last.
+
+    Raises:
+        CheckpointError: no run under `runs` has heads.
+    """
+    trained = [directory for directory in runs.glob("*") if heads_layout(directory / "heads")]
+    if not trained:
+        raise CheckpointError(
+            f"no model given, and no trained run under {runs}.\n"
+            "Run `make demo` or `medusa-train CONFIG.yaml` first, or name a run with --model RUN_DIR "
+            "(or --base-model NAME for the baselines alone)."
+        )
+    return max(trained, key=lambda directory: (_modified(directory / "heads"), directory.name))
+
+
+def heads_layout(directory: Path) -> Layout | None:
+    """Return the layout of the heads in `directory`; None where it holds none."""
+    if (directory / DRAFT).is_file():
+        return "draft"
+    if (directory / SAFETENSORS).is_file() or (directory / PICKLED).is_file():
+        return "reference"
+    config = _json_mapping(directory / CONFIG)
+    if config.get("model_type") == "medusa" and any(directory.glob("*.safetensors")):
+        return "vllm"
+    return "model" if any(True for _ in _shards_with_heads(directory)) else None
+
+
+def heads_files(directory: Path) -> list[Path]:
+    """List the files that hold the heads in `directory`; empty where it holds none."""
+    layout = heads_layout(directory)
+    if layout == "draft":
+        return [directory / DRAFT]
+    if layout == "reference":
+        return [path for name in (SAFETENSORS, PICKLED) if (path := directory / name).is_file()][:1]
+    if layout == "vllm":
+        return sorted(directory.glob("*.safetensors"))
+    return sorted(set(_shards_with_heads(directory)))
+
+
+def _modified(heads: Path) -> float:
+    return max(path.stat().st_mtime for path in heads_files(heads))
+
+
+def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
+    if model is None and base_model is not None:
+        base = _local_or_hub(base_model)
+        return ModelPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
+    directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
+    if directory.name == "heads" and heads_layout(directory) and (directory.parent / "config.yaml").is_file():
+        directory = directory.parent  # RUN/heads means RUN
+    if heads_layout(directory / "heads"):
+        return _resolve_run(directory, base_model, tree)
+    if heads_layout(directory):
+        return _resolve_heads(directory, base_model, tree)
+    raise CheckpointError(
+        f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or heads/draft.safetensors) nor a directory "
+        "of heads (ours, the public Medusa code's or TGI's, vLLM's, or a full model with medusa_head weights).\n"
+        "If the run was interrupted, finish it with medusa-train; for a backbone alone use --base-model."
+    )
+
+
+def _existing_directory(name: str) -> Path:
+    path = resolve_path(name)
+    if path is None or not path.is_dir():
+        raise CheckpointError(f"model {name!r}: no such directory. Name a run directory or a directory of heads.")
+    return path
+
+
+def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
+    config = _read_mapping(run / "config.yaml")
+    base = base_model or config.get("base_model")
+    if not isinstance(base, str):
+        raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
+    quantization: Quantization | None = None
+    if base_model is None and (run / "model" / "config.json").is_file():
+        base = str(run / "model")  # a joint run without an adapter trained the backbone itself
+    elif config.get("load_in_4bit") or config.get("load_in_8bit"):
+        # Heads over a quantised backbone were trained on its hidden states, not on those of the original.
+        quantization = "nf4" if config.get("load_in_4bit") else "int8"
+    template = config.get("chat_template")
+    return ModelPaths(
+        run,
+        _local_or_hub(base),
+        run / "heads",
+        _resolve_tree(tree, run),
+        template if isinstance(template, str) else None,
+        run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None,
+        quantization,
+        config.get("trust_remote_code") is True,
+    )
+
+
+def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
+    base = base_model or _read_mapping(heads / CONFIG).get("base_model_name_or_path")
+    if base_model is None and heads_layout(heads) == "model":
+        base = str(heads)  # a Medusa-2 full model holds its backbone
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{heads}: its config.json names no base model; give it with --base-model NAME")
+    return ModelPaths(heads, _local_or_hub(base), heads, _resolve_tree(tree, heads), None)
+
+
+def _local_or_hub(name: str) -> str:
+    local = resolve_path(name)
+    return name if local is None else str(local)
+
+
+def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
+    if tree is None:
+        return home / "tree.json" if (home / "tree.json").is_file() else None
+    path = resolve_path(tree)
+    if path is None:
+        raise CheckpointError(f"tree {str(tree)!r}: no such file")
+    return path
+
+
+def _shards_with_heads(directory: Path) -> Iterator[Path]:
+    """Yield the weight files of a full model that hold heads, possibly several times each."""
+    for name in MODEL_FILES:
+        if index := _json_mapping(directory / f"{name}.index.json").get("weight_map"):
+            yield from (directory / file for key, file in index.items() if key.startswith(PREFIXES))
+            return
+        path = directory / name
+        if path.is_file():
+            if path.suffix == ".safetensors":
+                has_heads = any(key.startswith(PREFIXES) for key in _safetensors_names(path))
+            else:
+                has_heads = "medusa_num_heads" in _json_mapping(directory / CONFIG)  # pickles are not opened here
+            if has_heads:
+                yield path
+            return
+
+
+def _safetensors_names(path: Path) -> list[str]:
+    """Read the tensor names from a safetensors header (eight bytes of length, then JSON); empty if it is damaged."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > 100_000_000:  # the format's own limit
+                return []
+            header = json.loads(file.read(length))
+    except (OSError, ValueError):
+        return []
+    return list(header) if isinstance(header, dict) else []
+
+
+def _json_mapping(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON mapping; empty if the file is missing, CheckpointError if it is anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a mapping of keys")
+    return content
