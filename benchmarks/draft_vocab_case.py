@@ -25,7 +25,7 @@ from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.training.setup import load_data
+from medusa_train.training.load_data import load_data
 from medusa_train.trees.tree import Tree
 
 WARMUP = 5
@@ -79,12 +79,12 @@ def coverages(run: Path) -> dict[str, Any]:
     """Shares of the tokens to be learnt and of those held out that the heads know, and the bytes of the heads."""
     data = load_data(load_config(TrainConfig, run / "config.yaml"), Console(file=io.StringIO()))
     heads = read_heads(run / "heads")
-    size = int(max(example.tokens.max() for example in (*data.train.examples, *data.held_out.examples))) + 1
+    size = int(max(example.tokens.max() for example in (*data.train.examples, *data.validation.examples))) + 1
     if heads.token_map is not None:
         size = max(size, int(heads.token_map.max()) + 1)
     return {
         "coverage_train": _covered(token_counts(data.train, size), heads.token_map),
-        "coverage_held_out": _covered(token_counts(data.held_out, size), heads.token_map),
+        "coverage_held_out": _covered(token_counts(data.validation, size), heads.token_map),
         "bytes": sum(path.stat().st_size for path in heads_files(run / "heads")),
     }
 

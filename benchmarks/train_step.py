@@ -30,8 +30,8 @@ from medusa_train.models.features import Features
 from medusa_train.models.precision import Precision
 from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.inspect import estimate_memory
+from medusa_train.training.load_data import load_data
 from medusa_train.training.optim import build_optimizer, parameter_groups
-from medusa_train.training.setup import load_data
 
 BATCHES = 8  # micro-batches that a repeat goes through, each an optimizer step
 LLAMA = {

@@ -147,14 +147,14 @@ def train_with_others(place: ProcessInfo, cfg: TrainConfig, console: Console, re
 
     One process's failure ends all: it says what was wrong; the others end because they can't go on without it.
     """
-    from medusa_train.training.distributed import PeerError, join, lost_peer
+    from medusa_train.training.distributed import PeerError, init_distributed, is_lost_peer
 
     try:
-        world = join(place)
+        world = init_distributed(place)
         from medusa_train.training.run import train
 
         code = train(cfg, console, results, world)
-        world.leave()
+        world.destroy()
         if code:
             _end_now(code)
         return code
@@ -166,7 +166,7 @@ def train_with_others(place: ProcessInfo, cfg: TrainConfig, console: Console, re
         print_error(f"process {place.rank} of {place.size}: {error}")
         return error.exit_code
     except Exception as error:
-        if not lost_peer(error):
+        if not is_lost_peer(error):
             raise
         if place.rank == 0:
             print_error("another process has ended, and training can't go on without it")

@@ -11,7 +11,7 @@ from medusa_train.cli.common import error_console, read_arguments, run_command, 
 from medusa_train.cli.launch import follow, start_all, train_with_others
 from medusa_train.config.docs import TITLE, schema_text, show_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.training.process_info import announced
+from medusa_train.training.process_info import process_info_from_env
 
 #: A log file or a pipe has no width; the tables need this much.
 PIPE_WIDTH = 120
@@ -91,7 +91,7 @@ def train(
         print(schema_text(TrainConfig, TITLE), end="")
         return 0
     flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
-    place, only_shown = announced(), inspect or print_config
+    place, only_shown = process_info_from_env(), inspect or print_config
     if place is not None and place.rank > 0:
         return 0 if only_shown else follow(place, arguments or [], flags)
     if place is None and not only_shown and (hostfile is not None or (num_gpus or 1) > 1):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.checkpoint.run_layout import ADAPTER, HEADS, MODEL
@@ -16,6 +17,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.models.attention import FLASH, flash_obstacle
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.lm_head import LMHead
@@ -116,7 +118,7 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
     return BackboneRecipe(backbone, precision, adapter, trained)
 
 
-def check_start(cfg: TrainConfig) -> None:
+def check_initial_weights(cfg: TrainConfig) -> None:
     """Refuse a `lora_model_dir` that this run can't start from; asked before anything is loaded.
 
     Raises:
@@ -127,8 +129,8 @@ def check_start(cfg: TrainConfig) -> None:
     if cfg.lora_model_dir is None:
         return
     home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
-    adapter = start_adapter(cfg)
-    if home is None or (adapter is None and start_heads(cfg) is None):
+    adapter = find_initial_adapter(cfg)
+    if home is None or (adapter is None and find_initial_heads(cfg) is None):
         raise CheckpointError(
             f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
             f"(for example medusa-train configs/tiny_m1.yaml), or leave the key out to start from untrained heads."
@@ -170,12 +172,12 @@ def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
         )
 
 
-def start_heads(cfg: TrainConfig) -> Path | None:
+def find_initial_heads(cfg: TrainConfig) -> Path | None:
     """The heads of the run that `lora_model_dir` names, or that directory itself, whoever wrote them."""
     return _start(cfg, HEADS, lambda path: heads_layout(path) is not None)
 
 
-def start_adapter(cfg: TrainConfig) -> Path | None:
+def find_initial_adapter(cfg: TrainConfig) -> Path | None:
     """The adapter of the run that `lora_model_dir` names, or that directory itself."""
     return _start(cfg, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
 
@@ -186,7 +188,7 @@ def _start(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path |
 
 
 def _adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    earlier = start_adapter(cfg)
+    earlier = find_initial_adapter(cfg)
     if earlier is not None:
         return Adapter.load(backbone, earlier, trainable=True)
     targets = tuple(cfg.lora_target_modules or ())
@@ -217,3 +219,35 @@ def _free(backbone: Backbone, layers: int | None) -> None:
         raise BackboneError(f"medusa_num_unfreeze_layers: the layers of {type(body).__name__} can't be told apart here")
     for module in free:
         module.float().requires_grad_(True)
+
+
+def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
+    """Let `backbone` keep packed conversations apart in the fastest way that is certain to; say in one line which.
+
+    Rows of one conversation each need no mask: torch's sdpa has a flash kernel of its own for them. Packed ones do,
+    and a mask bars sdpa from that kernel; flash-attn's varlen kernel takes their bounds instead.
+
+    Args:
+        backbone: as it was loaded, before any of it is converted for training.
+        wanted: the key `flash_attention`; asked for where it can't be had, the line says why.
+        packed: whether rows hold several conversations.
+    """
+    plain = backbone.attention
+    if not packed:
+        return f"attention: torch's {plain}, causal (rows of one conversation need no mask)"
+    obstacle: str | None = "flash_attention: false"
+    if wanted:
+        obstacle = flash_obstacle(
+            backbone.device.type,
+            backbone.dtype,
+            capped=plain == "eager",
+            known=bool(getattr(backbone.model, "_supports_flash_attn", False)),
+            installed=is_flash_attn_2_available(),
+        )
+    if obstacle is None:
+        try:
+            backbone.use_varlen(FLASH)
+            return "attention: flash-attn's varlen kernel, told where each conversation ends"
+        except (BackboneError, ImportError, RuntimeError, ValueError) as error:
+            obstacle = str(error).partition("\n")[0]
+    return f"attention: torch's {plain} with a block-diagonal mask for packed rows ({obstacle})"

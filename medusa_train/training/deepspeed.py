@@ -1,4 +1,4 @@
-"""The engine for several processes: DeepSpeed's ZeRO 0-3 behind the `Strategy` protocol. Knows no data and no losses.
+"""The strategy for several processes: DeepSpeed's ZeRO 0-3 behind the `Strategy` protocol. Knows no data and no losses.
 
 Weights are float32 and the numbers' format is autocast's, as in one process, so gradients travel and add up in
 float32. DeepSpeed averages gradients over processes; every share of the loss is already divided by the targets of the
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from medusa_train.training.deepspeed_config import search_path, stage_of
 from medusa_train.training.distributed import World
-from medusa_train.training.strategy import LossScale, load_optimizer, load_side_state, move_on, side_state
+from medusa_train.training.strategy import LossScale, load_optimizer, load_side_state, side_state, skip_scheduler_step
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class DeepSpeedStrategy:
         """
         self.scheduler = scheduler
         self.loss_scale = loss_scale
-        self.overscaled = False
+        self.found_inf = False
         self._world = world
         self._stage = int(stage_of(config))
         self._pending = False  # gradients of a whole step are there
@@ -101,7 +101,7 @@ class DeepSpeedStrategy:
         share: Tensor = self._engine(loss)
         return share
 
-    def reading(self, action: Callable[[], T]) -> T:
+    def with_gathered_params(self, action: Callable[[], T]) -> T:
         """Do something that reads the weights and learns nothing; ZeRO-3 collects them meanwhile."""
         if self._stage < 3:
             return action()
@@ -110,12 +110,12 @@ class DeepSpeedStrategy:
         return results[0]
 
     @contextlib.contextmanager
-    def whole(self, *, writing: bool = False) -> Iterator[None]:
-        """Within: what is trained can be read as whole tensors, or with `writing` replaced after the last step."""
+    def gathered_params(self, *, modify: bool = False) -> Iterator[None]:
+        """Within: what is trained can be read as whole tensors, or with `modify` replaced after the last step."""
         if self._stage < 3:
             yield
             return
-        with self._deepspeed.zero.GatheredParameters(self._parameters, modifier_rank=0 if writing else None):
+        with self._deepspeed.zero.GatheredParameters(self._parameters, modifier_rank=0 if modify else None):
             yield
 
     def release(self) -> None:
@@ -141,7 +141,7 @@ class DeepSpeedStrategy:
         self._pending = False
         norm = self._step_unsplit() if self._stage == 0 else self._step_split()
         if self.loss_scale is not None:
-            self.overscaled = self.loss_scale.update(overflowed=not math.isfinite(norm))
+            self.found_inf = self.loss_scale.update(overflowed=not math.isfinite(norm))
             self._scale()
         if math.isfinite(norm):
             self.scheduler.step()
@@ -151,7 +151,7 @@ class DeepSpeedStrategy:
         """Let a step pass without an update: drop the gradients and move the schedule on."""
         if self._pending:
             self.step()  # the loss was not finite, so neither are the gradients: this drops them
-        move_on(self.scheduler)
+        skip_scheduler_step(self.scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, schedule and loss scale as `LocalStrategy` has them; the optimizer's tensors in rank 0 only."""
@@ -220,9 +220,9 @@ class DeepSpeedStrategy:
             entry = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
             for key in split:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                entry[key] = full.cpu() if self._world.first else None
+                entry[key] = full.cpu() if self._world.is_main else None
             collected[number] = entry
-        return collected if self._world.first else {}
+        return collected if self._world.is_main else {}
 
     def _distribute(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Give this process its part of what `_collect` put together."""

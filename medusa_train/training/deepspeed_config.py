@@ -67,7 +67,7 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> None:
         raise ConfigError([f"deepspeed: {problem}" for problem in problems])
 
 
-def complete(config: Mapping[str, Any], cfg: TrainConfig, size: int, hidden_size: int) -> dict[str, Any]:
+def complete_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, hidden_size: int) -> dict[str, Any]:
     """Fill in what DeepSpeed has to know of our keys; every other "auto" becomes DeepSpeed's own default.
 
     The numbers' format is ours, by autocast over float32 weights, and so are optimizer and schedule: DeepSpeed splits

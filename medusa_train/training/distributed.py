@@ -17,7 +17,7 @@ from medusa_train.training.process_info import ProcessInfo
 T = TypeVar("T")
 
 #: Longest that one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
-PATIENCE = timedelta(hours=2)
+TIMEOUT = timedelta(hours=2)
 #: What torch's back ends say when the process at the other end is gone.
 _LOST = ("gloo", "nccl", "by peer", "broken pipe", "connection refused", "socket")
 
@@ -47,7 +47,7 @@ class World:
         self._group = group
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process prints and writes."""
         return self.rank == 0
 
@@ -80,11 +80,11 @@ class World:
         """Rank 0's value, in every process."""
         if self.size == 1:
             return value
-        values: list[Any] = [value if self.first else None]
+        values: list[Any] = [value if self.is_main else None]
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def lead(self, action: Callable[[], T]) -> T:
+    def run_on_main(self, action: Callable[[], T]) -> T:
         """Let rank 0 do something while the others wait; all return what it returned.
 
         Raises:
@@ -94,7 +94,7 @@ class World:
             return action()
         error: MedusaError | None = None
         result: Any = None
-        if self.first:
+        if self.is_main:
             try:
                 result = action()
             except MedusaError as raised:
@@ -104,7 +104,7 @@ class World:
             raise error or PeerError(code)
         return result
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Do something in every process, and go on only where it went well in all of them.
 
         Raises:
@@ -126,20 +126,20 @@ class World:
             raise error
         raise PeerError(codes[failed[0]] or 1)
 
-    def shared(self, error: MedusaError) -> MedusaError:
+    def error_on_main(self, error: MedusaError) -> MedusaError:
         """The error to raise where all processes found the same: rank 0 tells it, the others end silently."""
-        return error if self.first else PeerError(error.exit_code)
+        return error if self.is_main else PeerError(error.exit_code)
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         """Close the connections; nothing can be sent afterwards."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
-def join(place: ProcessInfo) -> World:
+def init_distributed(place: ProcessInfo) -> World:
     """Meet the other processes; returns when all of them have come.
 
     Raises:
@@ -162,8 +162,8 @@ def join(place: ProcessInfo) -> World:
             )
         torch.cuda.set_device(place.local_rank)
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
-        group = dist.new_group(backend="gloo", timeout=PATIENCE) if cuda else None
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     except (RuntimeError, ValueError) as error:
         raise MedusaError(
             f"process {place.rank} of {place.size} could not meet the others at {place.address}:{place.port}: {error}"
@@ -171,7 +171,7 @@ def join(place: ProcessInfo) -> World:
     return World(place, group)
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception only says that another process is gone."""
     if isinstance(error, dist.DistError):
         return True

@@ -24,7 +24,8 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import HEAD, linear_names
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.setup import load_data, load_tokenizer, make_plan
+from medusa_train.training.load_data import load_data, load_tokenizer
+from medusa_train.training.setup import make_plan
 
 SAMPLES = 3
 TOKENS = 400  # shown of a sample
@@ -47,7 +48,7 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
     """
     data = load_data(cfg, console)
     where, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    results.print(inspect(cfg, data.train, data.held_out, load_tokenizer(cfg, where), model_config))
+    results.print(inspect(cfg, data.train, data.validation, load_tokenizer(cfg, where), model_config))
     return 0
 
 

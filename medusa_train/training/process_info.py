@@ -29,7 +29,7 @@ class ProcessInfo:
     port: int
 
 
-def announced(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
+def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
     """What torchrun, DeepSpeed's launcher or srun announced to this process; None: it is alone.
 
     Raises:
@@ -50,9 +50,9 @@ def announced(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
     return place if place.size > 1 else None
 
 
-def is_first(environ: Mapping[str, str] = os.environ) -> bool:
+def is_main_process(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is alone, or the one of several that speaks."""
-    place = announced(environ)
+    place = process_info_from_env(environ)
     return place is None or place.rank == 0
 
 

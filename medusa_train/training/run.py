@@ -23,8 +23,9 @@ from medusa_train.inference.tree_search import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import duration, standing
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import ALONE, World
-from medusa_train.training.setup import Data, Ready, build, load_data
+from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.load_data import TrainingData, load_data
+from medusa_train.training.setup import Ready, build
 from medusa_train.training.signals import StopRequest, sigterm_like_ctrl_c
 from medusa_train.training.state import TrainState
 from medusa_train.training.trainer import Outcome, Trainer
@@ -35,7 +36,7 @@ from medusa_train.training.validation import ValidationResult
 ECHO = 10.0
 
 
-def train(cfg: TrainConfig, console: Console, results: Console, world: World = ALONE) -> int:
+def train(cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS) -> int:
     """Train the heads that `cfg` describes, and finish: heads/, tree.json, a table.
 
     Args:
@@ -51,7 +52,7 @@ def train(cfg: TrainConfig, console: Console, results: Console, world: World = A
         KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
     with sigterm_like_ctrl_c():
-        world.lead(lambda: check_output_dir(cfg))
+        world.run_on_main(lambda: check_output_dir(cfg))
         data = load_data(cfg, console, world)
         ready = build(cfg, data, console, world)
         try:
@@ -62,20 +63,20 @@ def train(cfg: TrainConfig, console: Console, results: Console, world: World = A
             return interrupted_code(stopped)
 
 
-def _run(cfg: TrainConfig, data: Data, ready: Ready, console: Console, results: Console) -> int:
+def _run(cfg: TrainConfig, data: TrainingData, ready: Ready, console: Console, results: Console) -> int:
     trainer, world = ready.trainer, ready.trainer.world
     echo = ECHO if world.size > 1 else 0.0
-    with trainer.tracker, StopRequest(lambda line: console.print(line, style="yellow"), echo) as stop:
+    with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow"), echo) as stop:
         outcome = trainer.run(stop)
     if outcome is Outcome.INTERRUPTED:
         console.print(
-            f"stopped after step {trainer.state.step}, saved. To go on:\n  {go_on_command(ready)}", highlight=False
+            f"stopped after step {trainer.state.step}, saved. To go on:\n  {resume_command(ready)}", highlight=False
         )
         return max(world.gather(stop.exit_code))  # the signal may have reached only one of the processes
     step = _stopped_early(cfg, ready, console) if outcome is Outcome.EARLY else trainer.state.step
     held_out = _last_evaluation(trainer)
-    trainer.engine.release()
-    if world.first:  # from here on nothing needs the others
+    trainer.strategy.release()
+    if world.is_main:  # from here on nothing needs the others
         with writing(ready.out):
             _finish(cfg, data, ready, step, held_out, console, results)
     return 0
@@ -87,7 +88,7 @@ def _saying_how_to_go_on(ready: Ready) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}\nTo go on, once that is mended:\n  {go_on_command(ready)}") from error
+        raise CheckpointError(f"{error}\nTo go on, once that is mended:\n  {resume_command(ready)}") from error
 
 
 def _stopped_at_once(ready: Ready) -> str:
@@ -102,10 +103,10 @@ def _stopped_at_once(ready: Ready) -> str:
         latest = store.latest()
         kept = "nothing is saved" if latest is None else f"saved is {latest}"
         what = f"step {state.step} was the last one that was done, {kept}. To go on"
-    return f"stopped: {what}:\n  {go_on_command(ready)}"
+    return f"stopped: {what}:\n  {resume_command(ready)}"
 
 
-def go_on_command(ready: Ready) -> str:
+def resume_command(ready: Ready) -> str:
     """Write the command that goes on with a stopped run, to be typed where the run was started."""
     processes = ready.trainer.world.size
     many = ["--num-gpus", str(processes)] if processes > 1 else []
@@ -128,14 +129,14 @@ def _stopped_early(cfg: TrainConfig, ready: Ready, console: Console) -> int:
 
 def _last_evaluation(trainer: Trainer) -> ValidationResult | None:
     """Return what the loop's last evaluation found; it is made now where there was nothing left to train."""
-    if trainer.measured is None and trainer.held_out is not None:
-        return trainer.evaluate(trainer.held_out())
-    return trainer.measured
+    if trainer.last_validation is None and trainer.validation_batches is not None:
+        return trainer.evaluate(trainer.validation_batches())
+    return trainer.last_validation
 
 
 def _finish(
     cfg: TrainConfig,
-    data: Data,
+    data: TrainingData,
     ready: Ready,
     step: int,
     held_out: ValidationResult | None,
@@ -144,15 +145,15 @@ def _finish(
 ) -> None:
     """Save what was learnt by `step`, which the trainer holds, fit the tree, and show what came out."""
     trainer, draft, out = ready.trainer, ready.draft, ready.out
-    trainer.student.publish(out)
-    publish_heads(draft, trainer.precision.dtype, out, cfg.base_model)
+    trainer.recipe.publish(out)
+    write_heads(draft, trainer.precision.dtype, out, cfg.base_model)
     calibration = None
     note = ""
     if cfg.calibration_tokens:
         prompts = calibration_prompts(data.prompts, cfg.calibration_tokens, cfg.seed)
-        if not len(data.held_out):
+        if not len(data.validation):
             note = "nothing was held out, so the tree was fitted on prompts that the heads were trained on"
-        calibration = fit_tree(trainer.student, draft, prompts, cfg.calibration_tokens, out, console)
+        calibration = fit_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, console)
     if (table := heads_table(held_out, calibration)) is not None:
         results.print(table)
     what = f"{cfg.drafted.describe()} on {cfg.base_model}"
@@ -162,7 +163,7 @@ def _finish(
 ANSWER = 256  # longest calibration answer in tokens; shorter where the budget would not do for eight of them
 
 
-def publish_heads(draft: Draft, dtype: torch.dtype, out: Path, base_model: str) -> Path:
+def write_heads(draft: Draft, dtype: torch.dtype, out: Path, base_model: str) -> Path:
     """Write heads/, in the dtype that the run computed in; `draft` is converted to it.
 
     The float32 masters stay in the last checkpoint.
@@ -189,7 +190,7 @@ def calibration_prompts(conversations: EncodedDataset, token_budget: int, seed: 
 
 
 def fit_tree(
-    student: BackboneRecipe,
+    recipe: BackboneRecipe,
     draft: Draft,
     prompts: Sequence[list[int]],
     token_budget: int,
@@ -203,12 +204,12 @@ def fit_tree(
     Returns:
         What was found, or None, with a line that says why: the heads are of use without a tree too.
     """
-    student.train(False)
+    recipe.train(False)
     draft.eval()
-    if student.adapter is not None and not getattr(student.backbone.model, "is_quantized", False):
-        student.adapter.merge()
+    if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
+        recipe.adapter.merge()
     with standing(console, "prepacking weights for decoding"):  # as medusa-eval does
-        student.backbone.pack()
+        recipe.backbone.pack()
         draft.pack()
     progress = Progress(
         TextColumn("[bold]tree "),
@@ -224,7 +225,7 @@ def fit_tree(
         with progress:
             task = progress.add_task("tree", total=token_budget)
             found = calibrate(
-                student.backbone,
+                recipe.backbone,
                 draft,
                 prompts,
                 max_new_tokens=min(ANSWER, max(8, token_budget // 8)),

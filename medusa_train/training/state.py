@@ -20,7 +20,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import ALONE, World
+from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.strategy import Strategy
 
 
@@ -125,7 +125,7 @@ def _added(left: list[int], right: Sequence[int]) -> list[int]:
 
 
 def take_snapshot(
-    draft: Draft, student: BackboneRecipe, engine: Strategy, state: TrainState, world: World = ALONE
+    draft: Draft, recipe: BackboneRecipe, strategy: Strategy, state: TrainState, world: World = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Collect everything that learns, optimizer, schedule, random generators and the place in the run, for saving.
 
@@ -134,15 +134,15 @@ def take_snapshot(
     first, *others = world.gather(rng_state())
     return {
         "draft": draft.state_dict(),
-        "student": student.state_dict(),
-        "engine": engine.state_dict(),
+        "student": recipe.state_dict(),
+        "engine": strategy.state_dict(),
         "rng": first,
         **({"rng_of_others": others} if others else {}),
         "run": state.to_json(),
     }
 
 
-def restore_weights(snapshot: dict[str, Any], draft: Draft, student: BackboneRecipe, where: str) -> None:
+def restore_weights(snapshot: dict[str, Any], draft: Draft, recipe: BackboneRecipe, where: str) -> None:
     """Put back what was learnt, and nothing else.
 
     Raises:
@@ -150,10 +150,12 @@ def restore_weights(snapshot: dict[str, Any], draft: Draft, student: BackboneRec
     """
     with _fitting(where):
         draft.load_state_dict(snapshot["draft"])
-        student.load_state_dict(snapshot.get("student", {}))
+        recipe.load_state_dict(snapshot.get("student", {}))
 
 
-def restore_place(snapshot: dict[str, Any], engine: Strategy, where: str, world: World = ALONE) -> TrainState:
+def restore_place(
+    snapshot: dict[str, Any], strategy: Strategy, where: str, world: World = SINGLE_PROCESS
+) -> TrainState:
     """Put back the rest: optimizer, schedule, this process's random generators; return where the run stood.
 
     Where there are more processes than took the snapshot, the added ones keep the random numbers that they have.
@@ -162,7 +164,7 @@ def restore_place(snapshot: dict[str, Any], engine: Strategy, where: str, world:
         CheckpointError: the snapshot is of something else; `where` names it.
     """
     with _fitting(where):
-        engine.load_state_dict(snapshot["engine"])
+        strategy.load_state_dict(snapshot["engine"])
         generators = random_states(snapshot)
         if world.rank < len(generators):
             set_rng_state(generators[world.rank])
@@ -188,14 +190,16 @@ def _fitting(where: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class LoadedCheckpoint:
     """A run's checkpoint: where it lies, and its content."""
 
     path: Path
     snapshot: dict[str, Any]
 
 
-def find_checkpoint(cfg: TrainConfig, store: CheckpointStore, world: World, console: Console) -> Earlier | None:
+def find_checkpoint(
+    cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
+) -> LoadedCheckpoint | None:
     """Read the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run.
 
     Raises:
@@ -203,12 +207,12 @@ def find_checkpoint(cfg: TrainConfig, store: CheckpointStore, world: World, cons
     """
     if cfg.resume_from_checkpoint is None:
         return None
-    path = world.lead(lambda: named_checkpoint(cfg) or store.latest())
+    path = world.run_on_main(lambda: named_checkpoint(cfg) or store.latest())
     if path is None:
-        world.lead(lambda: check_nothing_is_lost(cfg))
+        world.run_on_main(lambda: check_nothing_is_lost(cfg))
         console.print(f"resume_from_checkpoint: {store.root} holds no checkpoint yet, starting anew")
         return None
-    return world.together(lambda: Earlier(path, store.load(path)))
+    return world.run_on_all(lambda: LoadedCheckpoint(path, store.load(path)))
 
 
 @dataclass(frozen=True)

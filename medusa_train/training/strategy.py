@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +11,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.training.backbone_recipe import BackboneRecipe
+from medusa_train.training.deepspeed_config import DEFAULT, complete_config, read_deepspeed, stage_of
+from medusa_train.training.distributed import World, init_distributed
+from medusa_train.training.optim import EIGHT_BIT, build_optimizer, build_scheduler, parameter_groups
+from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
@@ -26,20 +35,20 @@ class Strategy(Protocol):
         """Learning rate that the next step uses (first parameter group)."""
 
     @property
-    def overscaled(self) -> bool:
+    def found_inf(self) -> bool:
         """Whether the last step's gradient was too large for float16 only because it was scaled: no failure."""
 
     def forward(self, loss: Callable[[], Tensor]) -> Tensor:
         """Compute a micro-batch's share of the loss, where all weights can be read; `backward` takes it."""
 
-    def reading(self, action: Callable[[], T]) -> T:
+    def with_gathered_params(self, action: Callable[[], T]) -> T:
         """Do something that reads the weights and learns nothing."""
 
-    def whole(self, *, writing: bool = False) -> AbstractContextManager[None]:
+    def gathered_params(self, *, modify: bool = False) -> AbstractContextManager[None]:
         """Within: what is trained can be read as whole tensors.
 
         Args:
-            writing: it is replaced, in all processes alike; only once the last step is done, for the optimizer may
+            modify: it is replaced, in all processes alike; only once the last step is done, for the optimizer may
                 keep weights of its own.
         """
 
@@ -90,7 +99,7 @@ class LocalStrategy:
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
         self.loss_scale = loss_scale
-        self.overscaled = False
+        self.found_inf = False
 
     @property
     def lr(self) -> float:
@@ -101,11 +110,11 @@ class LocalStrategy:
         """Compute a micro-batch's share of the loss."""
         return loss()
 
-    def reading(self, action: Callable[[], T]) -> T:
+    def with_gathered_params(self, action: Callable[[], T]) -> T:
         """Do something that reads the weights."""
         return action()
 
-    def whole(self, *, writing: bool = False) -> AbstractContextManager[None]:
+    def gathered_params(self, *, modify: bool = False) -> AbstractContextManager[None]:
         """All tensors are whole at any time, and the only ones."""
         return nullcontext()
 
@@ -124,7 +133,7 @@ class LocalStrategy:
                 grad.div_(self.loss_scale.value)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
         if self.loss_scale is not None:
-            self.overscaled = self.loss_scale.update(overflowed=not math.isfinite(norm))
+            self.found_inf = self.loss_scale.update(overflowed=not math.isfinite(norm))
         if math.isfinite(norm):
             self.optimizer.step()
             self.scheduler.step()
@@ -134,7 +143,7 @@ class LocalStrategy:
     def skip(self) -> None:
         """Let a step pass without an update: drop the gradients and move the schedule on."""
         self.optimizer.zero_grad(set_to_none=True)
-        move_on(self.scheduler)
+        skip_scheduler_step(self.scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, schedule and loss scale, as nested dicts and lists of tensors and plain values."""
@@ -149,7 +158,7 @@ class LocalStrategy:
         load_side_state(state, self.optimizer, self.scheduler, self.loss_scale)
 
 
-def move_on(scheduler: LambdaLR) -> None:
+def skip_scheduler_step(scheduler: LambdaLR) -> None:
     """Let the schedule pass a step in which the optimizer did nothing."""
     with warnings.catch_warnings():
         # torch takes a schedule that moves before the optimizer for a mistake; here the first step was skipped
@@ -166,7 +175,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def side_state(scheduler: LambdaLR, loss_scale: LossScale | None) -> dict[str, Any]:
-    """What an engine keeps beside the optimizer's state."""
+    """What a strategy keeps beside the optimizer's state."""
     state: dict[str, Any] = {"scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}}
     if loss_scale is not None:
         state["loss_scale"] = loss_scale.state_dict()
@@ -226,3 +235,61 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.value, self.good = float(state["value"]), int(state["good"])
+
+
+def build_strategy(
+    cfg: TrainConfig,
+    draft: nn.Module,
+    recipe: BackboneRecipe,
+    total_steps: int,
+    warmup: int,
+    world: World,
+    console: Console,
+) -> Strategy:
+    """Make optimizer, schedule and the strategy that moves them; says in a line what is not as it was asked for.
+
+    DeepSpeed trains wherever there are several processes, and alone where the key `deepspeed` asks for it. Under
+    ZeRO-3 the weights are split from here on, and can be read as `Strategy` says only.
+    """
+    given = read_deepspeed(cfg)
+    config = DEFAULT if given is None else given
+    many = world.size > 1 or given is not None
+    device, trained = recipe.precision.device, list(recipe.parameters.values())
+    name = cfg.optimizer
+    stage = stage_of(config)
+    if name in EIGHT_BIT and many and stage > 0:
+        console.print(f"optimizer: {name}'s blocks don't fit ZeRO's parts of matrices, taking adamw_torch, split")
+        name = "adamw_torch"
+    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
+    optimizer, notice = build_optimizer(name, groups, device)
+    if notice:
+        console.print(notice)
+    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
+    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
+    if not many:
+        return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
+
+    from medusa_train.training.deepspeed import DeepSpeedStrategy
+
+    if world.size == 1:
+        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
+    reason = ", for the key deepspeed is not set" if given is None else ""
+    console.print(f"processes: {world.size}, by DeepSpeed's ZeRO stage {stage}{reason}")
+    backbone = recipe.backbone
+    return DeepSpeedStrategy(
+        draft,
+        backbone.model,
+        [*draft.parameters(), *backbone.head.parameters()],
+        optimizer,
+        scheduler,
+        complete_config(config, cfg, world.size, backbone.hidden_size),
+        world,
+        loss_scale,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -21,11 +21,11 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import Precision
 from medusa_train.progress import MetricLoggers
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import ALONE, World
+from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState, Window, restore_weights, take_snapshot
 from medusa_train.training.strategy import Strategy
-from medusa_train.training.validation import ValidationResult, evaluate_held_out
+from medusa_train.training.validation import ValidationResult, validate
 
 
 class Outcome(Enum):
@@ -41,36 +41,36 @@ class Trainer:
     """One run, as one of its processes sees it.
 
     Attributes:
-        student, draft, objective: the backbone as it is run and perhaps trained, the heads, and what they minimise.
-        engine: holds gradients, optimizer and schedule.
+        recipe, draft, objective: the backbone as it is run and perhaps trained, the heads, and what they minimise.
+        strategy: holds gradients, optimizer and schedule.
         loader: this process's training micro-batches without end, whose place can be saved.
-        held_out: makes the held-out batches, the whole set once; None where nothing is held out.
+        validation_batches: makes the held-out batches, the whole set once; None where nothing is held out.
         accumulation: micro-batches per optimizer step, in this process.
         patience: evaluations without a better loss before the run ends early; None: never.
         state: where the run stands; a resumed run brings its own.
-        measured: what the last held-out evaluation of this process found.
+        last_validation: what the last held-out evaluation of this process found.
         top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
-        max_nonfinite: steps without a finite loss and gradient that may be skipped, over the whole run.
+        max_nonfinite_steps: steps without a finite loss and gradient that may be skipped, over the whole run.
         world: the processes that take part; a step is the same however many they are.
     """
 
-    student: BackboneRecipe
+    recipe: BackboneRecipe
     draft: Draft
     objective: Objective
-    engine: Strategy
+    strategy: Strategy
     loader: BatchLoader
-    held_out: Callable[[], Iterable[Batch]] | None
+    validation_batches: Callable[[], Iterable[Batch]] | None
     accumulation: int
     precision: Precision
     plan: Plan
     store: CheckpointStore
-    tracker: MetricLoggers
+    loggers: MetricLoggers
     patience: int | None
     state: TrainState
     top_k_in_log: bool = False
-    measured: ValidationResult | None = None
-    max_nonfinite: int = 0
-    world: World = ALONE
+    last_validation: ValidationResult | None = None
+    max_nonfinite_steps: int = 0
+    world: World = SINGLE_PROCESS
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train up to the plan's last step, or until `stop` or too many evaluations without progress.
@@ -86,11 +86,11 @@ class Trainer:
         if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate(stop):
             self._save()
         batches = iter(self.loader)
-        self.student.train()
+        self.recipe.train()
         self.draft.train()
         while state.step < plan.total_steps and not self._out_of_patience():
             last = self._train_step(batches)
-            self.tracker.advance(state.step)
+            self.loggers.advance(state.step)
             if plan.logs(state.step):
                 self._log(last)
             best = plan.evaluates(state.step) and self._evaluate(stop)
@@ -107,8 +107,8 @@ class Trainer:
         def anywhere() -> bool:
             return self.world.any(stop())
 
-        return self.engine.reading(
-            lambda: evaluate_held_out(self.student, self.draft, batches, self.objective, anywhere, self.world)
+        return self.strategy.with_gathered_params(
+            lambda: validate(self.recipe, self.draft, batches, self.objective, anywhere, self.world)
         )
 
     def take_best(self) -> int:
@@ -124,9 +124,9 @@ class Trainer:
         path = self.store.at(self.state.best_step)
         if path is None:
             return self.state.step
-        with self.engine.whole(writing=True):
-            restore_weights(self.store.load(path), self.draft, self.student, str(path))
-        self.measured = None
+        with self.strategy.gathered_params(modify=True):
+            restore_weights(self.store.load(path), self.draft, self.recipe, str(path))
+        self.last_validation = None
         return self.state.best_step
 
     def _train_step(self, batches: Iterator[Batch]) -> Batch:
@@ -136,14 +136,14 @@ class Trainer:
         is the mean over its targets however they fall into micro-batches and processes.
         """
         started = time.perf_counter()
-        micro = [next(batches).to(self.student.backbone.device) for _ in range(self.accumulation)]
+        micro = [next(batches).to(self.recipe.backbone.device) for _ in range(self.accumulation)]
         counts = self.world.sum(torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0))
         done = [self._micro_step(batch, counts) for batch in micro]
         sums = StepSums.of(self.world.sum(torch.stack([part.row() for part in done]).sum(dim=0)))
-        self.state.window.lr = self.engine.lr
-        norm = self.engine.step() if math.isfinite(sums.loss) else math.nan
-        if math.isfinite(sums.loss) and self.engine.overscaled:
-            self.engine.skip()
+        self.state.window.lr = self.strategy.lr
+        norm = self.strategy.step() if math.isfinite(sums.loss) else math.nan
+        if math.isfinite(sums.loss) and self.strategy.found_inf:
+            self.strategy.skip()
             self.state.window.overscaled += 1
             norm = 0.0
         seconds = time.perf_counter() - started
@@ -161,7 +161,7 @@ class Trainer:
             outputs.append(self._compare(batch, counts))
             return outputs[0].loss
 
-        self.engine.backward(self.engine.forward(share))
+        self.strategy.backward(self.strategy.forward(share))
         out = outputs[0]
         tokens = int((batch.segments >= 0).sum())
         hits = (out.head_correct, out.head_counts, out.head_known)
@@ -169,15 +169,15 @@ class Trainer:
 
     def _compare(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
         """Run backbone, teacher and heads on one micro-batch; `counts` are the targets of the global batch."""
-        feats = self.student.features(batch, self.draft.needs)
-        teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
+        feats = self.recipe.features(batch, self.draft.needs)
+        teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
         with self.precision.autocast():
             return self.objective.loss(
                 feats,
                 batch,
                 counts,
                 progress=self.state.step / self.plan.total_steps,
-                student_unembedding=self.student.unembedding() if self.student.joint else None,
+                student_unembedding=self.recipe.unembedding() if self.recipe.joint else None,
                 teacher=teacher[0],
                 teacher_unembedding=teacher[1],
             )
@@ -211,13 +211,13 @@ class Trainer:
         blamed = [part for part in done if whole or not math.isfinite(float(part.loss))]
         records = self.world.gather([record for part in blamed for record in part.records])
         bad = NonFiniteStep(state.step + 1, sums.loss, [record for part in records for record in part])
-        if state.skipped >= self.max_nonfinite:
-            raise self.world.shared(bad.error(state.skipped, self.store.latest()))
-        self.engine.skip()
+        if state.skipped >= self.max_nonfinite_steps:
+            raise self.world.error_on_main(bad.error(state.skipped, self.store.latest()))
+        self.strategy.skip()
         self._advance(sums.tokens, seconds)
         state.skipped += 1
-        counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite}
-        self.tracker.log("skipped", state.step, {"reason": bad.reason, "records": bad.records, **counts})
+        counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite_steps}
+        self.loggers.log("skipped", state.step, {"reason": bad.reason, "records": bad.records, **counts})
 
     def _log(self, last: Batch) -> None:
         """Hand out the means over the steps since the last log line, and begin the next window."""
@@ -239,20 +239,22 @@ class Trainer:
         }
         if self.top_k_in_log and (seen := self.evaluate([last])) is not None:
             figures["head_top"] = seen.top
-        self.tracker.log("train", self.state.step, figures)
+        self.loggers.log("train", self.state.step, figures)
 
     def _evaluate(self, stop: StopRequest) -> bool:
         """Measure on the held-out set, if there is one; whether this is the best evaluation so far."""
-        found = None if self.held_out is None else self.evaluate(self.held_out(), lambda: bool(stop))
+        found = (
+            None if self.validation_batches is None else self.evaluate(self.validation_batches(), lambda: bool(stop))
+        )
         if found is None:
             return False
-        self.measured = found
+        self.last_validation = found
         best = self.state.note_eval(found.objective)
-        if not self.world.first:
+        if not self.world.is_main:
             return best
         if found.acceptance is not None:
             self.state.tree = found.acceptance.record(self.state.step)
-        self.tracker.log("eval", self.state.step, {**found.figures(), "best": best})
+        self.loggers.log("eval", self.state.step, {**found.figures(), "best": best})
         return best
 
     def _out_of_patience(self) -> bool:
@@ -261,9 +263,9 @@ class Trainer:
     def _save(self) -> None:
         self.state.data = self.loader.state_dict()
         beside = {} if self.state.tree is None else {TREE: self.state.tree}
-        with self.engine.whole():
-            snapshot = take_snapshot(self.draft, self.student, self.engine, self.state, self.world)
-            self.world.lead(
+        with self.strategy.gathered_params():
+            snapshot = take_snapshot(self.draft, self.recipe, self.strategy, self.state, self.world)
+            self.world.run_on_main(
                 lambda: self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
             )
 

@@ -24,7 +24,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import ALONE, World
+from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.trees.tree import Tree
 
 ROWS = 512  # positions whose logits exist at once: [ROWS, V]
@@ -78,20 +78,20 @@ class ValidationResult:
 
 
 @torch.no_grad()
-def evaluate_held_out(
-    student: BackboneRecipe,
+def validate(
+    recipe: BackboneRecipe,
     draft: Draft,
     batches: Iterable[Batch],
     objective: Objective,
     stop: Callable[[], bool] = lambda: False,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> ValidationResult | None:
     """Measure the heads on `batches`, assistant tokens only, with never more than [ROWS, V] logits in memory.
 
     Several processes take turns with the batches, and all of them find the same.
 
     Args:
-        student: run as in training, with its dropout off.
+        recipe: run as in training, with its dropout off.
         draft: the heads, run with their dropout off too.
         batches: the whole held-out set, once.
         objective: what the run minimises, for the weights of the terms.
@@ -108,16 +108,16 @@ def evaluate_held_out(
     own = _OwnLoss()
     conversations: list[list[RankedConversation]] = []  # of each batch
     was_training = draft.training
-    student.train(False)
+    recipe.train(False)
     draft.eval()
     try:
         for batch in _in_turn(batches, world):
             if stop():
                 return None
-            batch = batch.to(student.backbone.device)
-            feats = student.features(batch, draft.needs)
+            batch = batch.to(recipe.backbone.device)
+            feats = recipe.features(batch, draft.needs)
             ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
-            with student.precision.autocast():
+            with recipe.precision.autocast():
                 for i, hidden in enumerate(draft.traced(feats, batch)):
                     wanted = shift(batch.labels, i + 1, batch.segments)
                     valid = wanted != IGNORE
@@ -129,11 +129,11 @@ def evaluate_held_out(
                     hits[i] += torch.bincount(places[places >= 0], minlength=MAX_RANK).cumsum(dim=0)
                     targets[i] += len(places)
                     ranks[..., i][valid.cpu()] = places.to(ranks.dtype)
-                if student.joint:
-                    own.add(student, batch, feats)
+                if recipe.joint:
+                    own.add(recipe, batch, feats)
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
     finally:
-        student.train()
+        recipe.train()
         draft.train(was_training)
     sums, hits, targets, known = (world.sum(found) for found in (sums, hits, targets, known))
     own.add_up(world)
@@ -204,16 +204,16 @@ class _OwnLoss:
         self._count = 0
         self._has_teacher = False
 
-    def add(self, student: BackboneRecipe, batch: Batch, feats: Features) -> None:
+    def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
         wanted = shift(batch.labels, 0, batch.segments).flatten()
         self._count += int((wanted != IGNORE).sum())
         hidden = feats.hidden.flatten(0, 1)
-        if student.adapter is None:
-            self._ce += float(linear_cross_entropy(hidden, student.unembedding(), wanted).ce_sum)
+        if recipe.adapter is None:
+            self._ce += float(linear_cross_entropy(hidden, recipe.unembedding(), wanted).ce_sum)
             return
         self._has_teacher = True
-        teacher, unembedding = student.teacher(batch, feats)
-        sums = linear_kl(hidden, student.unembedding(), teacher.hidden.flatten(0, 1), unembedding, wanted)
+        teacher, unembedding = recipe.teacher(batch, feats)
+        sums = linear_kl(hidden, recipe.unembedding(), teacher.hidden.flatten(0, 1), unembedding, wanted)
         self._ce += float(sums.ce_sum)
         self._kl += float(sums.kl_sum)
 

@@ -8,7 +8,13 @@ import pytest
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, complete, read_deepspeed, stage_of
+from medusa_train.training.deepspeed_config import (
+    check_compiler,
+    check_deepspeed,
+    complete_config,
+    read_deepspeed,
+    stage_of,
+)
 
 SHIPPED = sorted((PROJECT_ROOT / "configs" / "deepspeed").glob("*.json"))
 
@@ -28,7 +34,7 @@ def problems(deepspeed, size=2, **keys):
 def test_shipped_files_fit_every_configuration(path):
     cfg = config(deepspeed=f"configs/deepspeed/{path.name}", max_grad_norm=0.7)
     check_deepspeed(cfg, 3)
-    whole = complete(read_deepspeed(cfg), cfg, size=3, hidden_size=2048)
+    whole = complete_config(read_deepspeed(cfg), cfg, size=3, hidden_size=2048)
     assert stage_of(whole) == int(path.stem[len("zero")])
     assert whole["train_batch_size"] == 24
     assert whole["train_micro_batch_size_per_gpu"] == 4
@@ -56,7 +62,7 @@ def test_a_file_of_another_trainer_fits():
     }
     cfg = config(deepspeed=theirs)
     check_deepspeed(cfg, 2)
-    whole = complete(read_deepspeed(cfg), cfg, 2, 64)
+    whole = complete_config(read_deepspeed(cfg), cfg, 2, 64)
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(whole)
     assert whole["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is

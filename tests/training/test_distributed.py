@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.training.distributed import ALONE
+from medusa_train.training.distributed import SINGLE_PROCESS
 from tests.training.conftest import metrics
 from tests.training.worker import SMALL, equal, whole_run
 
@@ -154,16 +154,16 @@ def two(keys, run_keys, tmp_path_factory):
     for name, (recipe, optimizer, zero, other) in EQUAL.items():
         own = given({**keys, **RECIPES[recipe], **other.get("more", {})})
         cases.append({"do": "equal", "name": name, "keys": own, "optimizer": optimizer, "zero": zero, **other})
-    for engine, deepspeed in ENGINES.items():
-        whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{engine}-whole" / "run")}
-        parts = {**whole, "output_dir": str(out / f"{engine}-parts" / "run")}
+    for strategy, deepspeed in ENGINES.items():
+        whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
+        parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
         cases += [
-            {"do": "whole_run", "name": f"{engine}-whole", "keys": whole},
-            {"do": "whole_run", "name": f"{engine}-parts", "keys": parts, "stop": 2},
-            {"do": "whole_run", "name": f"{engine}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
+            {"do": "whole_run", "name": f"{strategy}-whole", "keys": whole},
+            {"do": "whole_run", "name": f"{strategy}-parts", "keys": parts, "stop": 2},
+            {"do": "whole_run", "name": f"{strategy}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
         ]
-        spoilt = {**whole, "output_dir": str(out / f"{engine}-spoilt" / "run"), "max_nonfinite_steps": 1}
-        cases.append({"do": "whole_run", "name": f"{engine}-spoilt", "keys": spoilt, "spoil": 2})
+        spoilt = {**whole, "output_dir": str(out / f"{strategy}-spoilt" / "run"), "max_nonfinite_steps": 1}
+        cases.append({"do": "whole_run", "name": f"{strategy}-spoilt", "keys": spoilt, "spoil": 2})
     first = {**run_keys, "lora_dropout": 0.0, "deepspeed": ZERO3, "output_dir": str(out / "first" / "run")}
     alone = {**run_keys, "lora_dropout": 0.0, "gradient_accumulation_steps": 4}
     begun = {**alone, "output_dir": str(out / "second" / "run")}
@@ -199,7 +199,7 @@ def one(keys, tmp_path_factory):
         where = out / f"{recipe}-{optimizer}"
         if not where.exists():
             twice = given({**keys, **RECIPES[recipe], "gradient_accumulation_steps": 4})
-            equal({"keys": twice, "optimizer": optimizer}, where, ALONE)
+            equal({"keys": twice, "optimizer": optimizer}, where, SINGLE_PROCESS)
         return where
 
     return run
@@ -228,29 +228,29 @@ def test_two_processes_are_one(two, one, case):
         assert float(apart.mean()) < mean, name
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, engine):
+@pytest.mark.parametrize("strategy", ENGINES)
+def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, strategy):
     """The signal reached rank 1 alone; both stopped after the same step, and both were saved."""
-    assert (two / f"{engine}-rest" / "done").exists(), logs(two)
-    assert [(two / f"{engine}-parts" / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
+    assert (two / f"{strategy}-rest" / "done").exists(), logs(two)
+    assert [(two / f"{strategy}-parts" / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
     whole, parts = (
         [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(path / "run")]
-        for path in (two / f"{engine}-whole", two / f"{engine}-parts")
+        for path in (two / f"{strategy}-whole", two / f"{strategy}-parts")
     )
     assert [record["step"] for record in whole if record["kind"] == "train"] == [1, 2, 3, 4]
     assert parts == whole
     for name in ("heads/medusa_lm_head.safetensors", "adapter/adapter_model.safetensors"):
-        ours, theirs = (load_file(two / f"{engine}-{part}" / "run" / name) for part in ("parts", "whole"))
+        ours, theirs = (load_file(two / f"{strategy}-{part}" / "run" / name) for part in ("parts", "whole"))
         assert all((ours[key] == theirs[key]).all() for key in theirs), name
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both(two, engine):
-    run = two / f"{engine}-spoilt"
+@pytest.mark.parametrize("strategy", ENGINES)
+def test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both(two, strategy):
+    run = two / f"{strategy}-spoilt"
     assert (run / "done").exists(), logs(two)
     records = metrics(run / "run")
     assert [r["step"] for r in records if r["kind"] == "skipped"] == [2]
-    before, after = metrics(two / f"{engine}-whole" / "run")[0], [r for r in records if r["kind"] == "train"]
+    before, after = metrics(two / f"{strategy}-whole" / "run")[0], [r for r in records if r["kind"] == "train"]
     assert [record["step"] for record in after] == [1, 3, 4]
     assert after[0]["loss"] == before["loss"]
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in after)

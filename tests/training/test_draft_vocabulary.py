@@ -21,9 +21,9 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
+from medusa_train.training.load_data import load_data
 from medusa_train.training.run import train
-from medusa_train.training.setup import load_data
-from medusa_train.training.validation import evaluate_held_out
+from medusa_train.training.validation import validate
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import metrics
 
@@ -101,11 +101,11 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -
     cfg = make_config()
     data = load_data(cfg, Console(file=io.StringIO()))
     backbone = Backbone.load(str(backbone_dir))
-    student = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
+    recipe = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
     draft = MedusaDraft.from_backbone(backbone, 2, vocab_size=len(kept), token_map=kept)
-    batch = data.held_out.batch([[i] for i in range(len(data.held_out))])
-    found = evaluate_held_out(student, draft, [batch], Objective(draft, 0.8))
+    batch = data.validation.batch([[i] for i in range(len(data.validation))])
+    found = validate(recipe, draft, [batch], Objective(draft, 0.8))
     assert found is not None
     hidden = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
     for k in (1, 2):

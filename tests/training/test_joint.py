@@ -41,7 +41,7 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_pa
     assert train(make_config(**LORA, calibration_tokens=80), console) == 0
     records = train_records(run)
     assert len(records) == 6
-    # B = 0: the student begins as its teacher, but for the adapter's dropout, which B = 0 hides
+    # B = 0: the backbone begins as its teacher, but for the adapter's dropout, which B = 0 hides
     assert records[0]["lm_kl"] == pytest.approx(0.0, abs=1e-6)
     assert records[-1]["lm_kl"] > 1e-6
     assert {"config.yaml", "heads", "adapter", "tree.json"} <= {path.name for path in run.iterdir()}

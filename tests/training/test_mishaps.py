@@ -88,7 +88,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # checkpoint 8 has its name, those beyond the limit are still there
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._retain", 2), [4, 6, 8]),
         # all steps done, the adapter written, the heads not
-        (Mishap("medusa_train.training.run:publish_heads", 1), [9, 12]),
+        (Mishap("medusa_train.training.run:write_heads", 1), [9, 12]),
     ]
     for mishap, left in kills:
         code, text = medusa_train(command(cfg, GO_ON), mishap)
@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
     run = tmp_path / "run"
     for mishap, step, kept, lost in (
         (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 4, [3], f"written to {run / 'checkpoints'}: "),
-        (Mishap("medusa_train.training.run:publish_heads", 1, fill_the_disk), 12, [9, 12], f"to {run / 'heads'}: "),
+        (Mishap("medusa_train.training.run:write_heads", 1, fill_the_disk), 12, [9, 12], f"to {run / 'heads'}: "),
     ):
         code, text = medusa_train(command(cfg, GO_ON), mishap)
         assert code == 1, text
@@ -145,12 +145,12 @@ def test_sigterm_in_every_phase_tells_how_to_go_on(cfg: TrainConfig, whole: Path
     """Before training it only ends, with 143 and no trace; later with everything saved."""
     run = tmp_path / "run"
     for place, saved, words in (
-        ("medusa_train.training.setup:load_datasets", [], "error: terminated\n"),
+        ("medusa_train.training.load_data:load_datasets", [], "error: terminated\n"),
         ("medusa_train.training.validation:linear_kl", [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
         ("medusa_train.checkpoint.store:write_tensors", [3, 4], "stopped after step 4, saved"),
         (TRAINER + "MicroStep", [3, 4, 5], "stopped after step 5, saved"),
-        ("medusa_train.training.run:publish_heads", [9, 12], "stopped: the checkpoint is saved"),
+        ("medusa_train.training.run:write_heads", [9, 12], "stopped: the checkpoint is saved"),
         ("medusa_train.training.run:heads_table", [9, 12], f"{run / 'heads'} is saved, tree.json is not"),
     ):
         code, text = medusa_train(command(cfg, GO_ON), Mishap(place, 1, terminate))

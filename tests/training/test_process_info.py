@@ -3,7 +3,7 @@
 import pytest
 
 from medusa_train.errors import ConfigError
-from medusa_train.training.process_info import ProcessInfo, announced, first_host, is_first
+from medusa_train.training.process_info import ProcessInfo, first_host, is_main_process, process_info_from_env
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 SRUN = {
@@ -17,37 +17,37 @@ SRUN = {
 
 
 def test_a_process_without_a_launcher_is_alone():
-    assert announced({}) is None
-    assert is_first({})
+    assert process_info_from_env({}) is None
+    assert is_main_process({})
 
 
 def test_torchrun_and_deepspeed():
-    assert announced(TORCHRUN) == ProcessInfo(3, 4, 1, "node7", 1234)
-    assert not is_first(TORCHRUN)
-    assert is_first({**TORCHRUN, "RANK": "0"})
+    assert process_info_from_env(TORCHRUN) == ProcessInfo(3, 4, 1, "node7", 1234)
+    assert not is_main_process(TORCHRUN)
+    assert is_main_process({**TORCHRUN, "RANK": "0"})
 
 
 def test_one_process_of_one_is_alone():
-    assert announced({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert process_info_from_env({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
 def test_srun():
-    place = announced(SRUN)
+    place = process_info_from_env(SRUN)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.address) == (5, 8, 1, "gpu003")
-    other = announced({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    other = process_info_from_env({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert other is not None
     assert other.port == place.port  # all tasks arrive at the same one
-    assert announced({**SRUN, "SLURM_JOB_ID": "4712"}) != place
+    assert process_info_from_env({**SRUN, "SLURM_JOB_ID": "4712"}) != place
 
 
 def test_a_batch_script_is_no_task_of_several():
     """SLURM_PROCID is 0 there and SLURM_NTASKS what was asked for, but srun has started nothing."""
-    assert announced({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu1"}) is None
+    assert process_info_from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu1"}) is None
 
 
 def test_a_launcher_inside_slurm_comes_first():
-    assert announced({**SRUN, **TORCHRUN}) == ProcessInfo(3, 4, 1, "node7", 1234)
+    assert process_info_from_env({**SRUN, **TORCHRUN}) == ProcessInfo(3, 4, 1, "node7", 1234)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_the_first_host_of_a_node_list(nodes, host):
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "x"}, {"MASTER_PORT": "http"}])
 def test_what_can_not_be_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"process 4 of 4|'x'|MASTER_PORT"):
-        announced({**TORCHRUN, **wrong})
+        process_info_from_env({**TORCHRUN, **wrong})

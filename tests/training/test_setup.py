@@ -12,9 +12,11 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from medusa_train.errors import BackboneError, DataError
-from medusa_train.training import setup as attention
-from medusa_train.training import setup as prepare
-from medusa_train.training.setup import build, choose_attention, load_data, load_tokenizer
+from medusa_train.training import backbone_recipe as attention
+from medusa_train.training import load_data as prepare
+from medusa_train.training.backbone_recipe import choose_attention
+from medusa_train.training.load_data import load_data, load_tokenizer
+from medusa_train.training.setup import build
 from tests.families import random_backbone
 from tests.training.conftest import WORDS
 from tests.varlen import APART, LEAKING
@@ -79,7 +81,7 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
     )
     trainer = build(cfg, load_data(cfg, console), console).trainer
     groups = [
-        (g["lr"], g["weight_decay"], {p.ndim for p in g["params"]}) for g in trainer.engine.optimizer.param_groups
+        (g["lr"], g["weight_decay"], {p.ndim for p in g["params"]}) for g in trainer.strategy.optimizer.param_groups
     ]
     assert groups == [
         (pytest.approx(3e-3), 0.1, {2}),
@@ -89,26 +91,26 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
     ]
     objective = trainer.objective
     assert (objective.decay, objective.heads_coefficient, objective.schedule) == (0.5, 0.3, "sine")
-    assert trainer.engine.max_grad_norm == 0.3
+    assert trainer.strategy.max_grad_norm == 0.3
     assert (trainer.loader.seed, trainer.loader.shuffle) == (7, True)
     assert (trainer.loader.micro_batch_size, trainer.accumulation) == (4, 2)
 
 
 def test_held_out_conversations_are_not_trained_on_and_give_the_prompts(make_config, console):
     data = load_data(make_config(), console)
-    train, held_out = ({example.source for example in part} for part in (data.train, data.held_out))
+    train, held_out = ({example.source for example in part} for part in (data.train, data.validation))
     assert (len(train), len(held_out)) == (32, 8)
     assert train.isdisjoint(held_out)
-    assert {example.key for example in data.train}.isdisjoint(example.key for example in data.held_out)
-    assert data.prompts is data.held_out
+    assert {example.key for example in data.train}.isdisjoint(example.key for example in data.validation)
+    assert data.prompts is data.validation
     everything = load_data(make_config(train_on_inputs=True), console)
-    assert [example.source for example in everything.prompts] == [example.source for example in everything.held_out]
-    assert everything.prompts.supervised_tokens < everything.held_out.supervised_tokens
+    assert [example.source for example in everything.prompts] == [example.source for example in everything.validation]
+    assert everything.prompts.supervised_tokens < everything.validation.supervised_tokens
 
 
 def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config, console):
     data = load_data(make_config(val_set_size=0), console)
-    assert len(data.held_out) == 0
+    assert len(data.validation) == 0
     assert data.prompts is data.train
 
 

@@ -12,8 +12,9 @@ from medusa_train.checkpoint.heads import save_heads, write_vllm
 from medusa_train.checkpoint.reference import HeadTensors
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.training.backbone_recipe import start_adapter, start_heads
-from medusa_train.training.setup import Data, _heads
+from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
+from medusa_train.training.load_data import TrainingData
+from medusa_train.training.setup import _heads
 
 
 @pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])
@@ -38,9 +39,9 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
             torch.save(load_file(where / "medusa_lm_head.safetensors"), where / "medusa_lm_head.pt")
             (where / "medusa_lm_head.safetensors").unlink()
     cfg = make_config(lora_model_dir=str(earlier))
-    assert start_heads(cfg) == (earlier / "heads" if form == "run" else earlier)
-    assert start_adapter(cfg) is None
-    taken = _heads(cfg, cast(Data, None), backbone, console)  # whose vocabulary is asked for fresh heads only
+    assert find_initial_heads(cfg) == (earlier / "heads" if form == "run" else earlier)
+    assert find_initial_adapter(cfg) is None
+    taken = _heads(cfg, cast(TrainingData, None), backbone, console)  # whose vocabulary is asked for fresh heads only
     ours, theirs = draft.state_dict(), taken.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert start_heads(make_config()) is None
+    assert find_initial_heads(make_config()) is None

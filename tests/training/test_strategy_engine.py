@@ -23,13 +23,13 @@ def linear():
 
 def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
     model = linear()
-    engine = make_engine(model, max_grad_norm=0.5, momentum=0.0)
-    engine.backward(model(torch.ones(1, 3)).sum())
-    engine.step()  # warm-up begins at zero
+    strategy = make_engine(model, max_grad_norm=0.5, momentum=0.0)
+    strategy.backward(model(torch.ones(1, 3)).sum())
+    strategy.step()  # warm-up begins at zero
     before = [p.detach().clone() for p in model.parameters()]
-    engine.backward(model(torch.ones(1, 3)).sum())
-    lr = engine.lr
-    norm = engine.step()
+    strategy.backward(model(torch.ones(1, 3)).sum())
+    lr = strategy.lr
+    norm = strategy.step()
     assert norm == pytest.approx(math.sqrt(8))  # 6 weights and 2 biases with gradient 1
     moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)])
     assert float(moved.norm()) == pytest.approx(lr * 0.5, rel=1e-4)
@@ -38,52 +38,52 @@ def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
 
 def test_zero_clips_nothing():
     model = linear()
-    engine = make_engine(model, max_grad_norm=0)
-    engine.backward(100 * model(torch.ones(1, 3)).sum())
-    assert engine.step() == pytest.approx(100 * math.sqrt(8))
+    strategy = make_engine(model, max_grad_norm=0)
+    strategy.backward(100 * model(torch.ones(1, 3)).sum())
+    assert strategy.step() == pytest.approx(100 * math.sqrt(8))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     model = linear()
-    engine = make_engine(model)
-    before, lr = [p.detach().clone() for p in model.parameters()], engine.lr
-    engine.backward(model(torch.full((1, 3), float("inf"))).sum())
-    assert not math.isfinite(engine.step())
+    strategy = make_engine(model)
+    before, lr = [p.detach().clone() for p in model.parameters()], strategy.lr
+    strategy.backward(model(torch.full((1, 3), float("inf"))).sum())
+    assert not math.isfinite(strategy.step())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert engine.lr == lr
+    assert strategy.lr == lr
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_skipped_step_moves_the_schedule_alone():
     model, other = linear(), linear()
-    engine, plain = make_engine(model, momentum=0.0), make_engine(other, momentum=0.0)
+    strategy, plain = make_engine(model, momentum=0.0), make_engine(other, momentum=0.0)
     before = [p.detach().clone() for p in model.parameters()]
-    engine.backward(model(torch.full((1, 3), float("nan"))).sum())
-    engine.skip()
+    strategy.backward(model(torch.full((1, 3), float("nan"))).sum())
+    strategy.skip()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     plain.backward(0 * other(torch.ones(1, 3)).sum())
     plain.step()
-    assert engine.lr == plain.lr == pytest.approx(0.05)
+    assert strategy.lr == plain.lr == pytest.approx(0.05)
 
 
 def test_state_goes_on_to_the_bit():
-    def steps(engine, model, n):
+    def steps(strategy, model, n):
         for i in range(n):
-            engine.backward(model(torch.full((1, 3), 1.0 + i)).square().sum())
-            engine.step()
+            strategy.backward(model(torch.full((1, 3), 1.0 + i)).square().sum())
+            strategy.step()
 
     whole = linear()
-    engine = make_engine(whole)
-    steps(engine, whole, 3)
-    saved, weights = copy.deepcopy((engine.state_dict(), whole.state_dict()))
+    strategy = make_engine(whole)
+    steps(strategy, whole, 3)
+    saved, weights = copy.deepcopy((strategy.state_dict(), whole.state_dict()))
     second = linear()
     second.load_state_dict(weights)
     resumed = make_engine(second)
     resumed.load_state_dict(saved)
-    steps(engine, whole, 3)
+    steps(strategy, whole, 3)
     steps(resumed, second, 3)
-    assert engine.lr == resumed.lr
+    assert strategy.lr == resumed.lr
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 
@@ -92,14 +92,16 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
         model = linear()
         groups = [{"params": [model.weight], "lr": lr, "weight_decay": decay}, {"params": [model.bias], "lr": 2 * lr}]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-        engine = LocalStrategy(list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
+        strategy = LocalStrategy(
+            list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0
+        )
         for _ in range(steps):
-            engine.backward(model(torch.ones(1, 3)).square().sum())
-            engine.step()
-        return engine
+            strategy.backward(model(torch.ones(1, 3)).square().sum())
+            strategy.step()
+        return strategy
 
-    def settings(engine):
-        return [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+    def settings(strategy):
+        return [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in strategy.optimizer.param_groups]
 
     before = engine_with(0.1, 0.01, 10, steps=3)
     wanted = engine_with(0.5, 0.2, 20, steps=3)
@@ -109,10 +111,10 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     assert resumed.lr == pytest.approx(0.5 * 17 / 20)
     assert resumed.scheduler.get_last_lr() == wanted.scheduler.get_last_lr()
     assert resumed.scheduler.base_lrs == [0.5, 1.0]
-    for engine in (resumed, wanted):
-        engine.scheduler.step()
+    for strategy in (resumed, wanted):
+        strategy.scheduler.step()
     assert settings(resumed) == settings(wanted)  # the schedule goes on from there
-    moments = [next(iter(engine.optimizer.state.values()))["exp_avg"] for engine in (before, resumed)]
+    moments = [next(iter(strategy.optimizer.state.values()))["exp_avg"] for strategy in (before, resumed)]
     assert torch.equal(*moments)
 
 

@@ -1,4 +1,4 @@
-"""Scaling the loss for float16, on its own and inside an engine. In float32 it must change nothing at all."""
+"""Scaling the loss for float16, on its own and inside a strategy. In float32 it must change nothing at all."""
 
 import math
 
@@ -44,22 +44,22 @@ def make_engine(loss_scale):
 def test_scaled_steps_are_the_plain_ones_to_the_bit():
     (plain, one), (scaled, two) = make_engine(None), make_engine(LossScale())
     for step in range(3):
-        for model, engine in ((plain, one), (scaled, two)):
-            engine.backward(model(torch.full((1, 3), 1.0 + step)).square().sum())
+        for model, strategy in ((plain, one), (scaled, two)):
+            strategy.backward(model(torch.full((1, 3), 1.0 + step)).square().sum())
         assert one.step() == two.step()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True))
-    assert not two.overscaled
+    assert not two.found_inf
 
 
 def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
-    model, engine = make_engine(LossScale())
+    model, strategy = make_engine(LossScale())
     before = [p.detach().clone() for p in model.parameters()]
-    engine.backward(model(torch.full((1, 3), 1e36)).sum())  # times 65536: infinite in float32 too
-    assert not math.isfinite(engine.step())
-    assert engine.overscaled
-    engine.skip()
+    strategy.backward(model(torch.full((1, 3), 1e36)).sum())  # times 65536: infinite in float32 too
+    assert not math.isfinite(strategy.step())
+    assert strategy.found_inf
+    strategy.skip()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    engine.backward(model(torch.ones(1, 3)).sum())
-    assert math.isfinite(engine.step())
-    assert not engine.overscaled
-    assert engine.state_dict()["loss_scale"] == {"value": 32768.0, "good": 1}
+    strategy.backward(model(torch.ones(1, 3)).sum())
+    assert math.isfinite(strategy.step())
+    assert not strategy.found_inf
+    assert strategy.state_dict()["loss_scale"] == {"value": 32768.0, "good": 1}

@@ -156,7 +156,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
     cfg = make_config(recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True)
     backbone = Backbone.load(str(backbone_dir))
     draft = MedusaDraft.from_backbone(backbone, 3, dtype=torch.float32)
-    student = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
+    recipe = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
     objective = Objective(draft, 0.8, lm="kl", heads_coefficient=0.5)
     shape = (2, 6)
     batch = Batch(
@@ -166,18 +166,18 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
         torch.zeros(shape, dtype=torch.long),
         [],
     )
-    feats = student.features(batch)
-    teacher = student.teacher(batch, feats)
+    feats = recipe.features(batch)
+    teacher = recipe.teacher(batch, feats)
     out = objective.loss(
         feats,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
-        student_unembedding=student.unembedding(),
+        student_unembedding=recipe.unembedding(),
         teacher=teacher[0],
         teacher_unembedding=teacher[1],
     )
     assert float(out.loss.detach()) == 0.0
     out.loss.backward()
-    for name, parameter in [*draft.named_parameters(), *student.parameters.items()]:
+    for name, parameter in [*draft.named_parameters(), *recipe.parameters.items()]:
         assert parameter.grad is not None, name
         assert float(parameter.grad.abs().max()) == 0.0, name

@@ -197,9 +197,7 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     draft = MedusaDraft.from_backbone(backbone, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
-    found = heldout.evaluate_held_out(
-        BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8)
-    )
+    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
     losses, top3 = [], []
     for k in (1, 2):
         logits, wanted = [], []
@@ -233,7 +231,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         labels = tokens.clone()
         labels[0, : len(prompt)] = IGNORE
         batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
-    found = heldout.evaluate_held_out(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
+    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
     halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
     traces = [[acceptance._trace(ranks) for ranks in half] for half in halves]
     rates = []
@@ -249,7 +247,7 @@ def test_ranks_and_shares_agree(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
     batch = random_batches()[0]
     every = Batch(batch.tokens, batch.tokens, batch.positions, torch.zeros_like(batch.segments), ["a", "b"])
-    found = heldout.evaluate_held_out(BackboneRecipe(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
+    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
     ranks = torch.cat([answer[:-1, 0] for answers in found.conversations for answer in answers])
     assert len(ranks) == found.targets[0] == 20
     assert found.top[0] == pytest.approx([float(((ranks >= 0) & (ranks < n)).float().mean()) for n in range(1, 11)])
@@ -259,7 +257,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
     empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
-    found = heldout.evaluate_held_out(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
+    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]
     assert "acceptance_length" not in found.figures()
@@ -267,8 +265,8 @@ def test_nothing_to_predict_gives_zeros(backbone):
 
 def test_a_stop_gives_up(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
-    student, objective = BackboneRecipe(backbone, PRECISION), Objective(draft, 0.8)
-    assert heldout.evaluate_held_out(student, draft, random_batches(), objective, lambda: True) is None
+    recipe, objective = BackboneRecipe(backbone, PRECISION), Objective(draft, 0.8)
+    assert heldout.validate(recipe, draft, random_batches(), objective, lambda: True) is None
 
 
 @pytest.mark.parametrize(

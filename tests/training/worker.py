@@ -29,12 +29,12 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.precision import choose_precision
 from medusa_train.progress import MetricLoggers
 from medusa_train.training.backbone_recipe import build_backbone_recipe
-from medusa_train.training.deepspeed_config import complete
-from medusa_train.training.distributed import ALONE, World, join
+from medusa_train.training.deepspeed_config import complete_config
+from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
+from medusa_train.training.load_data import load_data, validation_batches
 from medusa_train.training.optim import build_scheduler, parameter_groups
-from medusa_train.training.process_info import announced
+from medusa_train.training.process_info import process_info_from_env
 from medusa_train.training.run import train
-from medusa_train.training.setup import load_data, validation_batches
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState
 from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
@@ -83,8 +83,8 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.drafted.settings, dtype=torch.float32)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
-    student = build_backbone_recipe(cfg, backbone, precision)
-    groups = parameter_groups(draft.parameters(), 0.1, student.parameters.values(), 0.05, 0.0)
+    recipe = build_backbone_recipe(cfg, backbone, precision)
+    groups = parameter_groups(draft.parameters(), 0.1, recipe.parameters.values(), 0.05, 0.0)
     if case["optimizer"] == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=0.9)
     else:
@@ -92,46 +92,46 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
             group["lr"] *= 0.1
         optimizer = torch.optim.AdamW(groups)
     scheduler = build_scheduler("linear", optimizer, 0, STEPS)
-    trained = [*draft.parameters(), *student.parameters.values()]
-    engine: Strategy = LocalStrategy(trained, optimizer, scheduler, cfg.max_grad_norm)
+    trained = [*draft.parameters(), *recipe.parameters.values()]
+    strategy: Strategy = LocalStrategy(trained, optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
-        engine = _deepspeed(case, cfg, draft, student, optimizer, scheduler, world)
+        strategy = _deepspeed(case, cfg, draft, recipe, optimizer, scheduler, world)
     loss = cfg.drafted.loss
-    lm: Literal["kl", "ce"] | None = "kl" if student.adapter else "ce" if student.joint else None
+    lm: Literal["kl", "ce"] | None = "kl" if recipe.adapter else "ce" if recipe.joint else None
     return Trainer(
-        student=student,
+        recipe=recipe,
         draft=draft,
         objective=Objective(draft, loss.decay, lm=lm, heads_coefficient=0.5, soft_heads=loss.soft, weight=loss.weight),
-        engine=engine,
+        strategy=strategy,
         loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
-        held_out=validation_batches(data.held_out, cfg.micro_batch_size),
+        validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
         accumulation=cfg.gradient_accumulation_steps,
-        precision=student.precision,
+        precision=recipe.precision,
         plan=Plan(STEPS, 2.0, eval_every=2),
         store=CheckpointStore(out),
-        tracker=MetricLoggers([sink]),
+        loggers=MetricLoggers([sink]),
         patience=None,
         state=TrainState(),
         world=world,
     )
 
 
-def equal(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
+def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
     """Train a few steps; write the figures, and the weights in the order of their names."""
     sink = Kept()
     trainer = make_trainer(case, out / "run", world, sink)
     trainer.run(StopRequest(lambda line: None))
-    with trainer.engine.whole():
+    with trainer.strategy.gathered_params():
         weights: dict[str, Tensor] = {f"draft.{k}": v.detach().clone() for k, v in trainer.draft.state_dict().items()}
-        weights |= {f"student.{k}": v.detach().clone() for k, v in trainer.student.state_dict().items()}
-    trainer.engine.release()
-    if world.first:
+        weights |= {f"student.{k}": v.detach().clone() for k, v in trainer.recipe.state_dict().items()}
+    trainer.strategy.release()
+    if world.is_main:
         out.mkdir(parents=True, exist_ok=True)
         save_file({name: weight.contiguous() for name, weight in weights.items()}, out / "weights.safetensors")
         (out / "figures.json").write_text(json.dumps(sink.records))
 
 
-def whole_run(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
+def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
     """`train` with the case's keys; rank 0's console and every rank's exit code are written.
 
     The last rank alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
@@ -152,7 +152,7 @@ def whole_run(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
 
     if world.rank == world.size - 1:
         Trainer._train_step, Trainer._compare = stopped, spoilt  # type: ignore[method-assign]
-    console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.first)
+    console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main)
     try:
         code = train(cfg, console, console, world)
     finally:
@@ -160,7 +160,7 @@ def whole_run(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
     (out / f"code-{world.rank}").write_text(str(code))
 
 
-def dies(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
+def dies(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
     """The last rank ends without a word in the middle of a step."""
     trainer = make_trainer(case, out / "run", world, Kept())
     if world.rank == world.size - 1:
@@ -171,26 +171,26 @@ def dies(case: dict[str, Any], out: Path, world: World = ALONE) -> None:
 CASES = {"equal": equal, "whole_run": whole_run, "dies": dies}
 
 
-def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, student: Any, optimizer: Any, scheduler: Any,
+def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, recipe: Any, optimizer: Any, scheduler: Any,
                world: World) -> Strategy:  # fmt: skip
     from medusa_train.training.deepspeed import DeepSpeedStrategy
 
-    backbone = student.backbone
+    backbone = recipe.backbone
     direct = [*draft.parameters(), *backbone.head.parameters()]
-    config = complete({"zero_optimization": {**SMALL, **case["zero"]}}, cfg, world.size, backbone.hidden_size)
+    config = complete_config({"zero_optimization": {**SMALL, **case["zero"]}}, cfg, world.size, backbone.hidden_size)
     scale = LossScale(case["loss_scale"]) if "loss_scale" in case else None
     return DeepSpeedStrategy(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)
 
 
 def main() -> None:
     plan = Path(sys.argv[1])
-    place = announced()
+    place = process_info_from_env()
     assert place is not None
-    world = join(place)
+    world = init_distributed(place)
     for case in json.loads(plan.read_text()):
         CASES[case["do"]](case, plan.parent / case["name"], world)
-        world.lead((plan.parent / case["name"] / "done").touch)
-    world.leave()
+        world.run_on_main((plan.parent / case["name"] / "done").touch)
+    world.destroy()
 
 
 if __name__ == "__main__":
