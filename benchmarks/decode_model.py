@@ -101,7 +101,7 @@ class Shape:
 
 
 def _pack(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
-    if not any([backbone.pack(), *(draft.pack() for draft in drafts.values())]):
+    if not any([backbone.pack(), *(draft.prepack() for draft in drafts.values())]):
         raise Unusable("nothing was packed: no faster here, no such kernels for this dtype, or too little memory")
 
 
@@ -112,7 +112,7 @@ def _compile(backbone: Backbone, drafts: dict[str, MedusaDraft]) -> None:
         reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
         raise Unusable(f"not compiled: {reason}") from error
     for draft in drafts.values():
-        draft.pack()
+        draft.prepack()
 
 
 def models_together(shape: Shape, asked: argparse.Namespace, device: torch.device) -> Iterator[tuple[list[Model], str]]:

@@ -104,7 +104,7 @@ def time_proposals(runs: Sequence[Path], tree: Tree | None, dtype: str, rounds: 
     backbone = subject.backbone
     drafts = [load_draft(run / "heads", backbone) for run in runs]
     for draft in drafts:
-        draft.pack()
+        draft.prepack()
     tree = (tree or Tree.chain(drafts[0].num_heads)).to(backbone.device)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=backbone.device)
     torch.manual_seed(0)

@@ -18,9 +18,9 @@ from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.calibrate import collect, talks_of_run
-from medusa_train.inference.tree_search import joint_trees
+from medusa_train.inference.tree_fit import joint_trees
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts import kind_of
+from medusa_train.models.drafts import draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.trees.tree import Tree
 
@@ -47,7 +47,7 @@ def describe(runs: Sequence[Path], nodes: int, budget: int) -> dict[str, Any]:
     assert subject.tree is not None
     tree = _equal_tree(paths, subject, nodes, budget)
     return {
-        "kind": kind_of(draft),
+        "kind": draft_name(draft),
         "draft": draft.settings,
         "depth": draft.num_heads,
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
@@ -124,5 +124,5 @@ def _beside(paths: ModelPaths, backbone: Backbone, pack: bool) -> LoadedModel:
     assert paths.heads is not None
     draft = load_draft(paths.heads, backbone, backbone.dtype)
     if pack:
-        draft.pack()
+        draft.prepack()
     return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))

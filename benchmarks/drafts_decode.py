@@ -170,7 +170,7 @@ class FilledTrees:
 
     def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
         """See `Answerer`."""
-        with self._draft.whole_trees():
+        with self._draft.no_early_exit():
             return self._loop.answer(prompt_ids, max_new_tokens)
 
 
@@ -255,7 +255,7 @@ def _hits(one: Contender, turns: Sequence[TurnRecord]) -> list[list[int]]:
     found = [[0, 0] for _ in range(one.draft.num_heads)]
     for turn in turns:
         trace = trace_answer(one.backbone, one.draft, list(turn.prompt_ids), list(turn.plain.tokens))
-        for ranks, known in zip(trace.ranks, trace.known, strict=True):
+        for ranks, known in zip(trace.ranks, trace.targets, strict=True):
             for depth in range(known):
                 found[depth][0] += ranks[depth] == 0
                 found[depth][1] += 1

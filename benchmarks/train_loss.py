@@ -41,8 +41,8 @@ def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, own: LMHea
     """[B, T, V] of the backbone, where its unembedding is given, and of every head."""
     if own is not None:
         yield own.logits(feats.hidden)
-    for k, state in enumerate(draft.hidden(feats, batch), start=1):
-        yield draft.unembed(k).logits(state)
+    for k, state in enumerate(draft.head_states(feats, batch), start=1):
+        yield draft.lm_head(k).logits(state)
 
 
 def measure_loss(case: Case) -> Result:

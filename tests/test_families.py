@@ -120,7 +120,7 @@ def test_an_untrained_head_is_the_backbone_in_logits_and_in_loss(family: str) ->
         assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
         stock = backbone.model(tokens, use_cache=False).logits[0]
         assert torch.allclose(draft.head_logits(hidden, 1)[0], stock, atol=1e-5)
-        ours = linear_cross_entropy(hidden[0], draft.unembed(1), targets).loss_sum
+        ours = linear_cross_entropy(hidden[0], draft.lm_head(1), targets).loss_sum
     assert float(ours) == pytest.approx(float(cross_entropy(stock.float(), targets, reduction="sum")), rel=1e-4)
 
 

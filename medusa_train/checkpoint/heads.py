@@ -22,7 +22,7 @@ from medusa_train.checkpoint.vllm import from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, write_failure
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts import DRAFTS, kind_of
+from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 
@@ -206,7 +206,7 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
     if isinstance(draft, MedusaDraft):
         return save_heads(draft, directory, base_model)
     tensors = draft.state_dict()
-    config = {"draft": kind_of(draft), **draft.settings, "base_model_name_or_path": base_model}
+    config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / DRAFT, lambda path: write_tensors(path, tensors))

@@ -48,7 +48,7 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compile
         return LoadedModel(backbone, None, None)
     draft = load_draft(paths.heads, backbone, backbone.dtype)
     if pack:
-        draft.pack()
+        draft.prepack()
     return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))
 
 

@@ -28,15 +28,8 @@ from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.questions import Bench, Question
 from medusa_train.evaluation.validation_data import held_out, run_config
 from medusa_train.inference.traces import Trace, head_accuracy, tokens_per_step, trace_answers
-from medusa_train.inference.tree_search import (
-    SEARCHES,
-    SIZES,
-    compare_searches,
-    joint_trees,
-    shallower,
-    step_latency,
-    typical_prompt,
-)
+from medusa_train.inference.tree_fit import SEARCHES, compare_searches, joint_trees, shallower_trees
+from medusa_train.inference.tree_search import SIZES, measure_step_latency, median_prompt
 from medusa_train.progress import standing
 from medusa_train.trees.tree import Tree
 
@@ -252,9 +245,9 @@ def search(
     curves = {one.search: one.by_size for one in compare_searches(talks, sizes)}
     everything = [trace for talk in talks for trace in talk]
     trees = {name: find(everything, sizes) for name, find in SEARCHES.items()}
-    prompt = typical_prompt(subject.backbone, prompts)
+    prompt = median_prompt(subject.backbone, prompts)
     measured = {tree.size: tree for tree in (trees["joint"][size] for size in SIZES)}
-    times = step_latency(subject.backbone, subject.draft, list(measured.values()), prompt)
+    times = measure_step_latency(subject.backbone, subject.draft, list(measured.values()), prompt)
     latency = dict(zip(measured, times, strict=True))
 
     def best(name: str) -> int:
@@ -268,7 +261,7 @@ def search(
     sides += [("joint", tree, rate) for tree, rate in flat]
     if own is not None:
         sides.append(("named", own, tokens_per_step(everything, own)))
-    steps = step_latency(subject.backbone, subject.draft, [tree for _, tree, _ in sides], prompt)
+    steps = measure_step_latency(subject.backbone, subject.draft, [tree for _, tree, _ in sides], prompt)
     candidates = [Candidate(name, tree, rate, ms) for (name, tree, rate), ms in zip(sides, steps, strict=True)]
     joint = max((one for one in candidates if one.name == "joint"), key=lambda one: one.tokens_per_s)
     candidates = [joint, *(one for one in candidates if one.name != "joint")]
@@ -281,7 +274,7 @@ def search(
 def _shallower(talks: Sequence[Sequence[Trace]], tree: Tree) -> list[tuple[Tree, float]]:
     """Joint trees as large as `tree` and less deep, with tokens per step on new text: a level costs time of its own."""
     everything = [trace for talk in talks for trace in talk]
-    found = shallower(tree, lambda size, depth: joint_trees(everything, [size], depth)[size])
+    found = shallower_trees(tree, lambda size, depth: joint_trees(everything, [size], depth)[size])
     limits = {str(flat.max_depth): partial(joint_trees, depth=flat.max_depth) for flat in found}
     rates = {one.search: one.by_size[tree.size] for one in compare_searches(talks, [tree.size], limits)}
     return [(flat, rates[str(flat.max_depth)]) for flat in found]

@@ -174,7 +174,7 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
     accepted: Counter[Ranks] = Counter()
     reach = AcceptedLength(tree)
     for trace in traces:
-        starts = trace.walk(reach)
+        starts = trace.simulate(reach)
         steps += len(starts)
         for start in starts:
             path = trace.path(start)

@@ -14,13 +14,13 @@ from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.inference.generate import (
     Decoder,
     Generation,
-    finish_of,
-    room_for,
-    until_stop,
-    usable_tree,
+    check_tree,
+    finish_reason,
+    max_answer_length,
+    truncate_at_stop,
 )
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, last_states
+from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, mask_behind
 from medusa_train.trees.tree import Tree
@@ -31,11 +31,11 @@ class PendingRequest:
     """A prompt that is to be continued in a batch.
 
     Attributes:
-        ticket: by which its answer is told from the others. prompt: token ids.
+        request_id: by which its answer is told from the others. prompt: token ids.
         generator: for `Sampling`; what the row draws comes from it alone.
     """
 
-    ticket: int
+    request_id: int
     prompt: list[int]
     generator: torch.Generator | None = None
 
@@ -44,7 +44,7 @@ class PendingRequest:
 class _Row:
     """One sequence under way; `started` is a reading of the clock."""
 
-    ticket: int
+    request_id: int
     out: Generation
     room: int
     generator: torch.Generator | None
@@ -67,7 +67,7 @@ class BatchDecoder:
     def __init__(self, backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None) -> None:
         self.backbone = backbone
         self.draft = draft
-        self.tree = usable_tree(backbone, draft, tree)
+        self.tree = check_tree(backbone, draft, tree)
         self.need = draft.needs if draft is not None and self.tree.size else PLAIN
         self.passes = 0
         self._one = Decoder(backbone, draft, tree)
@@ -101,10 +101,10 @@ class BatchDecoder:
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts")
         each: list[torch.Generator | None] = [*generators] if generators is not None else [None] * len(prompts)
-        if len(prompts) < 2 or not self.batches:
+        if len(prompts) < 2 or not self.can_batch:
             return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, each)
         batch = self.begin(max_new_tokens, eos_ids, rule)
-        batch.join([PendingRequest(i, prompt, each[i]) for i, prompt in enumerate(prompts)])
+        batch.add_requests([PendingRequest(i, prompt, each[i]) for i, prompt in enumerate(prompts)])
         answers: dict[int, Generation] = {}
         while len(answers) < len(prompts):
             answers.update(batch.step())
@@ -116,17 +116,17 @@ class BatchDecoder:
         Raises:
             ValueError: this backbone can't decode in batches, see `batches`.
         """
-        if not self.batches:
+        if not self.can_batch:
             raise ValueError("the longest row of a pass would set the angles of all; decode them one by one")
         return Batch(self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule)
 
     @property
-    def batches(self) -> bool:
+    def can_batch(self) -> bool:
         """Whether rows share passes: not where the longest one would set the angles of all (longrope)."""
         return self.backbone.rope_switch is None
 
     @property
-    def drafts(self) -> bool:
+    def uses_draft(self) -> bool:
         """Whether there is anything to verify but the backbone's own tokens."""
         return self.draft is not None and self.tree.size > 0
 
@@ -139,7 +139,7 @@ class BatchDecoder:
         generators: Sequence[torch.Generator | None],
     ) -> list[Generation]:
         for prompt in prompts:
-            room_for(self.backbone, prompt, max_new_tokens)  # mistakes are told before work is done
+            max_answer_length(self.backbone, prompt, max_new_tokens)  # mistakes are told before work is done
         made = [
             self._one.generate(prompt, max_new_tokens, eos_ids, rule, generator)
             for prompt, generator in zip(prompts, generators, strict=True)
@@ -178,8 +178,8 @@ class Batch:
         self._state: Any = None
 
     @torch.inference_mode()
-    def join(self, newcomers: Sequence[PendingRequest]) -> None:
-        """Read the prompts of `newcomers` (at least one) in one pass, and let them go on with the others.
+    def add_requests(self, requests: Sequence[PendingRequest]) -> None:
+        """Read the prompts of `requests` (at least one) in one pass, and let them go on with the others.
 
         A draft's states can't be joined: with one, rows may only join a batch whose rows are all done.
 
@@ -187,13 +187,13 @@ class Batch:
             MedusaError: a prompt is empty or longer than the model's context; nobody has joined then.
             ValueError: a draft is in the middle of other rows.
         """
-        if self.active and self._decoder.drafts:
+        if self.active and self._decoder.uses_draft:
             raise ValueError("a draft's rows begin together; none can join those under way")
         now = time.perf_counter()
         rows = [
-            _Row(one.ticket, Generation([]), self._room(one.prompt), one.generator, started=now) for one in newcomers
+            _Row(one.request_id, Generation([]), self._room(one.prompt), one.generator, started=now) for one in requests
         ]
-        prompts = [one.prompt for one in newcomers]
+        prompts = [one.prompt for one in requests]
         ends = (len(prompt) + row.room for prompt, row in zip(prompts, rows, strict=True))
         capacity = max(ends) + self._decoder.tree.size + 1
         if not self.active:
@@ -201,10 +201,10 @@ class Batch:
         else:
             self._cache.join(self._prefill(rows, prompts, max(map(len, prompts))), capacity)
         self.active += rows
-        self._leave()
+        self._retire()
 
     def _room(self, prompt: list[int]) -> int:
-        return room_for(self._backbone, prompt, self._max_new_tokens)
+        return max_answer_length(self._backbone, prompt, self._max_new_tokens)
 
     def _prefill(self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int) -> BatchCache:
         """One causal pass over the prompts, padded behind, where no token of a prompt looks."""
@@ -216,9 +216,9 @@ class Batch:
         cache.commit_rows(lengths)
         # each prompt's last token is a root with nothing below it
         last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
-        logits = self._backbone.logits(last_states(feats, [length - 1 for length in lengths]))
+        logits = self._backbone.logits(hidden_at_positions(feats, [length - 1 for length in lengths]))
         accepted = accept(self._rule, last, logits[:, None], Tree.empty(), _generators(rows))
-        if self._decoder.drafts:
+        if self._decoder.uses_draft:
             assert self._decoder.draft is not None
             self._state = self._decoder.draft.start(feats, prompt_tokens, lengths, cache)
         now = time.perf_counter()
@@ -244,19 +244,19 @@ class Batch:
         self._decoder.passes += 1
         paths = [path for path, _ in accepted]
         self._cache.keep_rows(paths)
-        if self._decoder.drafts:
+        if self._decoder.uses_draft:
             assert self._decoder.draft is not None
             self._state = self._decoder.draft.advance(self._state, feats, proposal, paths)
         for row, (path, tokens) in zip(self.active, accepted, strict=True):
-            kept = until_stop(tokens[1:], self._stops, row.room - len(row.out.tokens))
+            kept = truncate_at_stop(tokens[1:], self._stops, row.room - len(row.out.tokens))
             row.out.tokens += kept
             row.out.steps += 1
             row.out.accepted.append(min(len(path) - 1, len(kept)))
-        self._leave()
+        self._retire()
 
     def _propose(self) -> Proposal:
         roots = torch.tensor([row.out.tokens[-1] for row in self.active], device=self._backbone.device)
-        if not self._decoder.drafts:
+        if not self._decoder.uses_draft:
             return Proposal(roots[:, None], self._decoder.tree)
         assert self._decoder.draft is not None
         return self._decoder.draft.propose(self._state, roots, self._decoder.tree)
@@ -278,7 +278,7 @@ class Batch:
         logits = self._backbone.logits(feats.hidden)
         return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, _generators(self.active))
 
-    def _leave(self) -> None:
+    def _retire(self) -> None:
         """Let the rows that are done go; the last of the others take their places."""
         done = [row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.room for row in self.active]
         if not any(done):
@@ -286,8 +286,8 @@ class Batch:
         for row, over in zip(self.active, done, strict=True):
             if over:
                 row.out.seconds = time.perf_counter() - row.started
-                row.out.finish = finish_of(row.out.tokens, self._stops, self._max_new_tokens)
-                self._done.append((row.ticket, row.out))
+                row.out.finish = finish_reason(row.out.tokens, self._stops, self._max_new_tokens)
+                self._done.append((row.request_id, row.out))
         staying = [i for i, over in enumerate(done) if not over]
         size = len(staying)
         movers = [i for i in staying if i >= size]
@@ -295,9 +295,9 @@ class Batch:
         self.active = [self.active[i] for i in places]
         if self.active:
             self._cache.take(places)
-            if self._decoder.drafts:
+            if self._decoder.uses_draft:
                 assert self._decoder.draft is not None
-                self._state = self._decoder.draft.take(self._state, places)
+                self._state = self._decoder.draft.select_rows(self._state, places)
 
 
 def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:

@@ -99,7 +99,7 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def guessed_by(tokens: int, accepted: Sequence[int]) -> list[int]:
+def guessing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
     """Whose guess every token of an answer was: k for head k, 0 for the backbone's own.
 
     The first token comes from the prefill; a step then gives as many accepted tokens as `accepted` says, from heads

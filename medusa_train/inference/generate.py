@@ -19,7 +19,7 @@ from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import TreeMasks
 from medusa_train.trees.tree import Tree
 
-Finish = Literal["eos", "length", "context"]
+FinishReason = Literal["eos", "length", "context"]
 
 
 class Step(NamedTuple):
@@ -50,7 +50,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     seconds: float = 0.0
     prefill_seconds: float = 0.0
-    finish: Finish = "length"
+    finish: FinishReason = "length"
 
     @property
     def acceleration_rate(self) -> float:
@@ -81,7 +81,7 @@ class Decoder:
     ) -> None:
         self.backbone = backbone
         self.draft = draft
-        self.tree = usable_tree(backbone, draft, tree)
+        self.tree = check_tree(backbone, draft, tree)
         self._need = draft.needs if draft is not None and self.tree.size else PLAIN
         self._nothing = Tree.empty().to(backbone.device)
         self._cache = cache
@@ -106,7 +106,7 @@ class Decoder:
             else:
                 out.prefill_seconds = time.perf_counter() - started
             out.tokens += step.tokens
-        out.finish = finish_of(out.tokens, stops, max_new_tokens)
+        out.finish = finish_reason(out.tokens, stops, max_new_tokens)
         out.seconds = time.perf_counter() - started
         return out
 
@@ -135,7 +135,7 @@ class Decoder:
                 this one was done.
         """
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
-        room = room_for(self.backbone, prompt, max_new_tokens)
+        room = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
         cache = self._fresh_cache(len(prompt) + room + self.tree.size + 1)
         masks = TreeMasks(cache.capacity, self.backbone.dtype, self.backbone.device)
@@ -161,7 +161,7 @@ class Decoder:
             cache.keep(accepted.path)
             if self.draft is not None and self.tree.size:
                 state = self.draft.advance(state, feats, proposal, [accepted.path])
-            kept = until_stop(accepted.tokens[1:], stops, room - count)
+            kept = truncate_at_stop(accepted.tokens[1:], stops, room - count)
             count += len(kept)
             root = kept[-1]
             yield Step(kept, min(len(accepted.path) - 1, len(kept)))
@@ -217,7 +217,7 @@ class Decoder:
         return self._cache
 
 
-def usable_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> Tree:
+def check_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> Tree:
     """The tree to decode with, on the backbone's device: empty without a draft.
 
     Raises:
@@ -226,13 +226,13 @@ def usable_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> T
     tree = tree if tree is not None and draft is not None else Tree.empty()
     if draft is not None and tree.max_depth > draft.num_heads:
         raise MedusaError(f"the tree is {tree.max_depth} deep, the draft has {draft.num_heads} heads")
-    known = backbone.vocab_size if draft is None or draft.widest is None else draft.widest
+    known = backbone.vocab_size if draft is None or draft.draft_vocab_size is None else draft.draft_vocab_size
     if tree.width > known:
         raise MedusaError(f"the tree reads rank {tree.width - 1} of {known} tokens")
     return tree.to(backbone.device)
 
 
-def room_for(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
+def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
     """How many tokens may be generated: the last one is not read, so it may lie one past the context.
 
     Raises:
@@ -248,7 +248,7 @@ def room_for(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
     return min(max_new_tokens, limit)
 
 
-def until_stop(tokens: list[int], stops: Collection[int], room: int) -> list[int]:
+def truncate_at_stop(tokens: list[int], stops: Collection[int], room: int) -> list[int]:
     """Cut freshly accepted tokens after the first eos and at the room left, so that nothing leaks past either."""
     for i, token in enumerate(tokens[:room]):
         if token in stops:
@@ -256,7 +256,7 @@ def until_stop(tokens: list[int], stops: Collection[int], room: int) -> list[int
     return tokens[:room]
 
 
-def finish_of(tokens: list[int], stops: Collection[int], max_new_tokens: int) -> Finish:
+def finish_reason(tokens: list[int], stops: Collection[int], max_new_tokens: int) -> FinishReason:
     """Why an answer that is done ends where it does."""
     if tokens[-1] in stops:
         return "eos"

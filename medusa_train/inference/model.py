@@ -13,7 +13,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.detokenize import TextStream
-from medusa_train.inference.generate import Decoder, Finish, Step, finish_of
+from medusa_train.inference.generate import Decoder, FinishReason, Step, finish_reason
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
@@ -49,7 +49,7 @@ class Reply:
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
-    finish: Finish | Literal["stop"] | None = None
+    finish: FinishReason | Literal["stop"] | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -74,7 +74,7 @@ class Reply:
         self.text += rest.text
         if rest.text:
             yield rest
-        self.finish = "stop" if self._stream.stopped else finish_of(self.tokens, self._stops, self._max_new_tokens)
+        self.finish = "stop" if self._stream.stopped else finish_reason(self.tokens, self._stops, self._max_new_tokens)
 
     def read(self) -> str:
         """The whole text."""

@@ -25,11 +25,11 @@ class Trace:
     Attributes:
         ranks: per position p of the answer, and per head k, the rank of token p + k among head k's guesses made
             where token p is the root; -1 where it is past `MAX_RANK` or past the answer's end. [tokens][K].
-        known: per position how many heads have a target at all, [tokens].
+        targets: per position how many heads have a target at all, [tokens].
     """
 
     ranks: list[list[int]]
-    known: list[int]
+    targets: list[int]
 
     def path(self, start: int) -> Ranks:
         """The ranks of what came next, down to the first miss: the path that a full tree would accept."""
@@ -40,7 +40,7 @@ class Trace:
         """`path` of every position: a search for a tree asks for them hundreds of times."""
         return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
 
-    def walk(self, tree: Tree | AcceptedLength) -> list[int]:
+    def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
         """Decode with `tree` on paper: the positions at which its steps start."""
         reach = AcceptedLength(tree) if isinstance(tree, Tree) else tree
         paths, end = self._paths, len(self.ranks) - 1
@@ -69,7 +69,7 @@ class AcceptedLength(dict[Ranks, int]):
 def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
     """Acceleration rate that `tree` would have had on `traces` (the first token comes from the prefill)."""
     reach = AcceptedLength(tree)
-    steps = sum(len(trace.walk(reach)) for trace in traces)
+    steps = sum(len(trace.simulate(reach)) for trace in traces)
     return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
 
 
@@ -78,7 +78,9 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
     heads = len(traces[0].ranks[0]) if traces else 0
     table = []
     for k in range(heads):
-        column = [row[k] for trace in traces for row, known in zip(trace.ranks, trace.known, strict=True) if known > k]
+        column = [
+            row[k] for trace in traces for row, known in zip(trace.ranks, trace.targets, strict=True) if known > k
+        ]
         table.append([sum(0 <= rank < top for rank in column) / max(len(column), 1) for top in range(1, MAX_RANK + 1)])
     return table
 
@@ -126,8 +128,10 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
     first = len(prompt) - 1  # where answer[0] is the root
     count, heads = len(answer), draft.num_heads
     ranks = torch.full((count, heads), -1, dtype=torch.long)
-    for k, states in zip(range(1, min(heads, count - 1) + 1), draft.traced(feats, Rows.of(read)), strict=False):
-        head = draft.unembed(k)
+    for k, states in zip(
+        range(1, min(heads, count - 1) + 1), draft.teacher_forced_states(feats, Rows.of(read)), strict=False
+    ):
+        head = draft.lm_head(k)
         logits = head.logits(states[0, first : first + count - k])
         ranks[: count - k, k - 1] = rank_of(logits, head.places(tokens[0, len(prompt) + k :])).cpu()
     return Trace(ranks.tolist(), [min(heads, count - 1 - place) for place in range(count)])

@@ -22,10 +22,10 @@ class Heads(Protocol):
     def trained_heads(self) -> int:
         """K, the number of heads that have a loss of their own."""
 
-    def hidden(self, feats: Any, batch: Any) -> Iterator[Tensor]:
+    def head_states(self, feats: Any, batch: Any) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
 
-    def unembed(self, k: int) -> LMHeadLike:
+    def lm_head(self, k: int) -> LMHeadLike:
         """Head k's matrix and logit transform, k = 1..K."""
 
 
@@ -158,7 +158,7 @@ class Objective:
 
         Summed over a global batch (micro-batches and processes) they are `loss`'s `counts_total`.
         """
-        heads = [self._known(batch, k, self.draft.unembed(k)) for k in range(1, self.draft.trained_heads + 1)]
+        heads = [self._known(batch, k, self.draft.lm_head(k)) for k in range(1, self.draft.trained_heads + 1)]
         own = [] if self.lm is None else [self._targets(batch, 0)]
         return torch.stack([(target != IGNORE).sum() for target in (*own, *heads)])
 
@@ -199,8 +199,8 @@ class Objective:
                 raise ValueError("this objective trains the language model: pass student_unembedding")
             target = self._targets(batch, 0)
             terms.append(_term(feats.hidden, student_unembedding, target, 0, judge, self.rho, self.lm == "kl"))
-        for k, hidden in enumerate(self.draft.hidden(feats, batch), start=1):
-            head = self.draft.unembed(k)
+        for k, hidden in enumerate(self.draft.head_states(feats, batch), start=1):
+            head = self.draft.lm_head(k)
             terms.append(_term(hidden, head, self._known(batch, k, head), k, judge, self.soft_heads))
         valid = [(self._targets(batch, k) != IGNORE).sum() for k in range(1, self.draft.trained_heads + 1)]
         return self._weigh(terms, torch.stack(valid), self.counts(batch), counts_total, progress)

@@ -9,10 +9,10 @@ from medusa_train.data.chat_template import SpanError
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.inference.generate import Finish
+from medusa_train.inference.generate import FinishReason
 from medusa_train.selfdistill.engines import Answer, Reason, Request
 
-_REASONS: dict[Finish, Reason] = {"eos": "stop", "length": "length", "context": "context"}
+_REASONS: dict[FinishReason, Reason] = {"eos": "stop", "length": "length", "context": "context"}
 _MARK = "\ue000words\ue001"  # characters for private use: no template holds them
 
 
@@ -54,7 +54,7 @@ class ChatPrompting:
             return self._encoder.prompt(request.messages)
         return list(self.tokenizer(self.text(request), add_special_tokens=False, verbose=False)["input_ids"])
 
-    def answer(self, request: Request, prompt_tokens: int, tokens: list[int], finish: Finish) -> Answer:
+    def answer(self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason) -> Answer:
         """What was said, from the generated `tokens`, a closing eos included."""
         kept = tokens[:-1] if finish == "eos" else tokens
         if request.speaker == "assistant":

@@ -103,7 +103,7 @@ class HFEngine:
         self._plain = BatchDecoder(backbone)
         self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
         self._batch: Batch | None = None
-        if batch_size > 1 and draft is None and self._plain.batches:
+        if batch_size > 1 and draft is None and self._plain.can_batch:
             self._batch = self._plain.begin(max_new_tokens, rule=self.sampling)
         self._exact = exact and self._batch is not None and backbone.dtype in ROUNDING
         self._compare = compare if draft is not None else 0
@@ -180,7 +180,9 @@ class HFEngine:
         if self._waiting and free * JOIN >= self.batch_size:
             joining = self._pick(free)
             generators = [self._generator(asked) if self.sampling else None for asked in joining]
-            batch.join([PendingRequest(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)])
+            batch.add_requests(
+                [PendingRequest(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)]
+            )
             self._underway.update((asked.ticket, asked) for asked in joining)
         done = batch.step()
         asked = [self._underway.pop(ticket) for ticket, _ in done]

@@ -216,7 +216,7 @@ def estimate_memory(
     text = model_config.get_text_config()
     joint = _trained_in_place(cfg, model)
     adapter = _adapter_numbers(cfg, model)
-    heads = DRAFTS[cfg.draft].count(model, **cfg.drafted.settings)
+    heads = DRAFTS[cfg.draft].count_parameters(model, **cfg.drafted.settings)
     trained = joint + adapter + heads
     frozen = sum(parameter.numel() for parameter in model.parameters()) - joint
     state = _ADAM_8BIT if "8bit" in cfg.optimizer else _ADAM

@@ -210,7 +210,7 @@ def fit_tree(
         recipe.adapter.merge()
     with standing(console, "prepacking weights for decoding"):  # as medusa-eval does
         recipe.backbone.pack()
-        draft.pack()
+        draft.prepack()
     progress = Progress(
         TextColumn("[bold]tree "),
         BarColumn(bar_width=24),

@@ -18,7 +18,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import Dashboard, TensorBoard, Wandb
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts import DRAFTS, kind_of
+from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import choose_precision
 from medusa_train.progress import MetricLoggers, open_metric_loggers
@@ -163,8 +163,10 @@ def _heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Co
         console.print(f"draft vocabulary: {line}", highlight=False)
         return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, token_map=known, **section.settings)
     draft = load_draft(earlier, backbone, torch.float32)
-    if kind_of(draft) != cfg.draft:
-        raise ConfigError(f"lora_model_dir: {earlier} holds a {kind_of(draft)} draft; set draft: {kind_of(draft)}")
+    if draft_name(draft) != cfg.draft:
+        raise ConfigError(
+            f"lora_model_dir: {earlier} holds a {draft_name(draft)} draft; set draft: {draft_name(draft)}"
+        )
     wanted = section.settings
     if unlike := [name for name, value in draft.settings.items() if wanted[name] != value]:
         theirs, ours = (

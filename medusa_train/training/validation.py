@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.inference.traces import MAX_RANK, Trace, rank_of, tokens_per_step
-from medusa_train.inference.tree_search import fit_tree
+from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
 from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
@@ -118,10 +118,10 @@ def validate(
             feats = recipe.features(batch, draft.needs)
             ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
             with recipe.precision.autocast():
-                for i, hidden in enumerate(draft.traced(feats, batch)):
+                for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
                     wanted = shift(batch.labels, i + 1, batch.segments)
                     valid = wanted != IGNORE
-                    head = draft.unembed(i + 1)
+                    head = draft.lm_head(i + 1)
                     rows = head.places(wanted[valid])
                     loss, places = _score(hidden[valid], rows, head)
                     sums[i] += loss

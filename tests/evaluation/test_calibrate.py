@@ -12,7 +12,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.evaluation import calibrate as calibration
 from medusa_train.evaluation.calibrate import Candidate, Found, calibrate, interpolate
 from medusa_train.evaluation.questions import load_bench
-from medusa_train.inference.tree_search import SEARCHES
+from medusa_train.inference.tree_fit import SEARCHES
 from medusa_train.trees.tree import Tree
 from tests.evaluation.html_report.test_page import Balance
 from tests.evaluation.tiny_model import write_backbone, write_run

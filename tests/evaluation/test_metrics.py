@@ -190,7 +190,7 @@ def test_ctar_is_the_share_of_steps_with_at_least_w_accepted() -> None:
 def test_nodes_count_in_the_steps_that_accept_them() -> None:
     # steps start at 0 (accepts [0], [0, 1]), at 3 (accepts [1], though not [1, 0]) and end there
     tree = Tree.from_paths([(0,), (1,), (0, 1)])
-    assert TRACE.walk(tree) == [0, 3]
+    assert TRACE.simulate(tree) == [0, 3]
     assert node_acceptance([TRACE], tree) == [0.5, 0.5, 0.5]
     assert node_acceptance([], tree) is None
 

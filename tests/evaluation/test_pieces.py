@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from medusa_train.inference.detokenize import guessed_by, token_pieces
+from medusa_train.inference.detokenize import guessing_heads, token_pieces
 
 
 def test_pieces_put_together_are_the_text_and_no_character_is_torn(backbone_dir: Path) -> None:
@@ -36,4 +36,4 @@ def test_an_answer_that_ends_inside_a_character_shows_that(backbone_dir: Path) -
 def test_accepted_tokens_are_the_heads_in_order_and_then_one_of_the_backbone(
     tokens: int, accepted: list[int], heads: list[int]
 ) -> None:
-    assert guessed_by(tokens, accepted) == heads
+    assert guessing_heads(tokens, accepted) == heads

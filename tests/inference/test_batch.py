@@ -147,7 +147,7 @@ def _streamed(
         if coming and rows - len(batch.active) >= wanted:
             free = rows - len(batch.active)
             joining, coming = coming[:free], coming[free:]
-            batch.join(joining)
+            batch.add_requests(joining)
         sizes.append(len(batch.active))
         done = batch.step()
         assert not {ticket for ticket, _ in done} & set(answers)
@@ -200,19 +200,19 @@ def test_who_may_not_join() -> None:
     backbone = random_backbone("qwen3")
     backbone.max_context = 12
     batch = BatchDecoder(backbone).begin(4, ())
-    batch.join([PendingRequest(0, [1, 2])])
+    batch.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(MedusaError, match="13 tokens, the model reads 12"):
-        batch.join([PendingRequest(1, [3]), PendingRequest(2, list(range(13)))])
+        batch.add_requests([PendingRequest(1, [3]), PendingRequest(2, list(range(13)))])
     assert len(batch.active) == 1
-    batch.join([PendingRequest(3, [3])])
+    batch.add_requests([PendingRequest(3, [3])])
     done = [step for _ in range(3) for step in batch.step()]
     assert [(ticket, out.tokens) for ticket, out in done] == [
         (ticket, Decoder(backbone).generate(prompt, 4, ()).tokens) for ticket, prompt in ((0, [1, 2]), (3, [3]))
     ]
     speculating = BatchDecoder(backbone, _draft(backbone), TREE).begin(4, ())
-    speculating.join([PendingRequest(0, [1, 2])])
+    speculating.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(ValueError, match="a draft's rows begin together"):
-        speculating.join([PendingRequest(1, [3])])
+        speculating.add_requests([PendingRequest(1, [3])])
     with pytest.raises(ValueError, match="decode them one by one"):
         BatchDecoder(random_backbone("phi3-longrope")).begin(4)
 

@@ -15,7 +15,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.traces import trace_answer
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts import DRAFTS, kind_of
+from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Tree
@@ -73,7 +73,7 @@ def test_what_a_row_accepts_does_not_depend_on_the_others(kind: str) -> None:
     rule = Sampling(1.5)
     one = Decoder(backbone, draft, TREE)
     each = [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
-    with draft.whole_trees():
+    with draft.no_early_exit():
         alone = [one.generate(p, 24, (), rule, torch.Generator().manual_seed(i)) for i, p in enumerate(PROMPTS)]
         together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24, (), rule, each)
     assert [out.tokens for out in together] == [out.tokens for out in alone]
@@ -143,11 +143,11 @@ def test_training_yields_what_the_losses_ask_for(kind: str) -> None:
     draft = random_draft(kind, backbone).train()
     tokens = torch.arange(2, 14).view(2, 6)
     feats = backbone.run(tokens, need=draft.needs)
-    states = list(draft.hidden(feats, Rows.of(tokens)))
+    states = list(draft.head_states(feats, Rows.of(tokens)))
     assert len(states) == draft.trained_heads
-    assert len(list(draft.traced(feats, Rows.of(tokens)))) == draft.num_heads
+    assert len(list(draft.teacher_forced_states(feats, Rows.of(tokens)))) == draft.num_heads
     assert {tuple(state.shape) for state in states} == {(2, 6, 32)}
-    sum(draft.unembed(k).logits(state).logsumexp(-1).mean() for k, state in enumerate(states, start=1)).backward()
+    sum(draft.lm_head(k).logits(state).logsumexp(-1).mean() for k, state in enumerate(states, start=1)).backward()
     assert all(parameter.grad is not None for parameter in draft.parameters())
 
 
@@ -156,9 +156,9 @@ def test_files_bring_the_same_draft_back_and_nothing_of_the_backbone(kind: str, 
     backbone = random_backbone("mistral", dtype=torch.float32)
     draft = random_draft(kind, backbone)
     learnt = sum(parameter.numel() for parameter in draft.parameters())
-    assert learnt == type(draft).count(backbone.model, **draft.settings)
+    assert learnt == type(draft).count_parameters(backbone.model, **draft.settings)
     again = load_draft(save_draft(draft, tmp_path / "heads", "somebody/model"), backbone)
-    assert (kind_of(again), again.settings) == (kind.strip("+"), draft.settings)
+    assert (draft_name(again), again.settings) == (kind.strip("+"), draft.settings)
     theirs = draft.state_dict()
     assert set(again.state_dict()) == set(theirs)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.state_dict().items())

@@ -41,10 +41,10 @@ class OracleDraft(Draft):
         self.wrong_every = wrong_every
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def hidden(self, feats: Features, batch: TokenRows):  # type: ignore[no-untyped-def]
+    def head_states(self, feats: Features, batch: TokenRows):  # type: ignore[no-untyped-def]
         yield feats.hidden
 
-    def unembed(self, k: int):  # type: ignore[no-untyped-def]
+    def lm_head(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> int:
@@ -63,7 +63,7 @@ class OracleDraft(Draft):
     def advance(self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> int:
         return state + len(paths[0])
 
-    def take(self, state: int, rows: Sequence[int]) -> int:
+    def select_rows(self, state: int, rows: Sequence[int]) -> int:
         return state
 
 

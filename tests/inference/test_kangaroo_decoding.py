@@ -14,7 +14,7 @@ from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.traces import trace_answer
-from medusa_train.inference.tree_search import step_latency
+from medusa_train.inference.tree_search import measure_step_latency
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft
@@ -330,14 +330,14 @@ def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
                 target = answer[place + k]
                 assert trace.ranks[place][k - 1] == (best.index(target) if target in best else -1)
     out = Decoder(backbone, draft, Tree.chain(3)).generate(prompt, 12, ())
-    starts = trace.walk(Tree.chain(3))
+    starts = trace.simulate(Tree.chain(3))
     assert len(starts) == out.steps  # decoding on paper is decoding
 
 
 def test_calibration_times_whole_trees() -> None:
     backbone = settled("llama")
     draft = recorder(backbone, threshold=1.0)
-    step_latency(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0])
+    measure_step_latency(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0])
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {3}
     draft.proposals.clear()
     Decoder(backbone, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())

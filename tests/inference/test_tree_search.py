@@ -16,11 +16,8 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference import tree_search as calibrate_module
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
-from medusa_train.inference.tree_search import (
+from medusa_train.inference.tree_fit import (
     SEARCHES,
-    Calibration,
-    TreeChoice,
-    calibrate,
     chain_trees,
     compare_searches,
     count_paths,
@@ -29,9 +26,14 @@ from medusa_train.inference.tree_search import (
     independent_trees,
     joint_trees,
     most_frequent,
-    shallower,
-    step_latency,
-    typical_prompt,
+    shallower_trees,
+)
+from medusa_train.inference.tree_search import (
+    Calibration,
+    TreeCandidate,
+    calibrate,
+    measure_step_latency,
+    median_prompt,
 )
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -52,9 +54,9 @@ def test_paths_end_at_the_first_miss() -> None:
 def test_decoding_on_paper() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0)])
     # from 0 only (0,) is in the tree: one accepted and the new root is 2; from 2 nothing; from 3 both nodes
-    assert TRACE.walk(tree) == [0, 2, 3]
+    assert TRACE.simulate(tree) == [0, 2, 3]
     assert tokens_per_step([TRACE], tree) == 5 / 3
-    assert TRACE.walk(Tree.empty()) == [0, 1, 2, 3, 4]
+    assert TRACE.simulate(Tree.empty()) == [0, 1, 2, 3, 4]
     assert tokens_per_step([TRACE], Tree.empty()) == 1.0
 
 
@@ -79,7 +81,7 @@ def test_depth_limits_the_most_frequent_and_flat_trees_are_as_large() -> None:
     wide = Trace([[0, 0, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0], [0, 1, 2]] * 4, [3] * 20)
     deep = fit_tree([wide], [wide], 5)
     assert deep.max_depth == 3
-    flat = shallower(deep, lambda size, depth: fit_tree([wide], [wide], size, depth))
+    flat = shallower_trees(deep, lambda size, depth: fit_tree([wide], [wide], size, depth))
     assert [(tree.size, tree.max_depth) for tree in flat] == [(5, 2)]  # there are three first tokens only
 
 
@@ -90,13 +92,15 @@ def test_a_level_that_costs_much_makes_trees_flat(
     backbone = random_backbone("llama", dtype=torch.float32)
     monkeypatch.setattr(
         calibrate_module,
-        "step_latency",
+        "measure_step_latency",
         lambda backbone, draft, trees, prompt: [1 + 0.01 * tree.size + level_ms * tree.max_depth for tree in trees],
     )
     answer = Trace([[0, 0, 0], [1, 0, -1], [0, 1, -1]] * 10, [3] * 30)
     monkeypatch.setattr(calibrate_module, "trace_answers", lambda *given, **options: [answer] * 6)
     result = calibrate(backbone, MedusaDraft.from_backbone(backbone, 3), [[1, 2, 3]], sizes=(2, 3, 5))
-    assert [choice.tree.size for choice in result.choices] == sorted({choice.tree.size for choice in result.choices})
+    assert [choice.tree.size for choice in result.candidates] == sorted(
+        {choice.tree.size for choice in result.candidates}
+    )
     assert (result.best.tree.max_depth > 1) == deepest
 
 
@@ -128,7 +132,7 @@ def test_ranks_against_a_plain_computation() -> None:
     answer = Decoder(backbone).generate(prompt, 12).tokens
     trace = trace_answer(backbone, draft, prompt, answer)
     text = prompt + answer
-    for place, known in enumerate(trace.known):
+    for place, known in enumerate(trace.targets):
         hidden = backbone.run(torch.tensor([text[: len(prompt) + place]])).hidden[0, -1]
         for k in (1, 2, 3):
             if place + k >= len(answer):
@@ -146,7 +150,7 @@ def test_decoding_on_paper_is_what_the_loop_does(tree: Tree) -> None:
     for prompt in ([3, 1, 4], [9], [20, 30, 40, 50]):
         plain = Decoder(backbone).generate(prompt, 40).tokens
         real = Decoder(backbone, draft, tree).generate(prompt, 40)
-        starts = trace_answer(backbone, draft, prompt, plain).walk(tree)
+        starts = trace_answer(backbone, draft, prompt, plain).simulate(tree)
         assert len(starts) == real.steps
 
 
@@ -155,7 +159,7 @@ def test_a_refit_is_taken_only_where_held_out_steps_agree() -> None:
     trace = Trace([[0, -1] if i % 2 == 0 else [1, 0] for i in range(41)], [2] * 41)
     naive = most_frequent(count_paths([trace]), 2)
     assert set(naive.paths) == {(0,), (1,)}
-    assert most_frequent(count_paths([trace], [trace.walk(naive)]), 2).paths == ((0,),)
+    assert most_frequent(count_paths([trace], [trace.simulate(naive)]), 2).paths == ((0,),)
     assert fit_tree([trace], [trace], 2) == naive
     # another ending, in which the recounted paths win: after (0,) was accepted, (2, 2) always follows
     fit = Trace([[0, -1] if i % 2 == 0 else [1, -1] for i in range(20)] + [[2, 2]] * 9, [2] * 29)
@@ -171,9 +175,9 @@ def test_calibration_end_to_end(tmp_path: Path) -> None:
         backbone, _noisy(backbone), prompts, max_new_tokens=20, token_budget=150, sizes=(0, 2, 5), on_answer=told.append
     )
     assert (result.answers, sum(told)) == (8, 160)
-    assert [choice.tree.size for choice in result.choices] == [0, 2, 5]
-    assert result.choices[0].tokens_per_step == 1.0
-    assert all(choice.step_ms > 0 for choice in result.choices)
+    assert [choice.tree.size for choice in result.candidates] == [0, 2, 5]
+    assert result.candidates[0].tokens_per_step == 1.0
+    assert all(choice.step_ms > 0 for choice in result.candidates)
     result.save(tmp_path / "tree.json")
     assert Tree.load(tmp_path / "tree.json") == result.best.tree
     record = json.loads((tmp_path / "tree.json").read_text())
@@ -184,15 +188,15 @@ def test_calibration_end_to_end(tmp_path: Path) -> None:
 
 
 def test_speed_decides_not_acceptance() -> None:
-    slow = TreeChoice(Tree.cartesian([4, 4]), 3.0, 9.0)
-    quick = TreeChoice(Tree.chain(2), 2.0, 4.0)
+    slow = TreeCandidate(Tree.cartesian([4, 4]), 3.0, 9.0)
+    quick = TreeCandidate(Tree.chain(2), 2.0, 4.0)
     assert Calibration([quick, slow], [], 3, 100).best is quick
 
 
 def test_of_equally_fast_trees_the_smallest_is_taken() -> None:
-    small = TreeChoice(Tree.chain(2), 2.0, 4.0)
-    lucky = TreeChoice(Tree.cartesian([4, 4]), 4.04, 8.0)
-    better = TreeChoice(Tree.cartesian([4, 4]), 4.2, 8.0)
+    small = TreeCandidate(Tree.chain(2), 2.0, 4.0)
+    lucky = TreeCandidate(Tree.cartesian([4, 4]), 4.04, 8.0)
+    better = TreeCandidate(Tree.cartesian([4, 4]), 4.2, 8.0)
     assert Calibration([small, lucky], [], 3, 100).best is small
     assert Calibration([small, better], [], 3, 100).best is better
 
@@ -208,10 +212,10 @@ def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
 def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:
     backbone = random_backbone("llama")
     long, short = list(range(2, 60)) * 2, [3, 4, 5]
-    assert typical_prompt(backbone, [long, short]) == short
-    assert len(typical_prompt(backbone, [long])) == backbone.max_context - 48
+    assert median_prompt(backbone, [long, short]) == short
+    assert len(median_prompt(backbone, [long])) == backbone.max_context - 48
     with pytest.raises(MedusaError, match="no room"):
-        step_latency(backbone, _noisy(backbone), [Tree.empty()], long)
+        measure_step_latency(backbone, _noisy(backbone), [Tree.empty()], long)
 
 
 HEADS = 4
@@ -265,7 +269,7 @@ def test_the_independent_tree_is_the_best_by_its_own_measure(talks: list[list[Tr
 def _accuracies(traces: list[Trace]) -> list[list[float]]:
     table = []
     for head in range(HEADS):
-        column = [row[head] for t in traces for row, known in zip(t.ranks, t.known, strict=True) if known > head]
+        column = [row[head] for t in traces for row, known in zip(t.ranks, t.targets, strict=True) if known > head]
         table.append([sum(rank == wanted for rank in column) / len(column) for wanted in range(10)])
     return table
 
@@ -320,14 +324,14 @@ def test_no_talk_is_judged_by_a_tree_that_saw_it(monkeypatch: pytest.MonkeyPatch
         seen.append({id(trace) for trace in traces})
         return {size: Tree.empty() for size in sizes}
 
-    walk = Trace.walk
+    walk = Trace.simulate
 
     def watched(self: Trace, tree: Tree | AcceptedLength) -> list[int]:
         judged.append(id(self))
         assert id(self) not in seen[-1]
         return walk(self, tree)
 
-    monkeypatch.setattr(Trace, "walk", watched)
+    monkeypatch.setattr(Trace, "simulate", watched)
     (found,) = compare_searches(talks, [4], {"joint": spy}, folds=3)
     assert sorted(judged) == sorted(id(one[0]) for one in talks)
     assert found.by_size[4] == 1.0

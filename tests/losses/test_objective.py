@@ -16,7 +16,7 @@ from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_d
 
 def reference(heads: Heads, feats: Features, batch: Rows, ahead: int = 1) -> Tensor:
     """SPEC 1 on stacked logits [K, B, T, V]; `ahead` = 1 is right: head k predicts t + k + 1."""
-    stacked = torch.stack([hidden @ heads.outer[k].t() for k, hidden in enumerate(heads.hidden(feats, batch))])
+    stacked = torch.stack([hidden @ heads.outer[k].t() for k, hidden in enumerate(heads.head_states(feats, batch))])
     return sum(DECAY**k * mean_term(stacked[k - 1], batch, k, ahead=ahead) for k in range(1, K + 1))
 
 
@@ -142,7 +142,7 @@ def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features)
     out = objective.loss(feats, batch, objective.counts(batch), teacher=feats, teacher_unembedding=own)
 
     teacher = own.logits(feats.hidden)
-    logits = [hidden @ heads.outer[i].t() for i, hidden in enumerate(heads.hidden(feats, batch))]
+    logits = [hidden @ heads.outer[i].t() for i, hidden in enumerate(heads.head_states(feats, batch))]
     wanted = sum(DECAY**k * mean_term(logits[k - 1], batch, k, teacher=teacher, share=share) for k in range(1, K + 1))
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
     parameters = list(heads.parameters())

@@ -66,7 +66,7 @@ class Joint:
         total = mean_term(
             self.student.logits(self.states), batch, 0, teacher=theirs, share=rho, divergence=recipe["lm"] == "kl"
         )
-        for k, hidden in enumerate(self.heads.hidden(Features(self.states), batch), start=1):
+        for k, hidden in enumerate(self.heads.head_states(Features(self.states), batch), start=1):
             term = mean_term(
                 hidden @ self.heads.outer[k - 1].t(),
                 batch,
@@ -115,11 +115,11 @@ class Copying(Heads):
         super().__init__()
         self.states, self.unembedding = states, unembedding
 
-    def hidden(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
         for k in range(1, K + 1):
             yield self.states.roll(-k, dims=1)
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         return self.unembedding
 
 

@@ -33,11 +33,11 @@ class Heads(nn.Module):
         self.outer = nn.ParameterList(leaf(len(KEPT), D) for _ in range(K))
         self.bias = nn.ParameterList(leaf(len(KEPT)) for _ in range(K))
 
-    def hidden(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
         for inner in self.inner:
             yield feats.hidden @ inner
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         return LMHead(self.outer[k - 1], self.bias[k - 1], 4.0, 0.5, token_map=KEPT)
 
 
@@ -45,7 +45,7 @@ def plain(heads: Heads, feats: Features, batch: Rows, teacher: LMHead, share: fl
     """The formula in `Objective`'s docstring, target by target; and per head: valid targets, known ones, hits."""
     terms, numbers, kept = [], torch.zeros(3, K, dtype=torch.long), KEPT.tolist()
     own = teacher.logits(feats.hidden).softmax(-1)
-    for k, hidden in enumerate(heads.hidden(feats, batch), start=1):
+    for k, hidden in enumerate(heads.head_states(feats, batch), start=1):
         logits = 4.0 * torch.tanh(0.5 * (hidden @ heads.outer[k - 1].t() + heads.bias[k - 1]) / 4.0)
         losses = []
         for b in range(B):

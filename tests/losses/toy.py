@@ -26,11 +26,11 @@ class Heads(nn.Module):
         self.inner = nn.ParameterList(torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K))
         self.outer = nn.ParameterList(torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K))
 
-    def hidden(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
         for inner in self.inner:
             yield feats.hidden @ inner
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         return LMHead(self.outer[k - 1])
 
 

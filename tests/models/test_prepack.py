@@ -92,7 +92,7 @@ def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_packed_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
     torch.manual_seed(1)
-    own = MedusaDraft(16, 50, 1).unembed(1) if shared else None
+    own = MedusaDraft(16, 50, 1).lm_head(1) if shared else None
     draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=own)
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -105,7 +105,7 @@ def test_packed_heads_propose_the_same(always_faster: None, layers: int, bias: b
 
     with torch.inference_mode():
         plain = proposed()
-        assert draft.pack()
+        assert draft.prepack()
         assert torch.equal(proposed(), plain)
         draft.float()  # moves parameters, so the layouts are gone
         assert torch.equal(proposed(), plain)

@@ -45,11 +45,11 @@ def test_untrained_heads_are_the_backbones_rows(family: str, bias: bool, share: 
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     feats = backbone.run(tokens)
     theirs = backbone.logits(feats.hidden)[..., KEPT]
-    for k, hidden in enumerate(draft.hidden(feats, Rows.of(tokens)), start=1):
-        torch.testing.assert_close(draft.unembed(k).logits(hidden), theirs, rtol=1e-12, atol=1e-12)
-    numbers = MedusaDraft.count(backbone.model, **draft.settings)
+    for k, hidden in enumerate(draft.head_states(feats, Rows.of(tokens)), start=1):
+        torch.testing.assert_close(draft.lm_head(k).logits(hidden), theirs, rtol=1e-12, atol=1e-12)
+    numbers = MedusaDraft.count_parameters(backbone.model, **draft.settings)
     assert sum(parameter.numel() for parameter in draft.parameters()) == numbers
-    assert draft.widest == draft.settings["vocab_size"] == len(KEPT)
+    assert draft.draft_vocab_size == draft.settings["vocab_size"] == len(KEPT)
 
 
 def test_rows_carry_every_part_of_an_unembedding() -> None:
@@ -100,7 +100,7 @@ def test_packed_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch, share: b
     with torch.inference_mode():
         state = draft.start(feats, tokens, [5, 3], TreeCache(1, 8))
         plain = draft.propose(state, torch.tensor([7, 9]), Tree.cartesian([3, 2, 2])).tokens
-        assert draft.pack()
+        assert draft.prepack()
         assert torch.equal(draft.propose(state, torch.tensor([7, 9]), Tree.cartesian([3, 2, 2])).tokens, plain)
 
 
@@ -150,5 +150,5 @@ def test_the_vocabulary_is_saved_with_the_weights(share: bool) -> None:
     other.load_state_dict(draft.state_dict())
     states = torch.randn(3, backbone.hidden_size, dtype=torch.float64)
     assert torch.equal(other.head_logits(states, 2), draft.head_logits(states, 2))
-    assert other.unembed(1).places(torch.tensor([40])).tolist() == [0]
+    assert other.lm_head(1).places(torch.tensor([40])).tolist() == [0]
     assert other.half().token_map.dtype == torch.int64

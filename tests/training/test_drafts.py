@@ -79,7 +79,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(make_draft_config, make_c
     assert train(again, console, console) == 0
     backbone = Backbone.load(again.base_model)
     one, other = (load_draft(home, backbone) for home in (tmp_path / "first" / "heads", tmp_path / "run" / "heads"))
-    assert torch.allclose(one.unembed(2).weight, other.unembed(2).weight, atol=1e-6)
+    assert torch.allclose(one.lm_head(2).weight, other.lm_head(2).weight, atol=1e-6)
     with pytest.raises(ConfigError, match="holds a hydra draft; set draft: hydra"):
         train(make_config(lora_model_dir=first, overwrite_output_dir=True), console, console)
     wider = {"num_heads": 3, "num_layers": 2, "dropout": 0.1}

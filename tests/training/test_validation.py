@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.tree_search import fit_tree
+from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft

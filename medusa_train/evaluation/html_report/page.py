@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from medusa_train.evaluation.html_report.charts import PALETTE, Bar, Curve, bars, columns, curves, tree_drawing
-from medusa_train.inference.detokenize import guessed_by
+from medusa_train.inference.detokenize import guessing_heads
 
 Json = Mapping[str, Any]
 
@@ -256,7 +256,7 @@ def coloured(answer: Answer) -> str:
     pieces = answer.get("pieces")
     if not pieces:
         return escape(answer["text"])
-    by_head = zip(guessed_by(len(pieces), answer["accepted"]), pieces, strict=True)
+    by_head = zip(guessing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
     html = []
     for head, run in groupby(by_head, key=lambda pair: pair[0]):
         text = escape("".join(piece for _, piece in run))

@@ -16,6 +16,6 @@ DRAFTS: dict[str, type[Draft]] = {
 }
 
 
-def kind_of(draft: Draft) -> str:
+def draft_name(draft: Draft) -> str:
     """The value of the key `draft` that made it."""
     return next(name for name, kind in DRAFTS.items() if isinstance(draft, kind))

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from medusa_train.data.targets import shift
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, states_at
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
@@ -149,7 +149,9 @@ class AmphistaDraft(Draft):
         }
 
     @classmethod
-    def count(cls, model: Any, *, num_heads: int, auto_blocks: int, adaptation_layers: int, sampled_token: bool) -> int:
+    def count_parameters(
+        cls, model: Any, *, num_heads: int, auto_blocks: int, adaptation_layers: int, sampled_token: bool
+    ) -> int:
         """Per head `d x d` and a copy of lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
         head = model.get_output_embeddings()
         d = head.weight.shape[1]
@@ -160,13 +162,13 @@ class AmphistaDraft(Draft):
         auto = num_heads * d + auto_blocks * (4 * d * attention * head_dim + d) if auto_blocks else 0
         return heads + adaptation_layers * layer + fcs + auto
 
-    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
         following = shift(batch.tokens, 0, batch.segments).clamp(min=0)  # a document's last has no target either
         stages = self._stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
         yield from self._heard(self._vectors(stages)).unbind(-2)
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         """Head k's own matrix, with the backbone's logit transform."""
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
@@ -193,14 +195,14 @@ class AmphistaDraft(Draft):
             self._read(state, proposal.tokens[:, 0])
         return self._waiting(feats, proposal.tokens, paths, state.caches, state.stacked)
 
-    def take(self, state: AmphistaState, rows: Sequence[int]) -> AmphistaState:
+    def select_rows(self, state: AmphistaState, rows: Sequence[int]) -> AmphistaState:
         """The states of `rows`."""
         places = list(rows)
         return AmphistaState(
             state.hidden[places],
             state.following[places],
             [state.counts[row] for row in rows],
-            [cache.take(rows) for cache in state.caches],
+            [cache.select_rows(rows) for cache in state.caches],
             state.stacked,
         )
 
@@ -215,8 +217,10 @@ class AmphistaDraft(Draft):
         """Each row's states at its own nodes of [B, n + 1, d], and the token of the next node as the one behind."""
         if not self.adaptation_layers:
             paths = [path[-1:] for path in paths]  # nothing looks at those before
-        following = states_at(tokens, [[*path[1:], 0] for path in paths])  # 0 stands where the root will
-        return AmphistaState(states_at(feats.hidden, paths), following, [len(path) for path in paths], caches, stacked)
+        following = gather_paths(tokens, [[*path[1:], 0] for path in paths])  # 0 stands where the root will
+        return AmphistaState(
+            gather_paths(feats.hidden, paths), following, [len(path) for path in paths], caches, stacked
+        )
 
     def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
         """Let the layers read what waits, `roots` being the tokens behind the last; h1 and h2 of these, [B, d]."""

@@ -69,7 +69,7 @@ class Draft(nn.Module):
 
     @classmethod
     @abstractmethod
-    def count(cls, model: Any, *args: Any, **kwargs: Any) -> int:
+    def count_parameters(cls, model: Any, *args: Any, **kwargs: Any) -> int:
         """How many numbers a draft with these `settings` would learn.
 
         Args:
@@ -82,12 +82,12 @@ class Draft(nn.Module):
         return self.num_heads
 
     @property
-    def widest(self) -> int | None:
+    def draft_vocab_size(self) -> int | None:
         """How many different tokens it can guess at a place; None: all that the backbone knows."""
         return None
 
     @abstractmethod
-    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """Training: for k = 1..trained_heads the state [B, T, d] that head k's unembedding reads.
 
         Position t is compared with the token t + k + 1 of its own document; what is yielded where there is none does
@@ -97,16 +97,16 @@ class Draft(nn.Module):
             feats: as `needs` says, of the same rows. batch: tokens, positions and segments [B, T].
         """
 
-    def traced(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] by which head k ranks the token t + k + 1, given the true ones before it."""
-        return self.hidden(feats, batch)
+        return self.head_states(feats, batch)
 
-    def pack(self) -> bool:
+    def prepack(self) -> bool:
         """Lay the weights out for decoding on a CPU where that is faster, see `models.packed`; says whether."""
         return prepack_linears(self)
 
     @abstractmethod
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         """Head k's own matrix and logit transform, k = 1..K."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ class Draft(nn.Module):
             tree: not empty, with its tensors on the device of `roots`.
         """
 
-    def whole_trees(self) -> AbstractContextManager[None]:
+    def no_early_exit(self) -> AbstractContextManager[None]:
         """Within: proposals fill the whole tree, however doubtful its guesses, as simulated acceptance assumes."""
         return nullcontext()
 
@@ -143,11 +143,11 @@ class Draft(nn.Module):
         """
 
     @abstractmethod
-    def take(self, state: Any, rows: Sequence[int]) -> Any:
+    def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
         """The state of `rows` alone, in that order; the others are done."""
 
 
-def last_states(feats: Features, places: Sequence[int]) -> Tensor:
+def hidden_at_positions(feats: Features, places: Sequence[int]) -> Tensor:
     """The hidden state of each row at its own place, [B, d]."""
     if len(places) == 1:
         return feats.hidden[:, places[0]]

@@ -11,8 +11,8 @@ from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, last_states
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, states_at
+from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
@@ -132,7 +132,7 @@ class HydraDraft(Draft):
                 head.bias.copy_(own.bias)
         if self.prefix is not None:
             probe = torch.arange(min(64, backbone.vocab_size), device=backbone.device)[None]
-            self.prefix.match_size(backbone.run(probe).hidden)
+            self.prefix.match_rms(backbone.run(probe).hidden)
 
     @classmethod
     def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> HydraDraft:
@@ -150,7 +150,9 @@ class HydraDraft(Draft):
         }
 
     @classmethod
-    def count(cls, model: Any, *, num_heads: int, num_layers: int, prefix_layer: bool, dropout: float) -> int:
+    def count_parameters(
+        cls, model: Any, *, num_heads: int, num_layers: int, prefix_layer: bool, dropout: float
+    ) -> int:
         """Per head `2 d x (k + 1) d`, further `d x d` with biases, and a copy of lm_head; the layer and its norm."""
         head = model.get_output_embeddings()
         d = head.weight.shape[1]
@@ -159,7 +161,7 @@ class HydraDraft(Draft):
         layer = sum(p.numel() for p in model.base_model.layers[0].parameters()) + d if prefix_layer else 0
         return num_heads * own + firsts + layer
 
-    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads, given the data's tokens as the path."""
         x = feats.hidden
         if self.prefix is not None:
@@ -179,7 +181,7 @@ class HydraDraft(Draft):
         e = self.embedding(tokens)
         return rms_norm(e, e.shape[-1:], eps=1e-12)
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         """Head k's W2 with the backbone's logit transform."""
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
@@ -194,7 +196,7 @@ class HydraDraft(Draft):
         """The state behind the first `counts[b]` of each row's new positions [B, q, d]."""
         if self.prefix is not None and cache is not None:
             states = cache.append(self.prefix, states, counts)
-        return HydraState(last_states(Features(states), [count - 1 for count in counts]), cache)
+        return HydraState(hidden_at_positions(Features(states), [count - 1 for count in counts]), cache)
 
     def propose(self, state: HydraState, roots: Tensor, tree: Tree) -> Proposal:
         """Level by level: head k at all nodes of depth k - 1 that have children, in one product each.
@@ -224,10 +226,10 @@ class HydraDraft(Draft):
     ) -> HydraState:
         """The prefix layer reads root and accepted nodes, nothing of the others (SPEC 3, cache rule)."""
         if self.prefix is None:
-            return HydraState(last_states(feats, [path[-1] for path in paths]), None)
-        return self._read(states_at(feats.hidden, paths), [len(path) for path in paths], state.cache)
+            return HydraState(hidden_at_positions(feats, [path[-1] for path in paths]), None)
+        return self._read(gather_paths(feats.hidden, paths), [len(path) for path in paths], state.cache)
 
-    def take(self, state: HydraState, rows: Sequence[int]) -> HydraState:
+    def select_rows(self, state: HydraState, rows: Sequence[int]) -> HydraState:
         """The states of `rows`."""
-        cache = None if state.cache is None else state.cache.take(rows)
+        cache = None if state.cache is None else state.cache.select_rows(rows)
         return HydraState(state.hidden[list(rows)], cache)

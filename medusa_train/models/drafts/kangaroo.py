@@ -105,7 +105,9 @@ class KangarooDraft(Draft):
         }
 
     @classmethod
-    def count(cls, model: Any, *, num_heads: int, exit_layer: int, threshold: float, mlp_size: int = 0) -> int:
+    def count_parameters(
+        cls, model: Any, *, num_heads: int, exit_layer: int, threshold: float, mlp_size: int = 0
+    ) -> int:
         """One layer's attention, and two norms; with an MLP its share of the layer's own, and a third."""
         layer, width = model.base_model.layers[0], model.get_output_embeddings().weight.shape[1]
         attention = sum(parameter.numel() for parameter in layer.self_attn.parameters()) + 2 * width
@@ -119,11 +121,11 @@ class KangarooDraft(Draft):
         """One: what it says at t + 1 trains the same weights as what it says at t + 2."""
         return 1
 
-    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """The adapter's state [B, T, d] of one position further on."""
         yield self.states(feats, batch).roll(-1, dims=1)
 
-    def traced(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..num_heads the adapter's state [B, T, d] of k positions further on."""
         states = self.states(feats, batch)
         for k in range(1, self.num_heads + 1):
@@ -134,7 +136,7 @@ class KangarooDraft(Draft):
         assert feats.early is not None
         return self.adapter(self._cast(feats.early), batch.positions, batch.segments)
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         """The backbone's own."""
         return self.shared
 
@@ -213,7 +215,7 @@ class KangarooDraft(Draft):
         return tokens, below, below.sum(1)
 
     @contextmanager
-    def whole_trees(self) -> Iterator[None]:
+    def no_early_exit(self) -> Iterator[None]:
         """Within: no early stop."""
         threshold, self.threshold = self.threshold, 0.0
         try:
@@ -232,9 +234,9 @@ class KangarooDraft(Draft):
             state.keep(proposal.early, proposal.tree.max_depth, paths)
         return state
 
-    def take(self, state: KangarooState, rows: Sequence[int]) -> KangarooState:
+    def select_rows(self, state: KangarooState, rows: Sequence[int]) -> KangarooState:
         """The state of `rows`."""
-        return state.take(rows)
+        return state.select_rows(rows)
 
     @property
     def _dtype(self) -> torch.dtype:

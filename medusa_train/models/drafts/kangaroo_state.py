@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medusa_train.models.drafts.layers import states_at
+from medusa_train.models.drafts.layers import gather_paths
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Levels, Tree
 
@@ -124,9 +124,9 @@ class KangarooState:
             self.own.keep(kept[0])
         self.missing, self.behind = missing, None
         if any(missing):
-            self.behind = states_at(early, [path[-1:] for path in paths])
+            self.behind = gather_paths(early, [path[-1:] for path in paths])
 
-    def take(self, rows: Sequence[int]) -> KangarooState:
+    def select_rows(self, rows: Sequence[int]) -> KangarooState:
         """Go on with `rows` alone."""
         assert isinstance(self.own, BatchCache)
         self.own.take(rows)

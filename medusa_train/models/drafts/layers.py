@@ -88,7 +88,7 @@ class DraftLayer(nn.Module):
         return self._run(states, positions, mask, None)
 
     @torch.no_grad()
-    def match_size(self, states: Tensor) -> None:
+    def match_rms(self, states: Tensor) -> None:
         """Let the final norm begin at the size of `states` [..., d], where it would begin at 1."""
         weight = getattr(self.body.norm, "weight", None)
         if weight is None:
@@ -156,7 +156,7 @@ class LayerCache:
         self._many.keep_rows([range(count) for count in counts])
         return out
 
-    def take(self, rows: Sequence[int]) -> LayerCache:
+    def select_rows(self, rows: Sequence[int]) -> LayerCache:
         """Go on with `rows` alone, see `BatchCache.take`."""
         if self._many is not None:
             self._many.take(rows)
@@ -172,7 +172,7 @@ class LayerCache:
         return mask.masked_fill_(hidden, float("-inf"))[:, None]
 
 
-def states_at(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     """The states [B, q, d] at each row's own nodes, of [B, n + 1, d]; shorter paths are padded behind."""
     longest = max(len(path) for path in paths)
     if len(paths) == 1 and paths[0][-1] == longest - 1:

@@ -12,8 +12,8 @@ from torch.nn.functional import linear, silu
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, last_states
-from medusa_train.models.drafts.stacked import lay_side_by_side, side_by_side
+from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.stacked import stack_in_place, stacked_view
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.prepack import Layout, worth_prepacking
@@ -129,16 +129,17 @@ class MedusaDraft(Draft):
             nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers))) for _ in range(num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, self.widest, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
+            nn.Linear(hidden_size, self.draft_vocab_size, bias=bias, dtype=dtype)
+            for _ in range(0 if shared else num_heads)
         )
         self._packed: Prepacked | None = None
-        self._lay_side_by_side()
+        self._stack_in_place()
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
         """Keep the heads side by side through `.to()` and its like, which move parameters one by one."""
         self._packed = None  # it would hold the old weights
         super()._apply(fn, recurse)
-        self._lay_side_by_side()
+        self._stack_in_place()
         return self
 
     def _known_part(self) -> LMHead | None:
@@ -158,11 +159,11 @@ class MedusaDraft(Draft):
         return done
 
     @property
-    def widest(self) -> int:
+    def draft_vocab_size(self) -> int:
         """N, of a reduced vocabulary, or V."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
 
-    def pack(self) -> bool:
+    def prepack(self) -> bool:
         """Prepack the weights for decoding on a CPU where that is faster (`models.packed`); return whether it was."""
         blocks = self._blocks_by_layer()
         lm_heads: list[Any] = list(self.lm_heads)
@@ -188,13 +189,13 @@ class MedusaDraft(Draft):
             if linears[0].bias is not None:
                 yield [linear.bias for linear in linears]
 
-    def _lay_side_by_side(self) -> None:
+    def _stack_in_place(self) -> None:
         for parameters in self._alike():
-            lay_side_by_side(parameters)
+            stack_in_place(parameters)
 
     def stacked(self) -> Stacked | None:
         """All heads' weights as one tensor each, without a copy; None where somebody else has laid them out."""
-        tensors = [side_by_side(parameters) for parameters in self._alike()]
+        tensors = [stacked_view(parameters) for parameters in self._alike()]
         found = [tensor for tensor in tensors if tensor is not None]
         if len(found) < len(tensors):
             return None
@@ -260,7 +261,7 @@ class MedusaDraft(Draft):
         }
 
     @classmethod
-    def count(
+    def count_parameters(
         cls, model: Any, *, num_heads: int, num_layers: int, share_lm_head: bool, vocab_size: int | None = None
     ) -> int:
         """`d x d` and a bias for each block, and a copy of lm_head, or of N rows of it, for each head."""
@@ -278,16 +279,16 @@ class MedusaDraft(Draft):
                 f"{backbone.name or 'the backbone'} has {backbone.hidden_size} and {backbone.vocab_size}"
             )
 
-    def hidden_at(self, states: Tensor, k: int) -> Tensor:
+    def head_state(self, states: Tensor, k: int) -> Tensor:
         """Head k's state [..., d] from the backbone's [..., d], k = 1..K."""
         return self.blocks[k - 1](states)
 
-    def hidden(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
         for k in range(1, self.num_heads + 1):
-            yield self.hidden_at(feats.hidden, k)
+            yield self.head_state(feats.hidden, k)
 
-    def unembed(self, k: int) -> LMHead:
+    def lm_head(self, k: int) -> LMHead:
         """Head k's W2, or the shared one, with the backbone's logit transform."""
         if self.shared is not None:
             return self.shared
@@ -297,11 +298,11 @@ class MedusaDraft(Draft):
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
         """Head k's logits [..., V] (reduced: [..., N]) at the backbone's states [..., d]."""
-        return self.unembed(k).logits(self.hidden_at(states, k))
+        return self.lm_head(k).logits(self.head_state(states, k))
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MedusaState:
         """Heads look at the last position of each prompt only."""
-        return MedusaState(last_states(feats, [length - 1 for length in lengths]), self.stacked())
+        return MedusaState(hidden_at_positions(feats, [length - 1 for length in lengths]), self.stacked())
 
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
         """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
@@ -319,7 +320,7 @@ class MedusaDraft(Draft):
 
     def _order(self, states: Tensor, k: int) -> Tensor:
         """Head k's logits [B, V] at [B, d] but for soft cap and scale, which keep their order."""
-        return self.unembed(k).raw(self.hidden_at(states, k))
+        return self.lm_head(k).raw(self.head_state(states, k))
 
     def _packed_logits(self, states: Tensor, packed: Prepacked, count: int) -> Tensor:
         """`_order` of heads 1..count, [count, B, V], with prepacked weights."""
@@ -355,8 +356,8 @@ class MedusaDraft(Draft):
         self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
     ) -> MedusaState:
         """The states of the last accepted nodes."""
-        return state._replace(hidden=last_states(feats, [path[-1] for path in paths]))
+        return state._replace(hidden=hidden_at_positions(feats, [path[-1] for path in paths]))
 
-    def take(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
+    def select_rows(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
         """The states of `rows`."""
         return state._replace(hidden=state.hidden[list(rows)])

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 
-def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
+def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
     """Move K parameters of one shape and dtype into one storage [K, ...], in place.
 
     Nothing else changes: values, identities, gradients and state dicts stay, and an optimizer goes on updating them
     (torch's recurrent layers do the same in `flatten_parameters`). The memory that they lay in is given back, so
     twice their size is held only while they move.
     """
-    if not parameters or side_by_side(parameters) is not None:
+    if not parameters or stacked_view(parameters) is not None:
         return
     with torch.no_grad():
         storage = parameters[0].new_empty((len(parameters), *parameters[0].shape))
@@ -23,7 +23,7 @@ def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
             parameter.data = place.copy_(parameter)
 
 
-def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+def stacked_view(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     """The K parameters as one tensor [K, ...] on their own memory; None where they lie apart.
 
     They do after somebody else has laid them out: ZeRO keeps parameters in buffers of its own.
@@ -54,11 +54,11 @@ class StackedLinears(nn.ModuleList):
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         super().__init__(linears)
-        self._lay_side_by_side()
+        self._stack_in_place()
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> StackedLinears:
         super()._apply(fn, recurse)  # moves parameters one by one
-        self._lay_side_by_side()
+        self._stack_in_place()
         return self
 
     def stacked(self) -> tuple[Tensor, Tensor | None] | None:
@@ -68,8 +68,8 @@ class StackedLinears(nn.ModuleList):
         """
         if any(type(linear) is not nn.Linear for linear in self):
             return None
-        weights = side_by_side(self._named("weight"))
-        biases = side_by_side(self._named("bias")) if self._has_bias else None
+        weights = stacked_view(self._named("weight"))
+        biases = stacked_view(self._named("bias")) if self._has_bias else None
         if weights is None or (biases is None and self._has_bias):
             return None
         return weights, biases
@@ -81,7 +81,7 @@ class StackedLinears(nn.ModuleList):
     def _named(self, name: str) -> list[nn.Parameter]:
         return [getattr(linear, name) for linear in self]
 
-    def _lay_side_by_side(self) -> None:
-        lay_side_by_side(self._named("weight"))
+    def _stack_in_place(self) -> None:
+        stack_in_place(self._named("weight"))
         if self._has_bias:
-            lay_side_by_side(self._named("bias"))
+            stack_in_place(self._named("bias"))

@@ -41,7 +41,7 @@ def trained_like(backbone: Backbone, seed: int = 1, std: float = 0.1, **settings
 
 
 def _states(draft: AmphistaDraft, backbone: Backbone, tokens: Tensor = TOKENS) -> list[Tensor]:
-    return list(draft.hidden(backbone.run(tokens), Rows.of(tokens)))
+    return list(draft.head_states(backbone.run(tokens), Rows.of(tokens)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -50,7 +50,7 @@ def test_untrained_heads_give_the_backbones_logits_to_the_bit(variant: str) -> N
     draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
     theirs = backbone.model(TOKENS, use_cache=False).logits
     for k, hidden in enumerate(_states(draft, backbone), start=1):
-        assert torch.equal(draft.unembed(k).logits(hidden), theirs)
+        assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,7 +59,7 @@ def test_untrained_heads_predict_what_every_family_predicts(family: str) -> None
     draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
     theirs = backbone.model(TOKENS, use_cache=False).logits
     for k, hidden in enumerate(_states(draft, backbone), start=1):
-        assert torch.allclose(draft.unembed(k).logits(hidden), theirs, atol=1e-10)
+        assert torch.allclose(draft.lm_head(k).logits(hidden), theirs, atol=1e-10)
 
 
 def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
@@ -67,8 +67,8 @@ def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
     backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
     draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
     feats = backbone.run(TOKENS)
-    hidden = list(draft.hidden(feats, Rows.of(TOKENS)))[1]
-    assert torch.equal(draft.unembed(2).logits(hidden), backbone.logits(feats.hidden))
+    hidden = list(draft.head_states(feats, Rows.of(TOKENS)))[1]
+    assert torch.equal(draft.lm_head(2).logits(hidden), backbone.logits(feats.hidden))
 
 
 def _norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
@@ -132,7 +132,9 @@ def test_value_and_gradient_of_the_formula(blocks: int) -> None:
     draft = trained_like(backbone, auto_blocks=blocks)
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
     feats = backbone.run(TOKENS)
-    ours = [draft.unembed(k).logits(s)[:, :-1] for k, s in enumerate(draft.hidden(feats, Rows.of(TOKENS)), start=1)]
+    ours = [
+        draft.lm_head(k).logits(s)[:, :-1] for k, s in enumerate(draft.head_states(feats, Rows.of(TOKENS)), start=1)
+    ]
     embeddings = backbone.model.get_input_embeddings()(TOKENS)
     plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
     theirs = [torch.stack([row[k] for row in plain]) for k in range(5)]
@@ -158,7 +160,7 @@ def test_with_nothing_added_it_is_medusa() -> None:
         found = next((ours for ours in names if name.startswith(ours)), None)
         renamed[name if found is None else name.replace(found, names[found])] = tensor
     medusa.load_state_dict(renamed)
-    theirs = medusa.hidden(backbone.run(TOKENS), Rows.of(TOKENS))
+    theirs = medusa.head_states(backbone.run(TOKENS), Rows.of(TOKENS))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(_states(draft, backbone), theirs, strict=True))
 
 
@@ -180,7 +182,7 @@ def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     feats = backbone.run(TOKENS)
     other = TOKENS.clone()
     other[:, 6] = 11
-    before, after = (torch.stack(list(draft.hidden(feats, Rows.of(tokens)))) for tokens in (TOKENS, other))
+    before, after = (torch.stack(list(draft.head_states(feats, Rows.of(tokens)))) for tokens in (TOKENS, other))
     assert torch.equal(before[:, :, :5], after[:, :, :5])
     changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
     assert bool(changed.all()) == bool(changed.any()) == draft.sampled_token
@@ -196,7 +198,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
         torch.tensor([[0] * 6 + [1] * 4 + [-1] * 2]),
     )
     feats = backbone.run(packed.tokens, positions=packed.positions, segments=packed.segments)
-    together = list(draft.hidden(feats, packed))
+    together = list(draft.head_states(feats, packed))
     for k, (a, b) in enumerate(zip(_states(draft, backbone, first), _states(draft, backbone, second), strict=True)):
         assert torch.allclose(together[k][:, :5], a[:, :-1], atol=1e-10)
         assert torch.allclose(together[k][:, 6:9], b[:, :-1], atol=1e-10)
@@ -247,7 +249,7 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
         for row, count in zip(active, accepted, strict=True):
             place[row] += count + 1
         if step == 4 and rows > 1:
-            state, active = draft.take(state, [0, 3, 2]), [0, 3, 2]
+            state, active = draft.select_rows(state, [0, 3, 2]), [0, 3, 2]
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -270,7 +272,7 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     proposal = draft.propose(state, torch.tensor(roots), tree)
     for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
         states = _states(draft, backbone, torch.tensor([[*prompt, root]]))
-        logits = (draft.unembed(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))
+        logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))
         orders = [row_logits.argsort(descending=True).tolist() for row_logits in logits]
         expected = [root, orders[0][0], orders[0][2], orders[1][4], orders[1][0], orders[2][1]]
         assert proposal.tokens[row].tolist() == expected
@@ -300,7 +302,9 @@ def test_heads_stay_side_by_side_through_training_loading_and_moving() -> None:
 def test_parameters_are_counted_before_any_are_made(family: str, variant: str) -> None:
     backbone = random_backbone(family)
     draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
-    assert AmphistaDraft.count(backbone.model, **draft.settings) == sum(p.numel() for p in draft.parameters())
+    assert AmphistaDraft.count_parameters(backbone.model, **draft.settings) == sum(
+        p.numel() for p in draft.parameters()
+    )
 
 
 def test_settings_make_the_same_draft_anew() -> None:

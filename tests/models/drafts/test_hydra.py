@@ -58,8 +58,8 @@ def test_untrained_heads_without_a_prefix_layer_give_the_backbones_logits(family
     draft = HydraDraft(backbone, 3, 4, prefix_layer=False)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     feats = backbone.run(tokens)
-    for k, hidden in enumerate(draft.hidden(feats, Rows.of(tokens)), start=1):
-        assert torch.equal(draft.unembed(k).logits(hidden), backbone.logits(feats.hidden))
+    for k, hidden in enumerate(draft.head_states(feats, Rows.of(tokens)), start=1):
+        assert torch.equal(draft.lm_head(k).logits(hidden), backbone.logits(feats.hidden))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -131,7 +131,7 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
             states = torch.randn(3, TREE.size + 1, 32, dtype=torch.float64)  # of a verification pass
             texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
             state = draft.advance(state, Features(states), proposal, paths)
-        state = draft.take(state, [0, 2])
+        state = draft.select_rows(state, [0, 2])
         for row, text in enumerate([texts[0], texts[2]]):
             assert torch.allclose(state.hidden[row], prefixed(draft, text)[-1], atol=1e-6)
 

@@ -119,11 +119,11 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
     tokens = torch.randint(backbone.vocab_size, (2, 10))
     feats = backbone.run(tokens, need=draft.needs)
     states = draft.states(feats, Rows.of(tokens))
-    traced = list(draft.traced(feats, Rows.of(tokens)))
+    traced = list(draft.teacher_forced_states(feats, Rows.of(tokens)))
     assert (len(traced), draft.trained_heads) == (4, 1)
     for k, head in enumerate(traced, start=1):
         assert torch.equal(head[:, :-k], states[:, k:])
-    (trained,) = draft.hidden(feats, Rows.of(tokens))
+    (trained,) = draft.head_states(feats, Rows.of(tokens))
     assert torch.equal(trained, traced[0])
 
 
@@ -148,7 +148,7 @@ def test_only_the_adapter_is_trained_and_saved(family: str, mlp_size: int, tmp_p
     backbone = random_backbone(family)
     draft = random_draft(backbone, num_heads=3, threshold=0.25, mlp_size=mlp_size)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
-    assert sum(sizes.values()) == KangarooDraft.count(backbone.model, **draft.settings)
+    assert sum(sizes.values()) == KangarooDraft.count_parameters(backbone.model, **draft.settings)
     assert all(name.startswith("adapter.") for name in sizes)
     theirs = {parameter.data_ptr() for parameter in backbone.model.parameters()}
     assert not theirs & {parameter.data_ptr() for parameter in draft.parameters()}
@@ -173,6 +173,6 @@ def test_every_family_has_an_early_exit(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     draft = KangarooDraft.from_backbone(backbone, exit_layer=1)
     tokens = torch.arange(2, 9)[None]
-    (states,) = draft.hidden(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+    (states,) = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
     assert states.shape == (1, 7, backbone.hidden_size)
     assert bool(states.isfinite().all())

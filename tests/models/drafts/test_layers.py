@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, init_from_layer, states_at
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, init_from_layer
 from medusa_train.models.features import Rows
 from medusa_train.models.quantization import keep_trainable_kernels, quantized_loading
 from tests.families import FAMILIES, NoTokenizer, random_backbone
@@ -148,7 +148,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
         for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2]]):
             if step == 2:
                 rows = [0, 2]
-                cache = cache.take(rows)
+                cache = cache.select_rows(rows)
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
             out = cache.append(layer, new, counts)
             for i, row in enumerate(rows):
@@ -201,9 +201,9 @@ def test_angles_stay_exact_in_half_precision(names: int) -> None:
 
 def test_states_at_the_accepted_nodes() -> None:
     states = torch.arange(10).view(2, 5, 1)
-    assert states_at(states[:1], [[0, 1, 2]]).flatten().tolist() == [0, 1, 2]
-    assert states_at(states[:1], [[0, 2, 4]]).flatten().tolist() == [0, 2, 4]
-    assert states_at(states, [[0], [0, 3]])[..., 0].tolist() == [[0, 0], [5, 8]]
+    assert gather_paths(states[:1], [[0, 1, 2]]).flatten().tolist() == [0, 1, 2]
+    assert gather_paths(states[:1], [[0, 2, 4]]).flatten().tolist() == [0, 2, 4]
+    assert gather_paths(states, [[0], [0, 3]])[..., 0].tolist() == [[0, 0], [5, 8]]
 
 
 def test_a_body_that_needs_more_than_its_config_is_refused() -> None:

@@ -24,8 +24,8 @@ def test_untrained_heads_give_the_backbones_logits_to_the_bit(family: str, layer
     feats = backbone.run(tokens)
     theirs = backbone.model(tokens, use_cache=False).logits
     assert torch.equal(backbone.logits(feats.hidden), theirs)
-    for k, hidden in enumerate(draft.hidden(feats, Rows.of(tokens)), start=1):
-        assert torch.equal(draft.unembed(k).logits(hidden), theirs)
+    for k, hidden in enumerate(draft.head_states(feats, Rows.of(tokens)), start=1):
+        assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
 
 
 def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
