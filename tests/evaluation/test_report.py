@@ -109,8 +109,34 @@ def test_markdown_holds_the_figures_that_have_no_column() -> None:
     assert "- plain: 4 tokens/s, speedup 1.50x, 2/2 answers equal to plain ones" in text
     assert "CTAR(w), steps that accepted at least w draft tokens: 1: 50.0%, 2: 50.0%, 3: 50.0%" in text
     assert "head 1: 60.0% / 80.0%, head 2: 75.0% / 100.0%" in text
-    assert "tokens per step of the chain of first guesses: 1.25" in text
-    assert "milliseconds until the first token: 1000.0" in text
+    assert "tokens per step with the chain of top-1 guesses (simulated): 1.25" in text
+    assert "milliseconds to the first token: 1000.0" in text
+
+
+def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
+    text = markdown(Report.from_records(records(), meta()))
+    expected = (
+        "Output: float32: 0 of 2 answers equal plain decoding's token for token, 2 first differ at a tie (logits "
+        "within 1e-4); bfloat16: 2 of 2. Speed was measured in bfloat16."
+    )
+    assert expected in text
+    compared = records()
+    compared[0].exact = {"float32": Verdict.DIFFERENT, "bfloat16": Verdict.DIFFERENT}
+    text = markdown(Report.from_records(compared, meta()))
+    assert "1 first differ at a tie (logits within 1e-4), 1 differ without a tie; bfloat16: 1 of 2, since" in text
+    compared = records()
+    for record in compared:
+        record.exact = {"float32": Verdict.EQUAL}
+    outcomes = {"float32": "compared", "bfloat16": "not enough memory"}
+    text = markdown(Report.from_records(compared, meta(exactness=outcomes)))
+    assert "float32: 2 of 2 answers equal plain decoding's token for token; bfloat16: not compared (not enough" in text
+
+
+def test_the_report_says_which_tokens_per_step_it_shows() -> None:
+    assert "Tokens per step: measured on this bench with this tree." in markdown(Report.from_records(records(), meta()))
+    calibration = {"nodes": 16, "tokens_per_step": 1.561, "sizes": []}
+    text = markdown(Report.from_records(records(), meta(), extra={"calibration": calibration}))
+    assert "tree.json's estimate of 1.56 (simulated" in text
 
 
 def test_quality_is_said_plainly() -> None:

@@ -1,4 +1,4 @@
-"""report.html: what report.json and answers.jsonl hold, drawn. A pure function of the two; opens without a network."""
+"""Render report.html: tiles, charts, tables and coloured answers of one evaluation, in one file without scripts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from medusa_train.inference.detokenize import guessing_heads
 
 Json = Mapping[str, Any]
 
-#: The page may show what is in it and nothing else: answers of a model are not to be trusted.
+#: Content Security Policy: answers of a model are not trusted, so the page loads and runs nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def html_page(report: Json, answers: Sequence[Json], table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
-    """The page of one evaluation.
+def html_page(
+    report: Json, answers: Sequence[Json], table: tuple[Sequence[str], Sequence[Sequence[str]]], notes: Sequence[str]
+) -> str:
+    """Render the page of one evaluation.
 
     Args:
-        report: the content of report.json. answers: the lines of answers.jsonl.
+        report: content of report.json.
+        answers: lines of answers.jsonl.
         table: titles and rows of the figures, the overall row last, as in report.md.
+        notes: sentences that say how to read the figures.
     """
     meta = report["meta"]
     name = meta["model"] or meta["base_model"]
-    where = (
+    setting = (
         f"{meta['dtype']} on {meta['device']}, {meta['threads']} threads; {meta['questions']} questions, "
-        f"answers of at most {meta['max_new_tokens']} tokens; {meta['date']}"
+        f"at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
     )
     sections = [
         f"<h1>{escape(str(meta['bench']))}: {escape(str(name))}</h1>",
-        f"<p class=soft>{escape(where)}</p>",
+        f"<p class=soft>{escape(setting)}</p>",
         _tiles(report),
+        "".join(f"<p>{escape(note)}</p>" for note in notes),
         "<h2>Speed</h2>",
         _cards(_speed_figures(report)),
         figures_table(*table),
@@ -40,81 +45,47 @@ def html_page(report: Json, answers: Sequence[Json], table: tuple[Sequence[str],
         "<h2>Answers</h2>",
         answers_section(answers),
         "<h2>Run</h2>",
-        _facts(meta),
+        _meta_table(meta),
     ]
     return document(f"{meta['bench']}: {name}", sections)
 
 
-def document(title: str, sections: Sequence[str]) -> str:
-    """A whole page without anything from elsewhere."""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
-        + "\n".join(section for section in sections if section)
-        + "</main></body></html>\n"
-    )
-
-
-def figure(title: str, drawing: str, caption: str, *, wide: bool = False) -> str:
-    """A card with a drawing."""
-    cls = " class=wide" if wide else ""
-    return f"<figure{cls}><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def _cards(figures: Sequence[str]) -> str:
-    return f"<div class=cards>{''.join(figures)}</div>" if figures else ""
-
-
-def figures_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, overall: bool = True) -> str:
-    """A table; its last row stands out where it is the overall one."""
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(
-        f"<tr{' class=all' if overall and number == len(rows) - 1 else ''}>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for number, row in enumerate(rows)
-    )
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
 def _tiles(report: Json) -> str:
     overall = report["overall"]
-    found = overall["intervals"]
-    shown: list[tuple[str, str]] = []
+    tiles: list[tuple[str, str]] = []
 
-    def tile(key: str, what: str, suffix: str = "", scale: float = 1.0, digits: int = 2) -> None:
+    def tile(key: str, label: str, suffix: str = "", scale: float = 1.0, digits: int = 2) -> None:
         if (value := overall[key]) is not None:
-            low_high = found.get(key)
-            between = f" ({low_high[0] * scale:.{digits}f}-{low_high[1] * scale:.{digits}f})" if low_high else ""
-            shown.append((f"{value * scale:.{digits}f}{suffix}", what + between))
+            bounds = overall["intervals"].get(key)
+            interval = f" ({bounds[0] * scale:.{digits}f}-{bounds[1] * scale:.{digits}f})" if bounds else ""
+            tiles.append((f"{value * scale:.{digits}f}{suffix}", label + interval))
 
-    tile("speedup", "over the same loop without a tree", "x")
+    tile("speedup", "speedup over plain decoding", "x")
     if overall["looping_answers"]:
-        tile("speedup_without_loops", "the same without answers that repeat themselves", "x")
-    tile("acceleration_rate", "tokens per step")
-    tile("overhead", "overhead of a step")
+        tile("speedup_without_loops", "speedup without answers that loop", "x")
+    tile("acceleration_rate", "tokens per step on this bench")
+    tile("overhead", "overhead: step latency over a plain step's")
     tile("tokens_per_s", "tokens per second", digits=0)
-    tile("time_to_first_token_s", "until the first token", " ms", 1000, 1)
-    if overall["equal_answers"] is not None:
-        ties = f" + {overall['tie_answers']}" if overall["tie_answers"] else ""
-        shown.append(
-            (f"{overall['equal_answers']}{ties} / {overall['answers']}", "answers equal to plain ones, float32")
-        )
+    tile("time_to_first_token_s", "time to first token", " ms", 1000, 1)
+    answers = overall["answers"]
+    if (equal := overall["equal_answers"]) is not None:
+        ties = f" + {overall['tie_answers']} ties" if overall["tie_answers"] else ""
+        tiles.append((f"{equal} / {answers}", f"answers equal to plain ones in float32{ties}"))
+    if (equal := overall["equal_answers_bf16"]) is not None:
+        tiles.append((f"{equal} / {answers}", "answers equal to plain ones in bfloat16"))
     if (joint := report.get("joint")) is not None:
-        before = f"perplexity after joint training ({joint['perplexity_before']:.2f} before)"
-        shown.append((f"{joint['perplexity_after']:.2f}", before))
+        label = f"perplexity after joint training ({joint['perplexity_before']:.2f} before)"
+        tiles.append((f"{joint['perplexity_after']:.2f}", label))
     judged = report.get("judge")
     if judged is None or judged["score"] is None:
-        shown.append(("not judged", "quality"))
+        tiles.append(("not judged", "quality of the answers"))
     else:
-        shown.append((f"{judged['score']:.2f} / 10", f"graded by {judged['model']}"))
+        tiles.append((f"{judged['score']:.2f} / 10", f"quality, graded by {judged['model']}"))
     if report["meta"]["model"] is None:
-        shown.append((f"{overall['baseline_tokens_per_s']:.0f}", "tokens per second, plain decoding"))
+        tiles.append((f"{overall['baseline_tokens_per_s']:.0f}", "tokens per second, plain decoding"))
     return (
         "<div class=tiles>"
-        + "".join(f"<div class=tile><b>{escape(b)}</b><span>{escape(s)}</span></div>" for b, s in shown)
+        + "".join(f"<div class=tile><b>{escape(b)}</b><span>{escape(s)}</span></div>" for b, s in tiles)
         + "</div>"
     )
 
@@ -126,13 +97,13 @@ def _speed_figures(report: Json) -> list[str]:
         groups = [(name, [Bar(f["speedup"], f["intervals"].get("speedup"))]) for name, f in categories.items()]
         groups.append(("overall", [Bar(overall["speedup"], overall["intervals"].get("speedup"), 1)]))
         drawing = bars(groups, "speedup per category", unit="x", reference=1.0)
-        caption = "Total tokens per second over the loop with the empty tree; whiskers: 95 % bootstrap over questions."
-        figures.append(figure("Speedup per category", drawing, caption))
+        figures.append(figure("Speedup per category", drawing, SPEEDUP_CAPTION))
     rates = [("tree", overall["tokens_per_s"], overall["intervals"].get("tokens_per_s"), 1)]
-    rates += [(name, compared["tokens_per_s"], None, 0) for name, compared in overall["baselines"].items()]
-    shown = [(name.replace("_", " "), [Bar(rate, low_high, c)]) for name, rate, low_high, c in rates if rate]
-    drawing = bars(shown, "tokens per second", digits=0, width=480)
-    figures.append(figure("Tokens per second", drawing, "All decoders took turns on every prompt, prefill included."))
+    rates += [(name, baseline["tokens_per_s"], None, 0) for name, baseline in overall["baselines"].items()]
+    groups = [(name.replace("_", " "), [Bar(rate, bounds, colour)]) for name, rate, bounds, colour in rates if rate]
+    drawing = bars(groups, "tokens per second", digits=0, width=480)
+    caption = "Total tokens over total time, prefill included. The decoders took turns on every prompt."
+    figures.append(figure("Tokens per second", drawing, caption))
     return figures
 
 
@@ -140,37 +111,27 @@ def _draft_section(report: Json) -> str:
     overall, figures = report["overall"], []
     if lengths := overall["accepted_lengths"]:
         steps = sum(lengths)
-        drawing = columns(
-            [count / steps for count in lengths], "accepted draft tokens per step", "accepted draft tokens"
-        )
-        figures.append(
-            figure("Accepted length", drawing, f"Share of {steps:,} steps that accepted so many draft tokens.")
-        )
+        shares = [count / steps for count in lengths]
+        drawing = columns(shares, "accepted draft tokens per step", "accepted draft tokens")
+        caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
+        figures.append(figure("Accepted length", drawing, caption))
     if shares := overall["ctar"]:
-        drawing = curves(
-            [Curve("CTAR", list(enumerate(shares, start=1)))], "CTAR", "w", y_text=lambda y: f"{100 * y:g} %"
-        )
-        figures.append(figure("CTAR(w)", drawing, "Share of the steps that accepted at least w draft tokens."))
+        drawing = curves([Curve("CTAR", list(enumerate(shares, start=1)))], "CTAR", "w", y_text=percent)
+        figures.append(figure("CTAR(w)", drawing, CTAR_CAPTION))
     if table := overall["head_accuracy"]:
         heads = [Curve(f"head {k}", list(enumerate(row, start=1))) for k, row in enumerate(table, start=1)]
-        drawing = curves(heads, "head accuracy", "best k guesses", y_text=lambda y: f"{100 * y:g} %")
-        figures.append(figure("Head accuracy", drawing, "The token that came is among a head's best k guesses."))
+        drawing = curves(heads, "head accuracy", "k", y_text=percent)
+        caption = "Top-k accuracy: share of positions where the answer's token is among the head's k most probable."
+        figures.append(figure("Head accuracy", drawing, caption))
     if calibration := report.get("calibration"):
-        figures += size_figures(calibration["sizes"], calibration.get("nodes"))
+        figures += _size_figures(calibration["sizes"], calibration.get("nodes"))
     if tree := report.get("tree"):
-        chain = overall["chain_acceleration_rate"]
-        caption = f"{len(tree['medusa_choices'])} nodes; per node, the share of the steps in which it was accepted."
-        if report["meta"].get("early_stop"):
-            caption += " Counted as if the draft never stopped early, which it does."
-        if chain is not None:
-            caption += f" The chain of first guesses alone would have made {chain:.2f} tokens per step."
-        drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
-        figures.append(figure("The tree", drawing, caption, wide=True))
+        figures.append(_tree_figure(tree, overall["chain_acceleration_rate"], report["meta"].get("early_stop")))
     return "<h2>Draft</h2>" + _cards(figures) if figures else ""
 
 
-def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[str]:
-    """Expected tokens per step, and tokens per second, over the number of nodes; the chosen size ringed."""
+def _size_figures(sizes: Sequence[Json], chosen: int | None) -> list[str]:
+    """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen size ringed."""
     marked = [] if chosen is None else [float(chosen)]
     per_step = Curve("tree", [(s["nodes"], s["tokens_per_step"]) for s in sizes], marked)
     per_second = Curve("tree", [(s["nodes"], s["tokens_per_s"]) for s in sizes], marked)
@@ -178,81 +139,79 @@ def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[str]:
         figure(
             "Tokens per step over tree size",
             curves([per_step], "tokens per step over tree size", "nodes", from_zero=False),
-            "Expected on answers that the tree was not fitted to; ringed: the size that was chosen.",
+            "From the tree's calibration, not from this bench: simulated on answers that the tree was not fitted to. "
+            "The ring marks the chosen size.",
         ),
         figure(
             "Speed over tree size",
             curves([per_second], "tokens per second over tree size", "nodes", from_zero=False),
-            "Expected tokens per second, from measured latencies of a step; prefill left out.",
+            "From the tree's calibration: simulated tokens per step over the measured step latency, without prefill.",
         ),
     ]
 
 
-def _facts(meta: Json) -> str:
-    rows = []
-    for key, value in meta.items():
-        if isinstance(value, Mapping):
-            value = "; ".join(f"{name}: {item}" for name, item in value.items())
-        shown = escape("-" if value is None else str(value))
-        rows.append(f"<tr><td>{escape(key.replace('_', ' '))}</td><td>{shown}</td></tr>")
-    return f"<table class=facts>{''.join(rows)}</table>"
+def _tree_figure(tree: Json, chain: float | None, early_exit: float | None) -> str:
+    caption = f"{len(tree['medusa_choices'])} nodes. Below each node: the share of steps in which it was accepted."
+    if early_exit:
+        caption += " Simulated without the draft's early exit."
+    if chain is not None:
+        caption += f" The chain of top-1 guesses alone would give {chain:.2f} tokens per step (simulated)."
+    return figure("The tree", tree_drawing(tree["medusa_choices"], tree["accepted"]), caption, wide=True)
 
 
-Answer = Mapping[str, Any]
+def answers_section(answers: Sequence[Json]) -> str:
+    """Render all answers by category, collapsed except for the very first one.
 
-
-def answers_section(answers: Sequence[Answer]) -> str:
-    """All answers, folded, by category; the first of all is open. `answers` are the lines of answers.jsonl."""
-    given = [answer for answer in answers if not answer.get("skipped")]
-    if not given:
+    Args:
+        answers: lines of answers.jsonl, skipped turns included.
+    """
+    answered = [answer for answer in answers if not answer.get("skipped")]
+    if not answered:
         return ""
-    deepest = max((max(answer["accepted"], default=0) for answer in given), default=0)
-    parts = [_legend(deepest)]
-    categories: dict[str, list[Answer]] = {}
-    for answer in given:
+    categories: dict[str, list[Json]] = {}
+    for answer in answered:
         categories.setdefault(answer["category"], []).append(answer)
+    parts = [_legend(max((max(answer["accepted"], default=0) for answer in answered), default=0))]
     for number, (category, members) in enumerate(categories.items()):
-        shown = "".join(_answer(answer, opened=number == 0 and place == 0) for place, answer in enumerate(members))
-        counted = f"<span>{len(members)} answers</span>"
-        opened = " open" if number == 0 else ""
-        parts.append(f"<details{opened}><summary><b>{escape(category)}</b>{counted}</summary>{shown}</details>")
-    skipped = len(answers) - len(given)
-    if skipped:
+        body = "".join(_answer(answer, opened=number == 0 and index == 0) for index, answer in enumerate(members))
+        summary = f"<summary><b>{escape(category)}</b><span>{len(members)} answers</span></summary>"
+        parts.append(f"<details{' open' if number == 0 else ''}>{summary}{body}</details>")
+    if skipped := len(answers) - len(answered):
         parts.append(
             f"<p class=soft>{skipped} turns were skipped: prompt and answer do not fit the model's context.</p>"
         )
     return "".join(parts)
 
 
-def _legend(deepest: int) -> str:
-    if not deepest:
+def _legend(heads: int) -> str:
+    if not heads:
         return "<p class=soft>No draft token was accepted in these answers.</p>"
-    chips = "".join(f"<span class='chip {head_class(head)}'>head {head}</span>" for head in range(1, deepest + 1))
-    return f"<p><span class='chip own'>the backbone itself</span>{chips}</p>"
+    chips = "".join(f"<span class='chip {_head_class(head)}'>head {head}</span>" for head in range(1, heads + 1))
+    return f"<p><span class=soft>Accepted tokens by source: </span><span class='chip own'>backbone</span>{chips}</p>"
 
 
-def head_class(head: int) -> str:
-    """The class that gives a head's tokens their background, counted from 1."""
+def _head_class(head: int) -> str:
+    """Return the CSS class of a head's background colour; heads count from 1."""
     return f"h{(head - 1) % PALETTE + 1}"
 
 
-def _answer(answer: Answer, *, opened: bool) -> str:
+def _answer(answer: Json, *, opened: bool) -> str:
     tokens, steps = answer["tokens"], answer["steps"]
-    facts = [f"turn {answer['turn']}", f"{tokens} tokens"]
+    details = [f"turn {answer['turn']}", f"{tokens} tokens"]
     if steps:
-        facts += [f"{steps} steps", f"{(tokens - 1) / steps:.2f} tokens per step"]
+        details += [f"{steps} steps", f"{(tokens - 1) / steps:.2f} tokens per step"]
     if answer.get("loops"):
-        facts.append("repeats itself")
-    summary = f"question {escape(str(answer['question_id']))}<span>{', '.join(facts)}</span>"
+        details.append("loops")
+    summary = f"question {escape(str(answer['question_id']))}<span>{', '.join(details)}</span>"
     asked = f"<div class=asked>{escape(answer['asked'])}</div>" if answer.get("asked") else ""
     return (
         f"<details{' open' if opened else ''}><summary>{summary}</summary>{asked}"
-        f"<div class=said>{coloured(answer)}</div></details>"
+        f"<div class=said>{coloured_text(answer)}</div></details>"
     )
 
 
-def coloured(answer: Answer) -> str:
-    """The answer's text with every run of tokens that heads guessed in its colours."""
+def coloured_text(answer: Json) -> str:
+    """Render an answer's text with every run of draft tokens in the colour of the head that proposed it."""
     pieces = answer.get("pieces")
     if not pieces:
         return escape(answer["text"])
@@ -260,8 +219,66 @@ def coloured(answer: Answer) -> str:
     html = []
     for head, run in groupby(by_head, key=lambda pair: pair[0]):
         text = escape("".join(piece for _, piece in run))
-        html.append(f"<i class={head_class(head)}>{text}</i>" if head and text else text)
+        html.append(f"<i class={_head_class(head)}>{text}</i>" if head and text else text)
     return "".join(html)
+
+
+def _meta_table(meta: Json) -> str:
+    rows = []
+    for key, value in meta.items():
+        if isinstance(value, Mapping):
+            value = "; ".join(f"{name}: {item}" for name, item in value.items())
+        cell = escape("-" if value is None else str(value))
+        rows.append(f"<tr><td>{escape(key.replace('_', ' '))}</td><td>{cell}</td></tr>")
+    return f"<table class=facts>{''.join(rows)}</table>"
+
+
+# The parts that the pages of a calibration and of a comparison share:
+
+SPEEDUP_CAPTION = (
+    "Total tokens per second over those of plain decoding (the same loop without a tree). "
+    "Whiskers: 95 % bootstrap intervals over questions."
+)
+CTAR_CAPTION = "Share of decoding steps that accepted at least w draft tokens."
+
+
+def document(title: str, sections: Sequence[str]) -> str:
+    """Render a whole page; empty sections are left out."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
+        + "\n".join(section for section in sections if section)
+        + "</main></body></html>\n"
+    )
+
+
+def figure(title: str, drawing: str, caption: str, *, wide: bool = False) -> str:
+    """Render a card with a title, an SVG drawing and a caption."""
+    cls = " class=wide" if wide else ""
+    return f"<figure{cls}><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _cards(figures: Sequence[str]) -> str:
+    return f"<div class=cards>{''.join(figures)}</div>" if figures else ""
+
+
+def figures_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, overall: bool = True) -> str:
+    """Render a table; with `overall` its last row is set in bold."""
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join(
+        f"<tr{' class=all' if overall and number == len(rows) - 1 else ''}>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for number, row in enumerate(rows)
+    )
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def percent(share: float) -> str:
+    """Format a share of 1 as an axis label."""
+    return f"{100 * share:g} %"
 
 
 CSS = """

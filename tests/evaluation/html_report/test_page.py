@@ -2,9 +2,9 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from medusa_train.evaluation.html_report.page import answers_section, coloured, html_page
+from medusa_train.evaluation.html_report.page import answers_section, coloured_text, html_page
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
-from medusa_train.evaluation.report import Report, rows_of
+from medusa_train.evaluation.report import Report, notes, table_rows
 from medusa_train.inference.traces import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report import meta
@@ -49,7 +49,9 @@ def page(records: list[TurnRecord], **changes: Any) -> str:
     tree = TREE if records[0].tree is not None else None
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = Report.from_records(records, meta(**changes), tree, extra)
-    return html_page(report.as_json(), [answer(one) for one in records], rows_of(report, terminal=False))
+    return html_page(
+        report.as_json(), [answer(one) for one in records], table_rows(report, terminal=False), notes(report)
+    )
 
 
 class Balance(HTMLParser):
@@ -117,10 +119,10 @@ def test_a_baseline_only_page_has_no_draft() -> None:
 
 
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
-    shown = coloured(answer(record(1, "math")))
+    shown = coloured_text(answer(record(1, "math")))
     # prefill a | step 1: head 1 <, head 2 i>, own b | step 2: own & | step 3: head 1 space, own c
     assert shown == "a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c"
-    assert coloured({"pieces": [], "text": "<x>", "accepted": []}) == "&lt;x&gt;"
+    assert coloured_text({"pieces": [], "text": "<x>", "accepted": []}) == "&lt;x&gt;"
 
 
 def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
