@@ -1,238 +1,590 @@
-"""Latency of decoding steps on this machine, beside the least that they can take here.
+"""What does a decoding step cost on this machine, and what must it cost at least?
 
-    python benchmarks/decode.py --quick                        # some minutes
-    python benchmarks/decode.py                                # everything that the machine can; an hour on two cores
-    python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16 --profile
+    python benchmarks/decode.py --quick
+    python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16
 
-For every shape (the tiny backbone; random Llamas of 160M to 13B parameters; or a model directory) it times a plain
-step, passes over trees of 1 to 128 nodes, the heads apart, and steps of the whole decoding loop, at several contexts
-and batches, over dtypes, settings (stock weights, packed ones, compiled passes) and thread counts, all in turn. Beside
-each stands its floor: bytes of weights and cache over the measured read bandwidth, or operations over the measured
-matrix rate, whichever is more. Writes decode.json, decode.md and decode.png (with matplotlib) to `--out`, after every
-batch and context, so that a run may be stopped; prints the goals at the end. `--profile` adds
-torch.profiler's tables of a plain step and of a tree step. Run it on an idle machine.
+Times a plain step, passes over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
+the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, at several contexts and batch sizes,
+over dtypes and settings, all in turns. Settings: `stock` weights; weights `prepacked` for oneDNN, attention for few
+rows; `compiled` passes of single rows. The floor of a step is its bytes of weights and cache over the measured read
+bandwidth, or its operations over the measured matrix rate, whichever takes longer. Writes decode.md and decode.json to
+`--out` after every context. The CUDA path was never run.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(ROOT)]  # the sibling modules, and the package where it is not installed
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
-from decode_case import LOOP_TOKENS, Context, Loop, Point, Timed, free, proposal, take_turns, tree_of  # noqa: E402
-from decode_floor import Rates, measure_rates  # noqa: E402
-from decode_model import (  # noqa: E402
-    HEADS,
-    SETTINGS,
-    SPARE,
-    Loaded,
-    Model,
-    Shape,
-    Unusable,
-    models_together,
-    on_threads,
-)
-from decode_profile import profile_step  # noqa: E402
-from decode_report import Row, goal_lines, rows_of, write_report  # noqa: E402
-from machine import facts, warning  # noqa: E402
-from random_llama import SHAPES  # noqa: E402
+from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, random_model, time_call  # noqa: E402
+from shared import MAX_JSON_BYTES, machine_facts, machine_line, table, to_json, warn_if_busy, write_result  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.errors import BackboneError  # noqa: E402
 from medusa_train.evaluation.choose_dtype import is_out_of_memory, release_memory  # noqa: E402
+from medusa_train.inference.accept import accept  # noqa: E402
+from medusa_train.inference.generate import Decoder  # noqa: E402
+from medusa_train.models.backbone import Backbone  # noqa: E402
+from medusa_train.models.compiled import block_end  # noqa: E402
+from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState  # noqa: E402
 from medusa_train.models.precision import free_memory  # noqa: E402
-from medusa_train.trees.tree import Tree  # noqa: E402
+from medusa_train.trees.kv_cache import BatchCache, TreeCache  # noqa: E402
+from medusa_train.trees.masks import TreeMask  # noqa: E402
+from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
-LOOP_NODES = (16, 64)  # trees that the whole loop is timed with, beside plain decoding
-PROFILED = {"cpu": 16, "cuda": 64}  # nodes of the tree step whose operators are listed
+SETTINGS = ("stock", "prepacked", "compiled")
+HEADS = 5
+HEADS_ROW, SHARED_ROW = "heads", "heads, shared lm_head"
+LOOP_NODES = (16, 64)  # trees with which the whole loop is timed, beside plain decoding
+LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
+MEMORY_SHARE = 0.9  # of the free memory that may be used
+BURST = 3  # calls in a row that are timed, after one that is not: a step finds in the caches what the last one left
+MAX_OVERTIME = 3  # times --seconds, after which few calls have to do
+SLOW_SECONDS = 0.1  # from which a call leaves nothing useful in any cache
+TABLE_ROWS = 32
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; what is left open depends on the device."""
+    """Parse the command line; defaults depend on the device."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/decode"), metavar="DIR", help="results")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/decode"), metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="few shapes, contexts and trees, batch 1, 5 seconds")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"tiny, {', '.join(SHAPES)}, or a model directory")
-    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024 3968: with a tree, 4,096")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024 3968")
     parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 4 8 16 32 64 128")
     parser.add_argument("--batch", nargs="+", type=int, metavar="B", help="1 4 8")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all; on a GPU stock compiled")
-    parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="on a CPU; all cores")
-    parser.add_argument("--seconds", type=float, help="for one shape, batch and context (20)")
-    parser.add_argument("--profile", action="store_true", help="write operators of a plain and a tree step as well")
-    asked = parser.parse_args(arguments)
-    quick = asked.quick
-    asked.shapes = asked.shapes or _shapes(quick, cuda)
-    asked.contexts = asked.contexts or ([128, 1024] if quick else [128, 1024, 3968])
-    asked.nodes = sorted(set(asked.nodes or ([1, 16, 64] if quick else [1, 4, 8, 16, 32, 64, 128])) - {0})
-    asked.batch = asked.batch or ([1] if quick else [1, 4, 8])
-    asked.dtypes = asked.dtypes or ["float32", "bfloat16"]
-    settings = asked.settings or (("stock", "compiled") if cuda else SETTINGS)
-    asked.settings = [setting for setting in SETTINGS if setting in settings]
-    asked.threads = [0] if cuda else asked.threads or [torch.get_num_threads()]
-    asked.seconds = asked.seconds or (5.0 if quick else 20.0)
-    if unknown := [name for name in asked.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()]:
-        parser.error(f"--shapes {' '.join(unknown)}: neither tiny, {', '.join(SHAPES)} nor a model directory")
-    if not asked.nodes:
+    parser.add_argument("--threads", type=int, metavar="N", help="on a CPU; all cores")
+    parser.add_argument("--seconds", type=float, help="per shape, batch and context (20)")
+    args = parser.parse_args(arguments)
+    quick = args.quick
+    if args.shapes is None:
+        args.shapes = ["tiny", "7B" if cuda else "160M"] if quick else ["tiny", *(SHAPES if cuda else ["160M"])]
+    args.contexts = args.contexts or ([128, 1024] if quick else [128, 1024, 3968])
+    args.nodes = sorted(set(args.nodes or ([1, 16, 64] if quick else [1, 4, 8, 16, 32, 64, 128])) - {0})
+    args.batch = args.batch or ([1] if quick else [1, 4, 8])
+    args.dtypes = args.dtypes or ["float32", "bfloat16"]
+    wanted = args.settings or (("stock", "compiled") if cuda else SETTINGS)
+    args.settings = [setting for setting in SETTINGS if setting in wanted]
+    args.seconds = args.seconds or (5.0 if quick else 20.0)
+    if unknown := [name for name in args.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()]:
+        parser.error(f"--shapes {' '.join(unknown)}: not tiny, {', '.join(SHAPES)} or a model directory")
+    if not args.nodes:
         parser.error("--nodes needs a tree of one node or more")
-    return asked
+    return args
 
 
-def _shapes(quick: bool, cuda: bool) -> list[str]:
-    if quick:
-        return ["tiny", "7B"] if cuda else ["tiny", "160M"]
-    return ["tiny", *SHAPES] if cuda else ["tiny", "160M"]
+# --- Models -----------------------------------------------------------------------------------------------------------
 
 
-def cases_of(shape: Shape, loaded: dict[Model, Loaded], asked: argparse.Namespace, place: Point) -> list[Timed]:
-    """Everything that is measured at one context and batch, over all dtypes, settings and threads."""
+class Unsupported(Exception):
+    """A setting cannot be used with a model on this machine; the message is shown in its row."""
+
+
+@dataclass
+class Loaded:
+    """A model in one dtype and setting, with Medusa heads with and without matrices of their own."""
+
+    backbone: Backbone
+    drafts: dict[str, MedusaDraft]
+
+
+@dataclass
+class Shape:
+    """A model that is not loaded yet; `directory` is None for random weights."""
+
+    name: str
+    directory: Path | None
+    config: Any
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, name: str) -> Shape:
+        """Look up a name of the command line."""
+        if name in SHAPES:
+            config = llama_config(*SHAPES[name])
+            return cls(name, None, config, Sizes.of(config))
+        directory = ROOT / "data" / "tiny" if name == "tiny" else Path(name)
+        config = AutoConfig.from_pretrained(directory).get_text_config()
+        return cls(directory.name, directory, config, Sizes.of(config))
+
+    def bytes_needed(self, dtype: str, setting: str, cpu: bool, context: int, batch: int, nodes: int) -> int:
+        """Estimate bytes for weights, heads and caches; on a CPU other settings than stock copy the weights."""
+        rows = 1 if setting == "compiled" else batch
+        positions = (context + nodes + 1) * rows + (3 * (context + LOOP_TOKENS + nodes) if rows == 1 else 0)
+        heads = self.sizes.head_weights(HEADS, shared=False)
+        copied = heads + self.sizes.read if setting != "stock" and cpu else 0
+        return (self.sizes.total + heads + copied + self.sizes.cached(positions, 1)) * getattr(torch, dtype).itemsize
+
+    def load(self, dtype: str, setting: str, device: torch.device) -> Loaded:
+        """Load backbone and heads; compiled passes are for torch's current number of threads.
+
+        Raises:
+            Unsupported: the setting cannot be used with this model here.
+        """
+        if setting == "prepacked" and device.type != "cpu":
+            raise Unsupported("weights are prepacked on CPUs only")
+        if self.directory is None:
+            backbone = Backbone(random_model(self.config, getattr(torch, dtype), device), None, self.name)
+        else:
+            backbone = Backbone.load(str(self.directory), dtype=dtype, device=device)
+        with device:  # or large heads would be created on the CPU first
+            drafts = {
+                HEADS_ROW: MedusaDraft.from_backbone(backbone, HEADS),
+                SHARED_ROW: MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=True),
+            }
+        if setting == "prepacked":
+            if not any([backbone.pack(), *(draft.prepack() for draft in drafts.values())]):
+                raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
+        elif setting == "compiled":
+            try:
+                backbone.compile_passes()
+            except BackboneError as error:
+                reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
+                raise Unsupported(f"not compiled: {reason}") from error
+            for draft in drafts.values():
+                draft.prepack()
+        return Loaded(backbone, drafts)
+
+
+Model = tuple[str, str]  # dtype and setting
+
+
+def models_together(shape: Shape, args: argparse.Namespace, device: torch.device) -> Iterator[tuple[list[Model], str]]:
+    """Group models that fit into memory together, to be timed in turns; an obstacle for one that does not fit."""
+    free, cpu, most = free_memory(device), device.type == "cpu", max(args.nodes)
+    group: list[Model] = []
+    used = 0.0
+    for dtype, setting in itertools.product(args.dtypes, args.settings):
+        least = shape.bytes_needed(dtype, setting, cpu, min(args.contexts), min(args.batch), most)
+        if free is not None and least > MEMORY_SHARE * free:
+            yield [(dtype, setting)], f"does not fit: needs {least / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            continue
+        needed = shape.bytes_needed(dtype, setting, cpu, max(args.contexts), max(args.batch), most)
+        if group and free is not None and used + needed > MEMORY_SHARE * free:
+            yield group, ""
+            group, used = [], 0.0
+        group.append((dtype, setting))
+        used += needed
+    if group:
+        yield group, ""
+
+
+# --- What is timed ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A row of the result: what all its figures were measured with."""
+
+    shape: str
+    batch: int
+    context: int
+    dtype: str
+    setting: str
+
+
+@dataclass
+class Timed:
+    """One figure: a call to be timed, what to do before it untimed, its floor and its measured seconds."""
+
+    setup: Setup
+    name: str
+    call: Callable[[], object]
+    prepare: Callable[[], None] = lambda: None
+    floor: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    obstacle: str = ""
+
+
+def likely_tree(nodes: int, depth: int = HEADS, width: int = 10) -> Tree:
+    """Build the tree of exactly `nodes` nodes that is best if rank r of any head is right with 0.6 x 0.4^r."""
+    queue: list[tuple[float, Ranks]] = [(-(0.6 * 0.4**rank), (rank,)) for rank in range(width)]
+    heapq.heapify(queue)
+    paths: list[Ranks] = []
+    while len(paths) < nodes:
+        if not queue:
+            raise ValueError(f"a tree of depth {depth} and width {width} has fewer than {nodes} nodes")
+        likelihood, path = heapq.heappop(queue)
+        paths.append(path)
+        if len(path) < depth:
+            for rank in range(width):
+                heapq.heappush(queue, (likelihood * 0.6 * 0.4**rank, (*path, rank)))
+    return Tree.from_paths(paths)
+
+
+class Context:
+    """A cache of `length` positions in `batch` rows, and verification passes over it that leave it unchanged.
+
+    A pass is what `Decoder` runs between two proposals: backbone, logits, acceptance with its transfer to the host,
+    compaction of the cache. Tensors are created in inference mode, since compiled passes specialize on it.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, backbone: Backbone, length: int, batch: int, max_nodes: int) -> None:
+        self.backbone, self.length, self.batch = backbone, length, batch
+        capacity = length + max_nodes + 1
+        self.cache: TreeCache = (
+            backbone.new_cache(capacity) if batch == 1 else BatchCache(backbone.num_layers, capacity)
+        )
+        config = backbone.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (batch, config.num_key_value_heads, length, size)
+        states = torch.randn(shape, device=backbone.device, dtype=backbone.dtype)  # random: faster than a prefill
+        for layer in range(backbone.num_layers):
+            self.cache.write(layer, states, states)
+        if isinstance(self.cache, BatchCache):
+            self.cache.commit_rows([length] * batch)
+        else:
+            self.cache.commit(length)
+
+    @torch.inference_mode()
+    def step(self, tree: Tree) -> Callable[[], None]:
+        """Return a pass over the root and the nodes of `tree`."""
+        backbone, cache = self.backbone, self.cache
+        tree = tree.to(backbone.device)
+        tokens = distinct_tokens(backbone, self.batch, tree.size + 1)
+        if isinstance(cache, BatchCache):
+            return self._batched_step(tree, tokens, cache)
+        depths = tree.depths[None]
+        masks = TreeMask(tree, cache.capacity, backbone.dtype, backbone.device)
+        compiled = backbone.compiled
+
+        @torch.inference_mode()
+        def run() -> None:
+            positions = depths + cache.length
+            if compiled is None:
+                mask = masks.at(cache.length) if tree.size else None
+                hidden = backbone.run(tokens, positions=positions, mask=mask, cache=cache).hidden
+                logits = backbone.logits(hidden)
+            else:
+                mask = masks.at(cache.length, block_end(cache.length + tree.size + 1))
+                _, logits = compiled(tokens, positions, mask, cache.expect(tree.size + 1), cache.length)
+            (accepted,) = accept(None, tokens, logits, tree)
+            cache.keep(accepted.path)
+            cache.length = self.length
+
+        return run
+
+    def _batched_step(self, tree: Tree, tokens: Tensor, cache: BatchCache) -> Callable[[], None]:
+        backbone = self.backbone
+        block = torch.zeros(tree.ancestors.shape, dtype=backbone.dtype, device=backbone.device)
+        block.masked_fill_(~tree.ancestors, float("-inf"))
+
+        @torch.inference_mode()
+        def run() -> None:
+            positions = tree.depths + torch.tensor(cache.lengths, device=backbone.device)[:, None]
+            # built every time, as in the loop, where rows have different lengths
+            prefix = torch.zeros(self.batch, cache.length, dtype=backbone.dtype, device=backbone.device)
+            prefix.masked_fill_(cache.gaps(backbone.device), float("-inf"))
+            rows = (prefix[:, None, None].expand(-1, -1, len(block), -1), block.expand(self.batch, 1, -1, -1))
+            feats = backbone.run(tokens, positions=positions, mask=torch.cat(rows, dim=-1), cache=cache)
+            accepted = accept(None, tokens, backbone.logits(feats.hidden), tree)
+            cache.keep_rows([path for path, _ in accepted])
+            cache.lengths, cache.length = [self.length] * self.batch, self.length
+
+        return run
+
+
+def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree, batch: int) -> Callable[[], object]:
+    """Return `draft.propose` for one state in each row."""
+    tree = tree.to(backbone.device)
+    hidden = torch.randn(batch, backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
+    state = MedusaState(hidden, draft.stacked())
+    roots = distinct_tokens(backbone, batch, 1)[:, 0]
+    return torch.inference_mode()(lambda: draft.propose(state, roots, tree))
+
+
+def distinct_tokens(backbone: Backbone, rows: int, count: int) -> Tensor:
+    """Return token ids [rows, count] that differ within a row, as siblings do."""
+    return torch.arange(rows * count, device=backbone.device).view(rows, count) % backbone.vocab_size
+
+
+class Loop:
+    """Steps of `Decoder.stream` for one answer, restarted after `LOOP_TOKENS` tokens."""
+
+    def __init__(self, backbone: Backbone, draft: MedusaDraft, tree: Tree, context: int) -> None:
+        self._decoder = Decoder(backbone, draft, tree)
+        self._prompt = [(7 * i) % backbone.vocab_size for i in range(context)]
+        self._longest_step = tree.max_depth + 1
+        self._left = 0
+        self._steps: Iterator[Any] = iter(())
+
+    def prepare(self) -> None:
+        """Run the prefill where no further step fits."""
+        if self._left < self._longest_step:
+            self._steps = self._decoder.stream(self._prompt, LOOP_TOKENS, eos_ids=())
+            next(self._steps)  # the prefill's token
+            self._left = LOOP_TOKENS - 1
+
+    def __call__(self) -> None:
+        """Run one step."""
+        self._left -= len(next(self._steps).tokens)
+
+
+def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates) -> Iterator[Timed]:
+    """List passes, heads and, for a single row, loop steps of one setup, with their floors."""
+    sizes, itemsize = shape.sizes, one.backbone.dtype.itemsize
+    read = sizes.read + sizes.cached(setup.context, setup.batch)
+    context = Context(one.backbone, setup.context, setup.batch, max(nodes))
+    trees = {0: Tree.empty(), **{count: likely_tree(count) for count in nodes}}
+
+    def floor(weights: int, operations: int) -> float:
+        return rates.floor(weights * itemsize, operations, setup.dtype)
+
+    for count, tree in trees.items():
+        operations = sizes.step_operations(count + 1, setup.context, setup.batch)
+        name = f"tree {count}" if count else "plain"
+        yield Timed(setup, name, context.step(tree), floor=floor(read, operations))
+    largest = trees[max(trees)]
+    for name, draft in one.drafts.items():
+        weights = sizes.head_weights(largest.max_depth, shared=name == SHARED_ROW)
+        least = floor(weights, sizes.head_operations(largest.max_depth, setup.batch))
+        yield Timed(setup, name, proposal(one.backbone, draft, largest, setup.batch), floor=least)
+    if setup.batch > 1 or setup.context + LOOP_TOKENS > one.backbone.max_context:
+        return
+    for count in (0, *(n for n in LOOP_NODES if n in trees)):
+        tree = trees[count]
+        loop = Loop(one.backbone, one.drafts[HEADS_ROW], tree, setup.context)
+        weights = read + (sizes.head_weights(tree.max_depth, shared=False) if count else 0)
+        operations = sizes.step_operations(count + 1, setup.context, 1) + sizes.head_operations(tree.max_depth, 1)
+        name = f"loop, tree {count}" if count else "loop, plain"
+        yield Timed(setup, name, loop, loop.prepare, floor(weights, operations))
+
+
+def cases_of(
+    shape: Shape, models: Mapping[Model, Loaded], args: argparse.Namespace, batch: int, context: int, rates: Rates
+) -> list[Timed]:
+    """List everything that is timed at one batch size and context; a `Timed` with an obstacle for what cannot run."""
     cases: list[Timed] = []
-    for model, one in loaded.items():
-        point = replace(place, dtype=model.dtype, setting=model.setting)
-        obstacle = _obstacle(shape, one, point, max(asked.nodes))
-        made: list[Timed] = []
+    for (dtype, setting), one in models.items():
+        setup = Setup(shape.name, batch, context, dtype, setting)
+        obstacle = _obstacle(shape, one.backbone, setup, max(args.nodes))
+        calls: list[Timed] = []
         try:
-            made = [] if obstacle else list(_calls(one, asked, point))
-            if one.backbone.compiled is not None:
-                _call_once(made, max(asked.threads))
+            calls = [] if obstacle else list(timed_calls(one, shape, setup, args.nodes, rates))
+            for case in calls if one.backbone.compiled is not None else []:  # compile before anything is timed
+                case.prepare()
+                case.call()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            obstacle = "does not fit"
+            calls, obstacle = [], "does not fit"
             release_memory()
-        if obstacle:
-            cases.append(Timed(point, obstacle=obstacle))
-            continue
-        for threads in asked.threads:
-            if one.backbone.compiled is not None and threads != max(asked.threads):
-                other = f"compiled for {max(asked.threads)} threads; measure others in a run of their own"
-                cases.append(Timed(replace(point, threads=threads), obstacle=other))
-                continue
-            cases += [replace(case, point=replace(case.point, threads=threads), seconds=[]) for case in made]
+        cases += calls or [Timed(setup, "plain", lambda: None, obstacle=obstacle)]
     return cases
 
 
-def _call_once(cases: Sequence[Timed], threads: int) -> None:
-    """A cache of another size may have to be compiled for, which must not use up the seconds that are measured."""
-    with on_threads(threads):
-        for case in cases:
-            assert case.call is not None
-            case.ready()
-            case.call()
-
-
-def _obstacle(shape: Shape, one: Loaded, point: Point, nodes: int) -> str:
-    backbone = one.backbone
-    if point.context + nodes > backbone.max_context:
-        return f"can't run: the model reads {backbone.max_context:,} positions"
-    if backbone.compiled is not None and point.batch > 1:
-        return "can't run: passes are compiled for single rows"
-    room, needed = free_memory(backbone.device), shape.sizes.cached(point.context + nodes, point.batch)
-    size = needed * backbone.dtype.itemsize
-    if room is not None and size > SPARE * room:
-        return f"does not fit: its cache needs {size / 1e9:.1f} GB, {room / 1e9:.1f} GB are free"
+def _obstacle(shape: Shape, backbone: Backbone, setup: Setup, nodes: int) -> str:
+    if setup.context + nodes > backbone.max_context:
+        return f"not run: the model has {backbone.max_context:,} positions"
+    if backbone.compiled is not None and setup.batch > 1:
+        return "not run: passes are compiled for single rows"
+    free = free_memory(backbone.device)
+    size = shape.sizes.cached(setup.context + nodes, setup.batch) * backbone.dtype.itemsize
+    if free is not None and size > MEMORY_SHARE * free:
+        return f"does not fit: its cache needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
     return ""
 
 
-def _calls(one: Loaded, asked: argparse.Namespace, place: Point) -> Iterator[Timed]:
-    """Passes, heads and, for a single row, the loop."""
-    draft = one.drafts["heads"]
-    context = Context(one.backbone, place.context, place.batch, max(asked.nodes))
-    trees = {nodes: tree_of(nodes, HEADS) for nodes in asked.nodes}
-    for nodes, tree in {0: Tree.empty(), **trees}.items():
-        yield Timed(replace(place, what="step", nodes=nodes), context.step(tree))
-    largest = trees[max(trees)]
-    for what, heads in one.drafts.items():
-        point = replace(place, what=what, heads=largest.max_depth)
-        yield Timed(point, proposal(one.backbone, heads, largest, place.batch))
-    if place.batch > 1 or place.context + LOOP_TOKENS > one.backbone.max_context:
-        return
-    for nodes in (0, *(n for n in LOOP_NODES if n in trees)):
-        tree = trees.get(nodes, Tree.empty())
-        loop = Loop(one.backbone, draft, tree, place.context)
-        yield Timed(replace(place, what="loop", nodes=nodes, heads=tree.max_depth), loop, loop.ready)
+def time_in_turns(
+    cases: Sequence[Timed], device: torch.device, seconds: float, *, minimum: int = 5, maximum: int = 200
+) -> None:
+    """Time all cases, a few calls of each at a time, so that a drift of the machine's speed affects all alike.
+
+    Ends when `seconds` were measured and every case has `minimum` calls; slow cases may end up with fewer, but one. A
+    case that runs out of memory gets an obstacle.
+    """
+    spent, fewest = 0.0, 0
+    while not fewest or (fewest < minimum and spent < MAX_OVERTIME * seconds) or (fewest < maximum and spent < seconds):
+        active = [case for case in cases if not case.obstacle]
+        if not active:
+            break
+        for case in active:
+            spent += _burst(case, device)
+        fewest = min((len(case.seconds) for case in cases if not case.obstacle), default=0)
 
 
-def profile(asked: argparse.Namespace, loaded: dict[Model, Loaded], shape: Shape) -> None:
-    """Write operators of a plain step and of one with a tree, for every dtype and setting, at the first context."""
-    asked.out.mkdir(parents=True, exist_ok=True)
-    for model, one in loaded.items():
-        wanted = PROFILED[one.backbone.device.type]
-        nodes = max((n for n in asked.nodes if n <= wanted), default=min(asked.nodes))
-        context = Context(one.backbone, asked.contexts[0], 1, nodes)
-        for name, tree in (("plain", Tree.empty()), (f"tree{nodes}", tree_of(nodes, HEADS))):
-            path = asked.out / f"profile-{shape.name}-{model.dtype}-{model.setting}-{name}.txt"
-            path.write_text(profile_step(context.step(tree), one.backbone.device) + "\n", encoding="utf-8")
-            print(f"wrote {path}", flush=True)
+def _burst(case: Timed, device: torch.device) -> float:
+    """Time a few calls in a row; returns the seconds spent, warm-up included."""
+    spent = 0.0
+    try:
+        case.prepare()
+        if not case.seconds or case.seconds[-1] < SLOW_SECONDS:
+            spent += time_call(case.call, device)
+        for _ in range(BURST):
+            case.prepare()
+            case.seconds.append(time_call(case.call, device))
+            spent += case.seconds[-1]
+            if case.seconds[-1] >= SLOW_SECONDS:
+                break
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        case.obstacle = "does not fit"
+        case.seconds.clear()
+    return spent
 
 
-def measure_shape(shape: Shape, asked: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
-    """The rows of one shape, a batch and context at a time."""
-    itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in asked.dtypes}
-    for models, obstacle in list(models_together(shape, asked, device)):
-        if obstacle:
-            yield [_unmeasured(shape, models[0], obstacle)]
+# --- The result -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """Median milliseconds of one setup by name, and the least that each could take."""
+
+    setup: Setup
+    ms: dict[str, float] = field(default_factory=dict)
+    floor_ms: dict[str, float] = field(default_factory=dict)
+    obstacle: str = ""
+
+    def over_plain(self, name: str) -> float | None:
+        """Return a latency over that of the plain step (or of the plain loop) of the same row."""
+        base = self.ms.get("loop, plain" if name.startswith("loop") else "plain")
+        return self.ms[name] / base if base and name in self.ms else None
+
+
+def rows_of(cases: Sequence[Timed]) -> list[Row]:
+    """Collect the figures of each setup in one row."""
+    rows: dict[Setup, Row] = {}
+    for case in cases:
+        row = rows.setdefault(case.setup, Row(case.setup))
+        if case.seconds:
+            row.ms[case.name] = 1000 * median(case.seconds)
+            row.floor_ms[case.name] = 1000 * case.floor
+        else:
+            row.obstacle = case.obstacle or "not measured"
+    return list(rows.values())
+
+
+def fastest_rows(rows: Sequence[Row], count: int) -> list[Row]:
+    """Keep the `count` rows with the fastest plain step of every shape, batch size and context."""
+    kept: list[Row] = []
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.setup.shape, row.setup.batch, row.setup.context), []).append(row)
+    for group in groups.values():
+        kept += sorted(group, key=lambda row: row.ms.get("plain", float("inf")))[:count]
+    return kept
+
+
+def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
+    """Write decode.md and decode.json, the fastest rows where there are too many; returns the page."""
+    for count in range(len(rows), 0, -1):
+        kept = fastest_rows(rows, count)
+        content = [{**asdict(row.setup), **_milliseconds(row)} for row in kept]
+        record = {"machine": machine, "rates": asdict(rates), "rows": content}
+        if len(to_json(record)) <= MAX_JSON_BYTES:
+            break
+    page = markdown(machine, rates, rows)
+    write_result(out, "decode", record, page)
+    return page
+
+
+def _milliseconds(row: Row) -> dict[str, Any]:
+    if not row.ms:
+        return {"obstacle": row.obstacle}
+    return {key: {name: round(ms, 3) for name, ms in getattr(row, key).items()} for key in ("ms", "floor_ms")}
+
+
+def markdown(machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
+    """Format the page; trees as multiples of the plain step of their row, heads in milliseconds."""
+    places = len({(row.setup.shape, row.setup.batch, row.setup.context) for row in rows})
+    shown = fastest_rows(rows, max(1, TABLE_ROWS // max(1, places)))
+    names = list(dict.fromkeys(name for row in rows for name in row.ms if name not in ("plain", "loop, plain")))
+    titles = ["shape", "batch", "context", "dtype", "setting", "plain ms", "floor / plain"]
+    titles += [f"{name} ms" if name in (HEADS_ROW, SHARED_ROW) else name for name in names]
+    lines = []
+    for row in shown:
+        at = row.setup
+        first = [at.shape, str(at.batch), f"{at.context:,}", at.dtype, at.setting]
+        if "plain" not in row.ms:
+            lines.append([*first, row.obstacle, *[""] * (len(names) + 1)])
             continue
+        plain = row.ms["plain"]
+        lines.append([*first, f"{plain:.3f}", f"{row.floor_ms['plain'] / plain:.2f}", *(_cell(row, n) for n in names)])
+    speeds = ", ".join(f"{dtype} {rate / 1e12:,.3g} Tflop/s" for dtype, rate in rates.matrix.items())
+    note = (
+        f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and loops with trees: over "
+        "the plain step or loop of the same row. A floor above the plain step was read from caches."
+    )
+    if len(shown) < len(rows):
+        note += f" The fastest {len(shown)} of {len(rows)} rows."
+    parts = ["# Latency of decoding steps", machine_line(machine), note, table(titles, lines, 5)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(row: Row, name: str) -> str:
+    if name in (HEADS_ROW, SHARED_ROW):
+        return f"{row.ms[name]:.3f}" if name in row.ms else ""
+    ratio = row.over_plain(name)
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
+    """Measure one shape; yields rows after every batch size and context."""
+    for models, obstacle in list(models_together(shape, args, device)):
         loaded: dict[Model, Loaded] = {}
-        for model in models:
+        for dtype, setting in models:
             try:
-                with on_threads(max(asked.threads)):
-                    loaded[model] = shape.load(model, device)
-            except Unusable as error:
-                yield [_unmeasured(shape, model, str(error))]
-        if asked.profile:
-            with on_threads(max(asked.threads)):
-                profile(asked, loaded, shape)
-        for batch in asked.batch:
-            for context in asked.contexts:
-                cases = cases_of(shape, loaded, asked, Point(shape.name, "", 0, context, batch, "step"))
-                take_turns([case for case in cases if case.call], device, asked.seconds)
-                free(cases)
-                release_memory()
-                yield rows_of(cases, shape.sizes, rates, itemsizes)
+                if obstacle:
+                    raise Unsupported(obstacle)
+                loaded[dtype, setting] = shape.load(dtype, setting, device)
+            except Unsupported as error:
+                yield [Row(Setup(shape.name, 0, 0, dtype, setting), obstacle=str(error))]
+        for batch, context in itertools.product(args.batch if loaded else [], args.contexts):
+            cases = cases_of(shape, loaded, args, batch, context, rates)
+            time_in_turns(cases, device, args.seconds)
+            yield rows_of(cases)
+            del cases
+            release_memory()
+        if any(setting == "compiled" for _, setting in loaded):
+            torch.compiler.reset()  # frees the compiled passes and their weights
         del loaded
-        if any(model.setting == "compiled" for model in models):
-            torch.compiler.reset()  # it holds on to what it has compiled, weights and all
         release_memory()
 
 
-def _unmeasured(shape: Shape, model: Model, obstacle: str) -> Row:
-    return Row(Point(shape.name, model.dtype, 0, 0, 0, "step", setting=model.setting), obstacle=obstacle)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure everything that was asked for, and write it down."""
+    """Measure everything that was asked for, and write the result."""
     quiet_libraries()
-    machine = facts(__file__, arguments)
-    asked = parse_arguments(arguments)
+    args = parse_arguments(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    machine = machine_facts(__file__, arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if line := warning(machine):
-        print(line, flush=True)
-    rates = measure_rates(device, asked.dtypes, min(2.0, asked.seconds / 4))
+    warn_if_busy(machine)
+    rates = measure_rates(device, args.dtypes, min(2.0, args.seconds / 4))
     print(f"reads {rates.bandwidth / 1e9:,.1f} GB/s", flush=True)
     rows: list[Row] = []
-    text = ""
-    for name in asked.shapes:
-        for found in measure_shape(Shape.of(name), asked, device, rates):
-            rows += found
-            text = write_report(asked.out, machine, rates, rows)
+    page = ""
+    for name in args.shapes:
+        for new in measure_shape(Shape.of(name), args, device, rates):
+            rows += new
+            page = write_report(args.out, machine, rates, rows)
             print(f"{name}: {len(rows)} rows", flush=True)
-    print(text)
-    for line in goal_lines(machine, rows):
-        print(line)
-    print(f"wrote {asked.out}/decode.md, decode.json")
+    print(f"{page}\nwrote {args.out}/decode.md, decode.json")
     return 0
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here or lies here
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local
     sys.exit(main())

@@ -1,31 +1,31 @@
-"""The same heads and questions through this project and through others that decode faster than one token at a time.
+"""How fast are the same heads and questions through this project and through other decoders?
 
-    python benchmarks/peers.py runs/demo
-    python benchmarks/peers.py runs/mine --bench mtbench --assistant JackFram/llama-160m --rounds 3
+    python benchmarks/peers.py runs/demo --quick
+    python benchmarks/peers.py runs/mine --bench mtbench --assistant JackFram/llama-160m
 
 Decoders: this project's loop with the run's tree and with the empty one; `generate` of transformers, plain, with
-prompt-lookup decoding and with an assistant model (`--assistant`); vLLM, plain and with the exported heads, where it is
-installed. Who is absent is left out with a line. All are greedy and in one dtype; they take turns on every question,
-in an order that rotates. Writes peers.json and peers.md to `--out`. Run it on an idle machine.
+prompt-lookup decoding and with an assistant model (`--assistant`); vLLM, plain and with the exported heads as a chain,
+where it is installed. All are greedy, in one dtype, and take turns on every question in a rotating order. Writes
+peers.md and peers.json to `--out`. Never run on a GPU, nor with a real vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # the sibling modules, and the package where it is not installed
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from machine import facts, sentence, table, warning  # noqa: E402
-from peers_vllm import vllm_answerers  # noqa: E402
 from rich.console import Console  # noqa: E402
+from shared import FAVOURS_MEDUSA, machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
 
 from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
@@ -33,10 +33,10 @@ from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import MedusaError  # noqa: E402
 from medusa_train.evaluation.choose_dtype import choose_dtype  # noqa: E402
-from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
+from medusa_train.evaluation.questions import load_bench  # noqa: E402
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord  # noqa: E402
 from medusa_train.evaluation.run_metadata import short_path  # noqa: E402
-from medusa_train.evaluation.speed import (  # noqa: E402  # noqa: E402
+from medusa_train.evaluation.speed import (  # noqa: E402
     GENERATE,
     PLAIN,
     TREE,
@@ -45,19 +45,21 @@ from medusa_train.evaluation.speed import (  # noqa: E402  # noqa: E402
     describe,
     further_baselines,
 )
+from medusa_train.export.write import export_run  # noqa: E402
 
 WARM_UP = 2  # questions that every decoder answers before it is timed
+VLLM, VLLM_MEDUSA = "vLLM", "vLLM, medusa"
 
 
-class Counted:
-    """`generate` that counts the model's passes: those of the backbone, an assistant's own not among them."""
+class CountingAnswerer:
+    """`generate` with a count of the backbone's forward passes; those of an assistant are not counted."""
 
     def __init__(self, answerer: GenerateAnswerer, model: Any) -> None:
         self._answerer = answerer
         self._model = model
 
     def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Steps are all passes but the prefill."""
+        """Decode; steps are all passes except the prefill."""
         passes = 0
 
         def count(*_: object) -> None:
@@ -66,35 +68,109 @@ class Counted:
 
         hook = self._model.register_forward_hook(count)
         try:
-            made = self._answerer.answer(prompt_ids, max_new_tokens)
+            answer = self._answerer.answer(prompt_ids, max_new_tokens)
         finally:
             hook.remove()
-        return TimedAnswer(made.tokens, made.seconds, steps=passes - 1)
+        return TimedAnswer(answer.tokens, answer.seconds, steps=passes - 1)
+
+
+class VllmAnswerer:
+    """vLLM's engine in this process, greedy, one question at a time.
+
+    Args:
+        model: a directory or hub name. eos_ids: tokens that end an answer. max_context: positions.
+        memory: share of the GPU's memory. heads: a directory in vLLM's layout and their number; None: plain decoding.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        eos_ids: Collection[int],
+        max_context: int,
+        memory: float,
+        heads: tuple[Path, int] | None = None,
+    ) -> None:
+        from vllm import LLM
+
+        speculative = None
+        if heads is not None:
+            speculative = {"method": "medusa", "model": str(heads[0]), "num_speculative_tokens": heads[1]}
+        self._stop_ids = list(eos_ids)
+        self._llm = LLM(
+            model=model,
+            dtype=dtype,
+            max_model_len=max_context,
+            gpu_memory_utilization=memory,
+            generation_config="vllm",  # the checkpoint's may set a temperature or a penalty
+            disable_log_stats=False,  # needed for the number of drafts
+            speculative_config=speculative,
+        )
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """Decode; steps are those that verified a draft, 0 where vLLM does not report them."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=self._stop_ids)
+        before = self._drafts()
+        started = time.perf_counter()
+        (result,) = self._llm.generate([{"prompt_token_ids": list(prompt_ids)}], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return TimedAnswer(tuple(result.outputs[0].token_ids), seconds, steps=self._drafts() - before)
+
+    def _drafts(self) -> int:
+        """Number of drafts verified so far."""
+        metrics = self._llm.get_metrics() if hasattr(self._llm, "get_metrics") else []
+        return sum(int(metric.value) for metric in metrics if metric.name == "vllm:spec_decode_num_drafts")
+
+
+def vllm_answerers(
+    subject: LoadedModel, paths: ModelPaths, dtype: str, folder: Path, memory: float, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start vLLM with and without the heads, exported into `folder`; empty, with a note, where that is impossible."""
+    if importlib.util.find_spec("vllm") is None:
+        note("vLLM: skipped, not installed")
+        return {}
+    if paths.quantization is not None and paths.adapter is None:
+        note(f"vLLM: skipped, it would load the original of this {paths.quantization} backbone")
+        return {}
+    backbone, model = subject.backbone, paths.base_model
+    common = (dtype, backbone.eos_ids, backbone.max_context, memory)
+    engines: dict[str, Any] = {}
+    try:
+        if paths.adapter is not None:
+            model = str(export_run(paths, "merged", folder / "merged").target)
+        engines[VLLM] = VllmAnswerer(model, *common)
+        if subject.draft is not None:
+            heads = export_run(paths, "vllm", folder / "vllm").target
+            engines[VLLM_MEDUSA] = VllmAnswerer(model, *common, heads=(heads, subject.draft.num_heads))
+    except Exception as error:  # any failure of vLLM's processes must not stop the other decoders
+        note(f"vLLM: skipped ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
+    return engines
 
 
 @dataclass
-class RunStats:
-    """What one decoder came to, over all rounds and questions.
+class DecoderStats:
+    """Sums of one decoder over all rounds and questions.
 
     Attributes:
-        answers, tokens, seconds: sums; the seconds include prefill. steps: passes behind the prefill, 0: not known.
-        same: how many answers are plain decoding's, token for token.
+        seconds: prefill included. steps: passes after the prefill, 0 if unknown.
+        same: answers that equal plain decoding's, token for token.
     """
 
-    name: str
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     same: int = 0
 
-    def add(self, made: TimedAnswer, plain: TimedAnswer) -> None:
-        """One more answer, and plain decoding's to the same prompt."""
+    def add(self, answer: TimedAnswer, plain: TimedAnswer) -> None:
+        """Count an answer, beside plain decoding's to the same prompt."""
         self.answers += 1
-        self.tokens += len(made.tokens)
-        self.seconds += made.seconds
-        self.steps += made.steps
-        self.same += made.tokens == plain.tokens
+        self.tokens += len(answer.tokens)
+        self.seconds += answer.seconds
+        self.steps += answer.steps
+        self.same += answer.tokens == plain.tokens
 
     @property
     def rate(self) -> float:
@@ -103,58 +179,24 @@ class RunStats:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """The prefill gives each answer's first token. None where the decoder does not count its steps."""
+        """Tokens per step, each answer's first left out since it comes from the prefill."""
         return (self.tokens - self.answers) / self.steps if self.steps else None
 
 
-def tallies(records: Sequence[TurnRecord]) -> dict[str, RunStats]:
-    """Sums over all turns, by decoder, in the order of the table."""
-    found: dict[str, RunStats] = {}
+def sum_by_decoder(records: Sequence[TurnRecord]) -> dict[str, DecoderStats]:
+    """Sum all turns by decoder, in the order of the table."""
+    stats: dict[str, DecoderStats] = {}
     for record in records:
-        timed: dict[str, TimedAnswer | None] = {
-            TREE: record.tree,
-            PLAIN: record.plain,
-            GENERATE: record.generate,
-            **record.others,
-        }
-        timed[GENERATE] = replace(record.generate, steps=len(record.generate.tokens) - 1)  # one token at a time
-        for name, made in timed.items():
-            if made is not None:
-                found.setdefault(name, RunStats(name)).add(made, record.plain)
-    return found
-
-
-def decode(
-    subject: LoadedModel, chat: ChatEncoder, bench: Bench, further: Mapping[str, Any], asked: argparse.Namespace
-) -> list[TurnRecord]:
-    """The turns of all rounds."""
-    test = SpeedTest(subject, chat, asked.max_new_tokens, further)
-    test.warm_up(bench.questions[:WARM_UP])
-    records: list[TurnRecord] = []
-    for number in range(asked.rounds):
-        records += test.run(bench.questions, lambda turn: None)[0]
-        print(f"round {number + 1} of {asked.rounds}: {len(records)} turns", flush=True)
-    return records
-
-
-def peers_of(
-    subject: LoadedModel,
-    paths: ModelPaths,
-    dtype: str,
-    folder: Path,
-    asked: argparse.Namespace,
-    note: Callable[[str], None],
-) -> dict[str, Any]:
-    """Every decoder besides the loop and plain `generate` that can run here."""
-    if asked.assistant is None:
-        note("assisted generation: left out, no --assistant was named")
-    baselines = further_baselines(subject.backbone, asked.assistant, prompt_lookup=True, note=note)
-    counted = {name: Counted(one, subject.backbone.model) for name, one in baselines.items()}
-    return {**counted, **vllm_answerers(subject, paths, dtype, folder, asked.vllm_memory, note)}
+        generate = replace(record.generate, steps=len(record.generate.tokens) - 1)  # one token at a time
+        answers = {TREE: record.tree, PLAIN: record.plain, GENERATE: generate, **record.others}
+        for name, answer in answers.items():
+            if answer is not None:
+                stats.setdefault(name, DecoderStats()).add(answer, record.plain)
+    return stats
 
 
 def title(name: str, assistant: str | None, transformers: str) -> str:
-    """A decoder's name in the table."""
+    """Return a decoder's name in the table."""
     own = {TREE: "this project, the run's tree", PLAIN: "this project, plain decoding"}
     if name in own:
         return own[name]
@@ -162,34 +204,32 @@ def title(name: str, assistant: str | None, transformers: str) -> str:
 
 
 def markdown(
-    machine: Mapping[str, Any], run: Mapping[str, Any], found: Mapping[str, RunStats], notes: Sequence[str]
+    machine: Mapping[str, Any], run: Mapping[str, Any], stats: Mapping[str, DecoderStats], notes: Sequence[str]
 ) -> str:
-    """The page."""
-    rows = []
-    for name, one in found.items():
-        steps = one.tokens_per_step
-        rows.append(
-            [
-                title(name, run["assistant"], machine["transformers"]),
-                f"{one.rate:,.1f}",
-                "" if steps is None else f"{steps:.2f}",
-                f"{one.rate / found[PLAIN].rate:.2f}x",
-                f"{one.rate / found[GENERATE].rate:.2f}x",
-                f"{one.same} of {one.answers}",
-            ]
-        )
-    titles = ["decoder", "tokens/s", "tokens per step", "over plain", "over generate", "plain decoding's tokens"]
+    """Format the page."""
+    rows = [
+        [
+            title(name, run["assistant"], machine["transformers"]),
+            f"{one.rate:,.1f}",
+            "" if one.tokens_per_step is None else f"{one.tokens_per_step:.2f}",
+            f"{one.rate / stats[PLAIN].rate:.2f}x",
+            f"{one.rate / stats[GENERATE].rate:.2f}x",
+            f"{one.same} of {one.answers}",
+        ]
+        for name, one in stats.items()
+    ]
+    titles = ["decoder", "tokens/s", "tokens per step", "over plain", "over generate", "equal to plain decoding"]
     what = (
         f"{run['model']} on {run['bench']}: {run['questions']} questions, {run['turns']} answers of up to "
         f"{run['max_new_tokens']} tokens in {run['rounds']} rounds, greedy, {run['dtype']}. Tokens over wall time, "
-        f"prefill included."
+        f"prefill included. {FAVOURS_MEDUSA}"
     )
-    parts = ["# Against other decoders", sentence(dict(machine)), what, table(titles, rows)]
+    parts = ["# Against other decoders", machine_line(machine), what, table(titles, rows)]
     return "\n\n".join([*parts, *(["\n".join(f"- {line}" for line in notes)] if notes else [])]) + "\n"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="run directory, or directory of heads; default: the newest run")
     parser.add_argument("--bench", default="tiny", help="of medusa-eval (tiny)")
@@ -197,23 +237,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--quick", action="store_true", help="12 questions, one round")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (256)")
     parser.add_argument("--dtype", default="auto", help="auto: the fastest here for plain decoding")
-    parser.add_argument(
-        "--assistant", metavar="MODEL", help="small model of the same tokenizer, for assisted generation"
-    )
+    parser.add_argument("--assistant", metavar="MODEL", help="small model with the same tokenizer")
     parser.add_argument("--rounds", type=int, help="times that all questions are asked (2)")
     parser.add_argument("--vllm-memory", type=float, default=0.3, help="share of the GPU for each vLLM engine (0.3)")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/peers"), metavar="DIR", help="results")
-    asked = parser.parse_args(arguments)
-    asked.limit = asked.limit or (12 if asked.quick else None)
-    asked.rounds = asked.rounds or (1 if asked.quick else 2)
-    return asked
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/peers"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    args.limit = args.limit or (12 if args.quick else None)
+    args.rounds = args.rounds or (1 if args.quick else 2)
+    return args
 
 
-def run(asked: argparse.Namespace, machine: Mapping[str, Any]) -> None:
-    """Measure, and write both files.
+def run(args: argparse.Namespace, machine: Mapping[str, Any]) -> None:
+    """Measure all decoders and write the result.
 
     Raises:
-        MedusaError: run, bench or assistant can't be found or loaded.
+        MedusaError: run, bench or assistant cannot be found or loaded.
     """
     notes: list[str] = []
 
@@ -221,52 +259,54 @@ def run(asked: argparse.Namespace, machine: Mapping[str, Any]) -> None:
         notes.append(line)
         print(line, flush=True)
 
-    paths = resolve_model(asked.run, None, None)
-    bench = load_bench(asked.bench, note).limited(asked.limit)
-    dtype = asked.dtype if asked.dtype != "auto" else choose_dtype(bench, paths, Console(soft_wrap=True))
+    paths = resolve_model(args.run, None, None)
+    bench = load_bench(args.bench, note).limited(args.limit)
+    dtype = args.dtype if args.dtype != "auto" else choose_dtype(bench, paths, Console(soft_wrap=True))
     subject = load_with_draft(paths, dtype)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
+    if args.assistant is None:
+        note("assisted generation: skipped, no --assistant given")
+    baselines = further_baselines(subject.backbone, args.assistant, prompt_lookup=True, note=note)
+    others: dict[str, Any] = {name: CountingAnswerer(one, subject.backbone.model) for name, one in baselines.items()}
+    records: list[TurnRecord] = []
     with tempfile.TemporaryDirectory() as folder:
-        further = peers_of(subject, paths, dtype, Path(folder), asked, note)
-        records = decode(subject, chat, bench, further, asked)
-    found = tallies(records)
+        others |= vllm_answerers(subject, paths, dtype, Path(folder), args.vllm_memory, note)
+        test = SpeedTest(subject, chat, args.max_new_tokens, others)
+        test.warm_up(bench.questions[:WARM_UP])
+        for number in range(args.rounds):
+            records += test.run(bench.questions, lambda turn: None)[0]
+            print(f"round {number + 1} of {args.rounds}: {len(records)} turns", flush=True)
     about = {
         "model": short_path(paths.name or paths.base_model),
         "bench": bench.name,
         "questions": len(bench.questions),
         "turns": len(records),
-        "max_new_tokens": asked.max_new_tokens,
-        "rounds": asked.rounds,
+        "max_new_tokens": args.max_new_tokens,
+        "rounds": args.rounds,
         "dtype": dtype,
-        "assistant": asked.assistant,
+        "assistant": args.assistant,
         "tree_nodes": None if subject.tree is None else subject.tree.size,
     }
-    asked.out.mkdir(parents=True, exist_ok=True)
+    stats = sum_by_decoder(records)
     decoders = [
-        {
-            **asdict(one),
-            "title": title(name, asked.assistant, machine["transformers"]),
-            "tokens_per_s": one.rate,
-            "tokens_per_step": one.tokens_per_step,
-        }
-        for name, one in found.items()
+        {"name": name, **asdict(one), "tokens_per_s": one.rate, "tokens_per_step": one.tokens_per_step}
+        for name, one in stats.items()
     ]
-    record = {"machine": machine, "run": about, "decoders": decoders, "notes": notes}
-    (asked.out / "peers.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = markdown(machine, about, found, notes)
-    (asked.out / "peers.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nwrote {asked.out}/peers.md, peers.json")
+    page = markdown(machine, about, stats, notes)
+    write_result(
+        args.out, "peers", rounded({"machine": machine, "run": about, "decoders": decoders, "notes": notes}), page
+    )
+    print(f"\n{page}\nwrote {args.out}/peers.md, peers.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or that of what is wrong with the run."""
-    asked = parse_arguments(arguments)
+    """Return exit code 0, or that of an error with the run."""
+    args = parse_arguments(arguments)
     quiet_libraries()
-    machine = facts(__file__, arguments)
-    if line := warning(machine):
-        print(line, flush=True)
+    machine = machine_facts(__file__, arguments)
+    warn_if_busy(machine)
     try:
-        run(asked, machine)
+        run(args, machine)
     except MedusaError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,130 +1,565 @@
-"""Time and memory of training: stacked [K + 1, T, V] logits, as the public trainer makes them, against ours.
+"""What do the loss and a training step cost, beside the stacked logits of the public Medusa trainer?
 
-    python benchmarks/train.py --quick          # some minutes on two CPU cores
-    python benchmarks/train.py                  # everything; an hour or two
-    python benchmarks/train.py --parts loss --tokens 2048 --vocab 32000      # the bars alone
-    python benchmarks/train.py --parts shape7b       # on one GPU: Medusa-1 and QLoRA at the shape of a 7B model
+    python benchmarks/train.py --quick --parts loss
+    python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
 
-Every case is measured in a process of its own, naive and ours in turn, on whatever device torch finds. Writes
-train.json, train.md and train.png (with matplotlib) to `--out`; after every case, so that a run may be stopped. Run it
-on an idle machine: two threads on busy cores are many times slower.
+naive: logits of backbone and heads stacked as one float tensor [K + 1, B, T, V], a shifted slice and `cross_entropy`
+for each. ours: `medusa_train/losses`, a chunk of logits at a time. Parts: `loss` (loss and backward over given states),
+`step` (whole steps on the tiny backbone), `shape7b`. Every case runs in a process of its own, both methods in turns.
+Writes train.md and train.json to `--out` after every case. The CUDA path was never run.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # the sibling modules, and the package where it is not installed
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from machine import facts, warning  # noqa: E402
-from train_case import Case, Result, limit_memory  # noqa: E402
-from train_report import Measured, write_report  # noqa: E402
+import peft  # noqa: E402, F401 (imported before memory is measured, since it takes some)
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from shapes import SHAPES, Sizes, llama_config, matrix_rate, quantize_nf4, random_model  # noqa: E402
+from shared import machine_facts, machine_line, table, warn_if_busy, write_result  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.config.load import load_config  # noqa: E402
+from medusa_train.config.schema import TrainConfig  # noqa: E402
+from medusa_train.data.batch import Batch  # noqa: E402
+from medusa_train.data.dataset import BatchLoader  # noqa: E402
+from medusa_train.data.targets import IGNORE  # noqa: E402
+from medusa_train.evaluation.choose_dtype import free_memory, is_out_of_memory, release_memory  # noqa: E402
+from medusa_train.losses.objective import Objective  # noqa: E402
+from medusa_train.losses.schedules import head_weight  # noqa: E402
+from medusa_train.models.backbone import Backbone  # noqa: E402
+from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
+from medusa_train.models.features import Features, TokenRows  # noqa: E402
+from medusa_train.models.lm_head import LMHead  # noqa: E402
+from medusa_train.models.precision import Precision  # noqa: E402
+from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
+from medusa_train.training.inspect import estimate_memory  # noqa: E402
+from medusa_train.training.load_data import load_data  # noqa: E402
+from medusa_train.training.optim import build_optimizer, parameter_groups  # noqa: E402
 
-PARTS = ("loss", "heads", "step", "joint", "shape7b")
+PARTS = ("loss", "step", "shape7b")
+DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
+STEP_BATCHES = 8  # micro-batches of one repeat of a whole step, each an optimizer step
+SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
+#: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
+QLORA_KEYS = {"recipe": "medusa2", "adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_alpha": 16}
+QLORA_KEYS |= {"lora_dropout": 0.05, "lora_target_linear": True, "gradient_checkpointing": True}
+TITLES = {
+    "tiny1": "Medusa-1, tiny backbone",
+    "tiny2": "Medusa-2, tiny backbone, LoRA",
+    "shape1": "Medusa-1, 7B shape, frozen backbone in bfloat16",
+    "shape2": "Medusa-2, 7B shape, QLoRA (NF4)",
+}
+SAMPLES, EPOCHS, SAMPLE_TOKENS = 60_000, 2, 1_500  # the paper's ShareGPT run (5 hours on one A100), assumed mean length
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        what: `loss`, or a whole step: one of `TITLES`.
+        method: `naive` or `ours`.
+        dtype: of the products; parameters and gradients are float32.
+        tokens, vocab, heads, width: T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
+        repeats: measurements at most. seconds: after which no further one begins.
+    """
+
+    what: str
+    method: str
+    dtype: str = "float32"
+    tokens: int = 2048
+    vocab: int = 32000
+    heads: int = 5
+    width: int = 1024
+    masked: float = 0.0
+    rows: int = 1
+    repeats: int = 3
+    seconds: float = 20.0
+
+
+@dataclass
+class Result:
+    """What a case took.
+
+    Attributes:
+        fits: False if memory did not suffice. seconds: of each repeat. loss: the last one. tokens: of one repeat.
+        peak: bytes beyond parameters, gradients and optimizer. accumulating: the same for a second micro-batch.
+        total, estimate: bytes in all, measured and by `--inspect` (whole steps only).
+        operations, rate: of one step, and of a large product per second (`shape1` and `shape2` only).
+    """
+
+    fits: bool
+    seconds: list[float]
+    loss: float = 0.0
+    tokens: int = 0
+    peak: int = 0
+    accumulating: int | None = None
+    total: int | None = None
+    estimate: int | None = None
+    operations: int = 0
+    rate: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a repeat."""
+        return median(self.seconds)
+
+    def merged(self, other: Result) -> Result:
+        """Combine with another process's measurement of the same case."""
+        if not (self.fits and other.fits):
+            return Result(False, [])
+        accumulating, total = other.accumulating, other.total
+        return replace(
+            other,
+            seconds=self.seconds + other.seconds,
+            peak=max(self.peak, other.peak),
+            accumulating=None if accumulating is None else max(accumulating, self.accumulating or 0),
+            total=None if total is None else max(total, self.total or 0),
+            rate=max(self.rate, other.rate),
+        )
+
+
+# --- Instruments ------------------------------------------------------------------------------------------------------
+
+
+class PeakMemory:
+    """Peak memory of this process beyond what it held at construction: resident on a CPU, torch's on a GPU."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available()
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            self.before = _peak_resident()
+            with suppress(OSError):
+                self.before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def peak(self) -> int:
+        """Return the peak in bytes."""
+        return (torch.cuda.max_memory_allocated() if self.cuda else _peak_resident()) - self.before
+
+
+def _peak_resident() -> int:
+    """Peak resident size; Linux reports KiB, macOS bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]:
+    """Return the seconds of each repeat of `step` and the last value; reading a number back waits for a GPU."""
+    seconds: list[float] = []
+    value = 0.0
+    while not seconds or (len(seconds) < case.repeats and sum(seconds) < case.seconds):
+        started = time.perf_counter()
+        value = step()
+        seconds.append(time.perf_counter() - started)
+    return seconds, value
+
+
+def device_and_precision(case: Case) -> Precision:
+    """Return the device that torch finds, with the case's dtype."""
+    return Precision(torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, case.dtype))
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Sum the bytes of tensors; other values count nothing."""
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+# --- Loss and backward ------------------------------------------------------------------------------------------------
+
+
+def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float], first: int = 0) -> Tensor:
+    """Compute the public Medusa trainer's loss: weighted mean cross-entropies over stacked float logits.
+
+    Args:
+        logits: [B, T, V] each; the first predicts position t + 1 + first. labels: [B, T]. weights: one for each.
+    """
+    stacked = torch.stack(list(logits)).float()
+    terms = []
+    for number, weight in enumerate(weights):
+        ahead = number + first + 1
+        part = stacked[number, :, :-ahead].contiguous().view(-1, stacked.shape[-1])
+        terms.append(weight * cross_entropy(part, labels[:, ahead:].contiguous().view(-1)))
+    return torch.stack(terms).sum()
+
+
+def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, lm_head: LMHead | None) -> Iterator[Tensor]:
+    """Yield logits [B, T, V] of the backbone, if its lm_head is given, and of every head."""
+    if lm_head is not None:
+        yield lm_head.logits(feats.hidden)
+    for k, state in enumerate(draft.head_states(feats, batch), start=1):
+        yield draft.lm_head(k).logits(state)
+
+
+def measure_loss(case: Case) -> Result:
+    """Measure loss and backward of K heads and lm_head, all trained, over given hidden states."""
+    torch.manual_seed(0)
+    device = device_and_precision(case).device
+    with device:
+        draft = MedusaDraft(case.width, case.vocab, case.heads, 1)
+        weight = torch.nn.Linear(case.width, case.vocab, bias=False).weight
+        hidden = torch.randn(1, case.tokens, case.width, requires_grad=True)
+        tokens = torch.randint(case.vocab, (1, case.tokens))
+        prompt = torch.arange(case.tokens) % 64 < round(64 * case.masked)  # prompts and answers in turns
+        batch = Batch(tokens, tokens.masked_fill(prompt, IGNORE), tokens, torch.zeros_like(tokens), [])
+    objective = Objective(draft, DECAY, lm="ce", heads_coefficient=LAMBDA0)
+    parameters = [*draft.parameters(), weight]
+    weights = [1.0, *(LAMBDA0 * head_weight(k, DECAY) for k in range(1, case.heads + 1))]
+
+    def loss(states: Tensor, rows: Batch) -> Tensor:
+        feats, lm_head = Features(states), LMHead(weight)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
+            if case.method == "ours":
+                return objective.loss(feats, rows, objective.counts(rows), student_unembedding=lm_head).loss
+            return naive_loss(all_logits(feats, rows, draft, lm_head), rows.labels, weights)
+
+    def clear_gradients() -> None:
+        for tensor in (*parameters, hidden):
+            tensor.grad = None
+
+    last = 32  # rows, to warm up threads and kernels
+    fields = (batch.tokens, batch.labels, batch.positions, batch.segments)
+    loss(hidden[:, -last:], Batch(*(tensor[:, -last:] for tensor in fields), records=[])).backward()
+    clear_gradients()
+    memory, peaks = PeakMemory(), []
+    for _ in range(2):  # the second micro-batch accumulates on the gradients of the first
+        loss(hidden, batch).backward()
+        peaks.append(memory.peak() - tensor_bytes(parameters))
+
+    def step() -> float:
+        clear_gradients()
+        value = loss(hidden, batch)
+        value.backward()
+        return float(value.detach())
+
+    seconds, value = repeated(step, case)
+    return Result(True, seconds, value, case.tokens, peaks[0], peaks[1])
+
+
+# --- Whole steps ------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """One optimizer step: forward, loss (naive or ours), backward, clipping, optimizer."""
+
+    def __init__(self, cfg: TrainConfig, backbone: Backbone, precision: Precision, naive: bool) -> None:
+        self.cfg, self.naive = cfg, naive
+        self.draft = MedusaDraft.from_backbone(
+            backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32
+        )
+        self.student = build_backbone_recipe(cfg, backbone, precision)
+        self.student.train()
+        self.objective = Objective(
+            self.draft,
+            cfg.medusa_decay_coefficient,
+            lm="ce" if self.student.joint else None,
+            heads_coefficient=cfg.medusa_heads_coefficient,
+        )
+        trained = self.student.parameters.values()
+        self.parameters = [*self.draft.parameters(), *trained]
+        groups = parameter_groups(
+            self.draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
+        )
+        self.optimizer = build_optimizer(cfg.optimizer, groups, precision.device)[0]
+
+    def __call__(self, batch: Batch) -> float:
+        """Train on `batch` and return its loss."""
+        feats = self.student.features(batch)
+        with self.student.precision.autocast():
+            loss = self._naive(feats, batch) if self.naive else self._ours(feats, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def _ours(self, feats: Features, batch: Batch) -> Tensor:
+        lm_head = self.student.unembedding() if self.student.joint else None
+        return self.objective.loss(feats, batch, self.objective.counts(batch), student_unembedding=lm_head).loss
+
+    def _naive(self, feats: Features, batch: Batch) -> Tensor:
+        scale = self.objective.heads_weight(1.0)
+        weights = [scale * head_weight(k, self.objective.decay) for k in range(1, self.draft.num_heads + 1)]
+        if not self.student.joint:
+            return naive_loss(all_logits(feats, batch, self.draft, None), batch.labels, weights, first=1)
+        logits = all_logits(feats, batch, self.draft, self.student.unembedding())
+        return naive_loss(logits, batch.labels, [1.0, *weights])
+
+
+def tiny_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, list[Batch]]:
+    """Load `data/tiny` and the first micro-batches of configs/tiny_m1.yaml or configs/tiny_m2.yaml.
+
+    Medusa-2 with cross-entropy in place of KL and untrained heads, since a naive KL would hold twice the logits.
+    """
+    overrides = ["output_dir=runs/none"]
+    if case.what == "tiny2":
+        overrides += ["lora_model_dir=null", "medusa_self_distillation=false", "lora_dropout=0"]
+    cfg = load_config(TrainConfig, ROOT / "configs" / f"tiny_m{case.what[-1]}.yaml", overrides).resolved()
+    data = load_data(cfg, Console(file=io.StringIO()))
+    loader = iter(BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True))
+    batches = [next(loader).to(precision.device) for _ in range(STEP_BATCHES)]
+    return cfg, Backbone.load(cfg.base_model, dtype=precision.dtype, device=precision.device), batches
+
+
+def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, list[Batch]]:
+    """Create random weights at the shape of a 7B model, a small shape without a GPU, and one micro-batch."""
+    shape = SHAPES["7B"] if precision.device.type == "cuda" else SMALL_LLAMA
+    config = llama_config(*shape)
+    keys = {"base_model": "none", "datasets": [{"path": "none"}], "learning_rate": 5e-4, "optimizer": "adamw_bnb_8bit"}
+    keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else {"recipe": "medusa1"})}
+    cfg = TrainConfig.model_validate(keys).resolved()
+    torch.manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (case.rows, case.tokens), device=precision.device)
+    positions = torch.arange(case.tokens, device=precision.device).expand_as(tokens)
+    model = random_model(config, precision.dtype, precision.device)
+    if cfg.load_in_4bit:
+        quantize_nf4(model)
+    return cfg, Backbone(model, None, "7B"), [Batch(tokens, tokens, positions, torch.zeros_like(tokens), [])]
+
+
+def measure_step(case: Case) -> Result:
+    """Measure whole optimizer steps, one for each micro-batch of the setup."""
+    precision = device_and_precision(case)
+    cuda, is_shape = precision.device.type == "cuda", case.what.startswith("shape")
+    rate = matrix_rate(precision.device, precision.dtype, 1.0, None if cuda else 512) if is_shape else 0.0
+    cfg, backbone, batches = (shape_setup if is_shape else tiny_setup)(case, precision)
+    release_memory()
+    weights = tensor_bytes(backbone.model.parameters())
+    memory = PeakMemory()
+    step = Step(cfg, backbone, precision, case.method == "naive")
+    step(batches[0])  # warms up kernels and creates the optimizer states
+    seconds, loss = repeated(lambda: [step(batch) for batch in batches][-1], case)
+    states = (state for group in step.optimizer.state.values() for state in group.values())
+    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)  # parameters, gradients, optimizer
+    peak, tokens = memory.peak(), sum(int((batch.segments >= 0).sum()) for batch in batches)
+    rows, width = max((batch.tokens for batch in batches), key=torch.numel).shape
+    trained = sum(parameter.numel() for parameter in step.student.parameters.values())
+    estimate = estimate_memory(
+        cfg, backbone.config, rows=rows, width=width, dtype=precision.dtype, device=precision.device.type
+    )
+    return Result(
+        True,
+        seconds,
+        loss,
+        tokens,
+        max(0, peak - held),  # a small shape's lies below what torch allocated before
+        total=weights + peak,
+        estimate=estimate.total,
+        operations=needed_operations(Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained) * tokens,
+        rate=rate,
+    )
+
+
+def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> int:
+    """Return the operations per token that a recipe needs; recomputed activations do not count.
+
+    2 per weight forward, 2 for the gradient of the input and 2 for the weight's own. A frozen backbone below the heads
+    runs forward alone, without lm_head; a frozen matrix under an adapter needs no gradient of its own.
+
+    Args:
+        tokens: length of a row; attention sees half of it on average. trained: parameters of the adapter, 0 without.
+    """
+    attention = 4 * sizes.layers * sizes.queries * tokens // 2
+    head = 6 * sizes.head_weights(heads, shared=False)
+    if not trained:  # the heads' first blocks need no gradient of their input
+        return 2 * sizes.body + attention + head - 2 * heads * sizes.hidden**2
+    return 4 * (sizes.body + sizes.vocab * sizes.hidden) + 3 * attention + head + 6 * trained
+
+
+# --- The result -------------------------------------------------------------------------------------------------------
+
+
+def megabytes(size: int | None, fits: bool = True) -> str:
+    """Format bytes as MB."""
+    return "does not fit" if not fits else "" if size is None else f"{size / 1e6:,.0f}"
+
+
+def loss_table(measured: Mapping[Case, Result]) -> str:
+    """Format loss and backward; `accumulating` is a second micro-batch beside the gradients of the first."""
+    rows = []
+    for case, ours in measured.items():
+        naive = measured.get(replace(case, method="naive"))
+        if case.what != "loss" or case.method == "naive" or naive is None:
+            continue
+        fit = naive.fits and ours.fits
+        rows.append(
+            [
+                case.dtype,
+                *(f"{count:,}" for count in (case.vocab, case.tokens, case.heads)),
+                f"{case.masked:.0%}",
+                *(f"{one.median:.2f}" if one.fits else "does not fit" for one in (naive, ours)),
+                f"{naive.median / ours.median:.2f}" if fit else "",
+                *(megabytes(one.peak, one.fits) for one in (naive, ours)),
+                f"{ours.peak / naive.peak:.3f}" if fit else "",
+                *(megabytes(one.accumulating, one.fits) for one in (naive, ours)),
+                f"{(ours.accumulating or 0) / (naive.accumulating or 1):.3f}" if fit else "",
+            ]
+        )
+    titles = ["dtype", "V", "T", "K", "masked", "naive s", "ours s", "times faster", "naive MB", "ours MB", "share"]
+    return table([*titles, "accumulating: naive MB", "ours MB", "share"], rows)
+
+
+def step_table(measured: Mapping[Case, Result]) -> str:
+    """Format throughput, MFU and memory of whole steps, and the hours of the paper's run."""
+    rows = []
+    for case, one in measured.items():
+        if case.what == "loss":
+            continue
+        first = [TITLES[case.what], case.dtype, f"{case.rows} x {case.tokens:,}" * (case.what[:5] == "shape")]
+        if not one.fits:
+            rows.append([*first, case.method, "does not fit", *[""] * 5])
+            continue
+        speed = one.tokens / one.median
+        mfu = f"{one.operations / one.median / one.rate:.2f}" if one.rate else ""
+        hours = f"{SAMPLES * EPOCHS * SAMPLE_TOKENS / speed / 3600:,.1f}" if one.rate else ""
+        memory = map(megabytes, (one.peak, one.total, one.estimate))
+        rows.append([*first, case.method, f"{speed:,.0f}", mfu, *memory, hours])
+    titles = [
+        "recipe",
+        "dtype",
+        "rows",
+        "method",
+        "tokens/s",
+        "MFU",
+        "MB",
+        "all MB",
+        "--inspect MB",
+        "paper's run, hours",
+    ]
+    return table(titles, rows, 4)
+
+
+def report(machine: Mapping[str, Any], measured: Mapping[Case, Result]) -> str:
+    """Format the page."""
+    whats = {case.what for case in measured}
+    parts = ["# Cost of training", machine_line(machine)]
+    if "loss" in whats:
+        note = (
+            "Loss and backward. MB: beyond parameters and gradients. The first share holds for the first micro-batch "
+            "only; *accumulating*: for a second one, beside the gradients of the first."
+        )
+        parts += [note, loss_table(measured)]
+    if whats & set(TITLES):
+        note = (
+            "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the recipe needs over "
+            f"the measured matrix rate. Hours: {SAMPLES:,} samples of {SAMPLE_TOKENS:,} tokens, {EPOCHS} epochs."
+        )
+        if machine["kind"] != "cuda" and whats & {"shape1", "shape2"}:
+            note += " **7B shape: without a GPU a small stand-in runs; its figures say nothing about 7B.**"
+        parts += [note, step_table(measured)]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Result]) -> None:
+    """Write train.md and train.json."""
+    defaults = asdict(Case("", ""))
+    cases = []
+    for case, one in measured.items():
+        settings = {key: value for key, value in asdict(case).items() if value != defaults[key]}
+        sizes = ("peak", "accumulating", "total", "estimate")
+        figures: dict[str, Any] = {"fits": False}
+        if one.fits:
+            figures = {"seconds": round(one.median, 4), "runs": len(one.seconds), "loss": round(one.loss, 5)}
+            figures |= {f"{key}_mb": round(size / 1e6) for key in sizes if (size := getattr(one, key))}
+            figures["tokens_counted"] = one.tokens
+        cases.append({**settings, **figures})
+    write_result(out, "train", {"machine": machine, "cases": cases}, report(machine, measured))
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Compare the cost of training, naive against ours.")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train"), metavar="DIR", help="results")
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train"), metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="512 tokens, 32,000 entries, one round")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="512 1024 2048 4096")
-    parser.add_argument("--vocab", nargs="+", type=int, default=None, metavar="V", help="32000 128000")
-    parser.add_argument(
-        "--sequences", nargs="+", type=int, metavar="T", help="of shape7b: 2048 4096; few without a GPU"
-    )
+    parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="512 2048")
+    parser.add_argument("--vocab", nargs="+", type=int, metavar="V", help="32000 128000")
+    parser.add_argument("--heads", nargs="+", type=int, default=[1, 5], metavar="K", help="1 5")
+    parser.add_argument("--sequences", nargs="+", type=int, metavar="T", help="of shape7b: 2048 4096; short on a CPU")
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch of shape7b (2)")
-    parser.add_argument("--rounds", type=int, default=None, help="processes per case, naive and ours in turn (2)")
+    parser.add_argument("--rounds", type=int, help="processes per case, methods in turns (2)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements per process, at most")
     parser.add_argument("--seconds", type=float, default=20.0, help="per process, after which no further one begins")
-    parser.add_argument("--threads", type=int, default=None, help="of torch; default: all cores")
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # measure this one here: what the processes are started with
-    asked = parser.parse_args(arguments)
-    asked.tokens = asked.tokens or ([512] if asked.quick else [512, 1024, 2048, 4096])
-    asked.vocab = asked.vocab or ([32000] if asked.quick else [32000, 128000])
-    asked.rounds = asked.rounds or (1 if asked.quick else 2)
-    return asked
+    parser.add_argument("--threads", type=int, help="of torch; default: all cores")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # measure this case in this process
+    args = parser.parse_args(arguments)
+    args.tokens = args.tokens or ([512] if args.quick else [512, 2048])
+    args.vocab = args.vocab or ([32000] if args.quick else [32000, 128000])
+    args.rounds = args.rounds or (1 if args.quick else 2)
+    return args
 
 
-def groups(asked: argparse.Namespace) -> Iterator[list[Case]]:
-    """Cases that are compared with each other, to be measured in turn."""
-    common = Case("", "", repeats=asked.repeats, seconds=asked.seconds)
-    for dtype in asked.dtypes:
-        case = replace(common, dtype=dtype)
-        if "loss" in asked.parts:
-            for vocab in asked.vocab:
-                for tokens in asked.tokens:
-                    for masked in (0.0, 0.5):
-                        one = replace(case, what="loss", vocab=vocab, tokens=tokens, masked=masked)
-                        yield [replace(one, method=method) for method in ("naive", "ours")]
-        if "heads" in asked.parts:
-            tokens = 512 if asked.quick else 2048
-            yield [replace(case, what="loss", method="ours", tokens=tokens, heads=heads) for heads in (1, 3, 5)]
-        if "step" in asked.parts:
-            for recipe in ("medusa1", "medusa2"):
-                yield [replace(case, what=recipe, method=method) for method in ("naive", "ours")]
-        if "joint" in asked.parts:
-            yield [replace(case, what="joint", method=method) for method in ("kept", "recomputed")]
-    if "shape7b" in asked.parts:
-        for what in ("shape1", "shape2") if has_quantization() else ("shape1",):
-            for tokens in asked.sequences or ([2048, 4096] if has_gpu() else [64, 128]):
-                one = replace(common, what=what, dtype="bfloat16", tokens=tokens, rows=asked.rows)
-                yield [replace(one, method=method) for method in ("naive", "ours")]
-
-
-def has_quantization() -> bool:
-    """Whether bitsandbytes is installed, which QLoRA needs."""
-    return find_spec("bitsandbytes") is not None
-
-
-def has_gpu() -> bool:
-    """Whether torch finds one."""
-    import torch
-
-    return torch.cuda.is_available()
+def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
+    """List the cases as [naive, ours], to be measured in turns."""
+    common = Case("", "", repeats=args.repeats, seconds=args.seconds)
+    most = max(args.heads)
+    cases: list[Case] = []
+    for dtype in args.dtypes:
+        base = replace(common, dtype=dtype)
+        if "loss" in args.parts:
+            shapes = itertools.product(args.vocab, args.tokens, args.heads, (0.0, 0.5))
+            cases += [
+                replace(base, what="loss", vocab=vocab, tokens=tokens, heads=heads, masked=masked)
+                for vocab, tokens, heads, masked in shapes
+                if heads == most or not masked
+            ]
+        cases += [replace(base, what=what) for what in ("tiny1", "tiny2") if "step" in args.parts]
+    if "shape7b" in args.parts:
+        if not find_spec("bitsandbytes"):
+            print("shape7b: skipping QLoRA, bitsandbytes is not installed", flush=True)
+        lengths = args.sequences or ([2048, 4096] if torch.cuda.is_available() else [64, 128])
+        for what in ("shape1", "shape2") if find_spec("bitsandbytes") else ("shape1",):
+            for tokens in lengths:
+                cases.append(replace(common, what=what, dtype="bfloat16", tokens=tokens, rows=args.rows))
+    return [[replace(case, method=method) for method in ("naive", "ours")] for case in cases]
 
 
 def measure_here(case: Case) -> Result:
-    """Measure `case` in this process."""
-    limit_memory()
-    from medusa_train.evaluation.choose_dtype import is_out_of_memory
-
+    """Measure `case` in this process, with at most nine tenths of the free memory."""
+    free = free_memory(torch.device("cpu"))
+    if free is not None and not torch.cuda.is_available():  # let an allocation fail before the machine kills a process
+        resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * free),) * 2)
     try:
-        if case.what == "loss":
-            from train_loss import measure_loss
-
-            return measure_loss(case)
-        if case.what.startswith("shape"):
-            from train_shape import measure_shape
-
-            return measure_shape(case)
-        from train_step import measure_joint, measure_step
-
-        return measure_joint(case) if case.what == "joint" else measure_step(case)
+        return measure_loss(case) if case.what == "loss" else measure_step(case)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         return Result(False, [])
 
 
-def measure_apart(case: Case, threads: int | None) -> Result:
-    """Measure `case` in a process of its own; one that was killed did not fit.
+def measure_in_process(case: Case, threads: int | None) -> Result:
+    """Measure `case` in a new process; one that was killed did not fit.
 
     Raises:
-        RuntimeError: it failed for another reason, which it has printed.
+        RuntimeError: it failed for another reason, which it printed.
     """
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
@@ -132,38 +567,33 @@ def measure_apart(case: Case, threads: int | None) -> Result:
     if done.returncode == -9:
         return Result(False, [])
     if done.returncode != 0:
-        raise RuntimeError(f"this case ended with {done.returncode}: {case}")
+        raise RuntimeError(f"case failed with exit code {done.returncode}: {case}")
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure everything that was asked for, and write it down."""
+    """Measure everything that was asked for, and write the result."""
     quiet_libraries()
-    asked = parse_arguments(arguments)
-    if asked.case:
-        print(json.dumps(asdict(measure_here(Case(**json.loads(asked.case))))))
+    args = parse_arguments(arguments)
+    if args.case:
+        print(json.dumps(asdict(measure_here(Case(**json.loads(args.case))))))
         return
-    where = facts(__file__, arguments)
-    where["threads"] = asked.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or where["cores"]
-    if line := warning(where):
-        print(line, flush=True)
-    if "shape7b" in asked.parts and not has_quantization():
-        print("QLoRA at the shape of a 7B model: skipped, bitsandbytes is not installed", flush=True)
-    measured: list[Measured] = []
-    for group in groups(asked):
-        found: list[Measured] = []
-        for turn in range(asked.rounds):
-            for place, case in enumerate(group):
-                result = measure_apart(case, asked.threads)
-                if turn == 0:
-                    found.append(Measured(case, result))
-                elif found[place].result.fits:
-                    found[place] = Measured(case, found[place].result.and_also(result))
-        for one in found:
-            print(one.line(), flush=True)
-        measured += found
-        write_report(asked.out, where, measured)
-    print(f"wrote {asked.out}/train.md, train.json")
+    machine = machine_facts(__file__, arguments)
+    machine["threads"] = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or machine["cores"]
+    warn_if_busy(machine)
+    measured: dict[Case, Result] = {}
+    for pair in case_pairs(args):
+        for case in [case for _ in range(args.rounds) for case in pair]:
+            before = measured.get(case)
+            if before is None or before.fits:
+                result = measure_in_process(case, args.threads)
+                measured[case] = before.merged(result) if before else result
+        for case in pair:
+            one = measured[case]
+            cost = f"{one.median:.2f} s {megabytes(one.peak)} MB" if one.fits else "does not fit"
+            print(f"{case.what} {case.method} {case.dtype} T {case.tokens} K {case.heads}: {cost}", flush=True)
+        write_report(args.out, machine, measured)
+    print(f"wrote {args.out}/train.md, train.json")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import CheckpointError, DataError
-from medusa_train.io import replace_text
 
 Ranks = tuple[int, ...]
 
@@ -141,7 +140,7 @@ class Tree:
 
     def save(self, path: Path, **meta: Any) -> None:
         """Write `record(**meta)` as JSON."""
-        replace_text(path, json.dumps(self.record(**meta), indent=1) + "\n")
+        path.write_text(json.dumps(self.record(**meta), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Tree:

@@ -1,4 +1,4 @@
-"""The same questions through several decoders: who is absent is said, and the figures are sums."""
+"""The same questions through several decoders: figures are sums, missing decoders are noted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import peers
-import peers_vllm
 import pytest
 
 from medusa_train.checkpoint.load import load_with_draft
@@ -18,7 +17,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
 
-vllm_is_here = importlib.util.find_spec("vllm") is not None
+VLLM_INSTALLED = importlib.util.find_spec("vllm") is not None
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +26,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(home / "run", write_backbone(home / "backbone"))
 
 
-def test_tallies_are_sums_over_turns() -> None:
+def test_figures_are_sums_over_turns() -> None:
     plain = TimedAnswer((1, 2, 3, 4), 4.0, 1.0, 3)
     other = TimedAnswer((1, 2, 9), 1.0)
     records = [
         TurnRecord(n, "sums", 1, (5,), TimedAnswer((1, 2, 3, 4), 2.0, 1.0, 1, (2,)), plain, plain, others={"x": other})
         for n in range(2)
     ]
-    found = peers.tallies(records)
-    assert list(found) == ["tree", "plain", "generate", "x"]
-    tree = found["tree"]
+    stats = peers.sum_by_decoder(records)
+    assert list(stats) == ["tree", "plain", "generate", "x"]
+    tree = stats["tree"]
     assert (tree.answers, tree.tokens, tree.rate, tree.tokens_per_step, tree.same) == (2, 8, 2.0, 3.0, 2)
-    assert found["plain"].tokens_per_step == 1.0
-    assert (found["x"].rate, found["x"].tokens_per_step, found["x"].same) == (3.0, None, 0)
+    assert stats["plain"].tokens_per_step == 1.0
+    assert (stats["x"].rate, stats["x"].tokens_per_step, stats["x"].same) == (3.0, None, 0)
 
 
-@pytest.mark.skipif(vllm_is_here, reason="tells who is absent")
+@pytest.mark.skipif(VLLM_INSTALLED, reason="checks that vLLM is skipped")
 def test_the_whole_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = write_bench(tmp_path / "questions.jsonl")
     words = [str(run), "--bench", str(bench), "--max-new-tokens", "12", "--dtype", "float32", "--rounds", "2"]
@@ -57,24 +56,24 @@ def test_the_whole_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert by_name["plain"]["tokens_per_step"] == 1.0
     assert by_name["tree"]["tokens_per_step"] >= 1.0
     assert by_name["generate"]["tokens_per_step"] == 1.0
-    assert by_name["assisted"]["tokens_per_step"] > 1.5  # the backbone itself guesses well
+    assert by_name["assisted"]["tokens_per_step"] > 1.5  # the backbone as its own assistant
     assert by_name["prompt_lookup"]["tokens_per_step"] >= 1.0
     assert record["run"]["turns"] == 8
-    assert record["notes"] == ["vLLM: not installed here, left out"]
+    assert record["notes"] == ["vLLM: skipped, not installed"]
     page = (tmp_path / "out" / "peers.md").read_text()
     assert "| this project, the run's tree |" in page
-    assert "- vLLM: not installed here, left out" in page
+    assert "- vLLM: skipped, not installed" in page
     assert "python benchmarks/peers.py" in page
-    assert "vLLM: not installed" in capsys.readouterr().out
+    assert "vLLM: skipped" in capsys.readouterr().out
 
 
-def test_what_can_t_be_found_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert peers.main([str(tmp_path / "none")]) == 1
     assert "no such directory" in capsys.readouterr().err
 
 
 class FakeEngine:
-    """Answers with three tokens, and counts one draft for each answer where it is given heads."""
+    """Answers with three tokens, and counts one draft per answer if it has heads."""
 
     made: list[dict[str, Any]] = []  # noqa: RUF012 (what the test looks at)
 
@@ -100,7 +99,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("vllm")
     module.__dict__.update(LLM=FakeEngine, SamplingParams=SimpleNamespace, __spec__=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(peers_vllm.importlib.util, "find_spec", lambda name: module if name == "vllm" else None)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: module if name == "vllm" else None)
     monkeypatch.setattr(FakeEngine, "made", [])
 
 
@@ -109,27 +108,24 @@ def test_vllm_is_given_the_exported_heads(run: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr("medusa_train.export.write.check_vllm_directory", lambda directory, weights: "checked")
     paths = resolve_model(str(run), None, None)
     subject = load_with_draft(paths, "float32")
-    found = peers_vllm.vllm_answerers(subject, paths, "float32", tmp_path, 0.25, pytest.fail)
-    assert list(found) == [peers_vllm.PLAIN, peers_vllm.HEADS]
+    stats = peers.vllm_answerers(subject, paths, "float32", tmp_path, 0.25, pytest.fail)
+    assert list(stats) == [peers.VLLM, peers.VLLM_MEDUSA]
     plain, heads = FakeEngine.made
     assert plain["speculative_config"] is None
     assert (heads["model"], heads["dtype"], heads["max_model_len"]) == (paths.base_model, "float32", 256)
     assert heads["speculative_config"]["method"] == "medusa"
     assert heads["speculative_config"]["num_speculative_tokens"] == 3
-    answer = found[peers_vllm.HEADS].answer([5, 6, 7, 8], 3)
+    answer = stats[peers.VLLM_MEDUSA].answer([5, 6, 7, 8], 3)
     assert (answer.tokens, answer.steps) == ((5, 6, 7), 1)
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_engine_that_does_not_start_is_left_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_start_is_skipped(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, **how: Any) -> None:
         raise RuntimeError("no GPU\nand more")
 
     monkeypatch.setattr(FakeEngine, "__init__", fail)
     paths = resolve_model(str(run), None, None)
     notes: list[str] = []
-    assert (
-        peers_vllm.vllm_answerers(load_with_draft(paths, "float32"), paths, "float32", tmp_path, 0.2, notes.append)
-        == {}
-    )
-    assert notes == ["vLLM: can't run this here, left out (RuntimeError: no GPU)"]
+    assert peers.vllm_answerers(load_with_draft(paths, "float32"), paths, "float32", tmp_path, 0.2, notes.append) == {}
+    assert notes == ["vLLM: skipped (RuntimeError: no GPU)"]

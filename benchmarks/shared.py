@@ -1,0 +1,128 @@
+"""Machine facts, Markdown tables and result files, shared by all benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from medusa_train.io import replace_text
+
+MAX_JSON_BYTES = 20_000  # of a result file; raw measurements stay under runs/
+BUSY_LOAD = 0.25  # load average per core above which the machine counts as busy
+FAVOURS_MEDUSA = (
+    "The tiny backbone (`data/tiny`) was trained with Medusa-shaped lookahead heads, which flatters Medusa against "
+    "other drafts."
+)
+
+
+def machine_facts(script: str, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Collect machine, versions, load, command and date for a result page.
+
+    Args:
+        script: path of the benchmark. arguments: its command line; None: that of this process.
+    """
+    import torch
+    import transformers
+
+    cuda = torch.cuda.is_available()
+    words = sys.argv[1:] if arguments is None else arguments
+    return {
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "kind": "cuda" if cuda else "cpu",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "transformers": transformers.__version__,
+        "command": " ".join(["python", f"benchmarks/{Path(script).name}", *words]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def cpu_name() -> str:
+    """Return the CPU's model name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Format `machine_facts` as one paragraph of Markdown."""
+    cuda = f" (CUDA {machine['cuda']})" if machine["cuda"] else ""
+    gpu = "" if machine["kind"] == "cuda" else " Not run on a GPU."
+    return (
+        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, Python {machine['python']}, "
+        f"torch {machine['torch']}{cuda}, transformers {machine['transformers']}, {machine['date']}, "
+        f"load average {machine['load']:.2f} before. `{machine['command']}`{gpu}"
+    )
+
+
+def warn_if_busy(machine: Mapping[str, Any]) -> None:
+    """Print a warning if other processes were running before the benchmark began."""
+    if machine["load"] > BUSY_LOAD * (machine["cores"] or 1):
+        print(f"warning: load average {machine['load']:.2f}: other processes are running, times will be too long")
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Format a Markdown table; columns after the first `text_columns` are right-aligned."""
+    marks = ["---" if column < text_columns else "---:" for column in range(len(titles))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (titles, marks, *rows))
+
+
+def with_interval(value: float | None, interval: Sequence[float] | None, form: str = ".2f") -> str:
+    """Format a value with its 95 % interval in brackets; "-" for None."""
+    if value is None:
+        return "-"
+    ends = "" if interval is None else " [" + ", ".join(f"{end:{form}}" for end in interval) + "]"
+    return f"{value:{form}}{ends}"
+
+
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Round all floats of a JSON value."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, Mapping):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    return value
+
+
+def to_json(record: Mapping[str, Any]) -> str:
+    """Serialize with one line per entry of a top-level list or object, so that results can be read and compared."""
+    parts = []
+    for key, value in record.items():
+        nested = isinstance(value, dict | list) and bool(value)
+        if nested and isinstance(value, dict):
+            lines = [f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()]
+            parts.append(f" {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n }")
+        elif nested:
+            parts.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def write_result(out: Path, name: str, record: Mapping[str, Any], page: str) -> None:
+    """Write `name`.md and `name`.json into `out`.
+
+    Raises:
+        ValueError: the JSON exceeds `MAX_JSON_BYTES`.
+    """
+    text = to_json(record)
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"{name}.json: {len(text)} bytes, at most {MAX_JSON_BYTES}; measure fewer cases at once")
+    out.mkdir(parents=True, exist_ok=True)
+    replace_text(out / f"{name}.json", text)
+    replace_text(out / f"{name}.md", page)

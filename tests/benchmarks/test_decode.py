@@ -1,0 +1,275 @@
+"""Decoding steps against their floor: arithmetic by hand, passes that leave the cache unchanged, the page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import decode
+import pytest
+import torch
+from decode import LOOP_TOKENS, Context, Loop, Row, Setup, Timed, Unsupported, likely_tree, markdown, models_together
+from shapes import (
+    SHAPES,
+    Rates,
+    Sizes,
+    llama_config,
+    matrix_rate,
+    quantize_nf4,
+    random_model,
+    read_bandwidth,
+)
+
+from medusa_train.errors import BackboneError
+from medusa_train.inference.accept import accept
+from medusa_train.models import prepack
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import BLOCK
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.kv_cache import BatchCache
+from medusa_train.trees.tree import Tree
+from tests.evaluation.tiny_model import write_backbone
+
+CPU = torch.device("cpu")
+SMALL = llama_config(32, 48, 2, 4, 2, 61)
+RATES = Rates(1e9, {"float32": 1e10, "bfloat16": 4e10})
+SETUP = Setup("tiny", 1, 128, "float32", "stock")
+
+
+def small_backbone() -> Backbone:
+    return Backbone(random_model(SMALL, torch.float32, CPU), None, "small")
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return small_backbone()
+
+
+@pytest.fixture(scope="module")
+def draft(backbone: Backbone) -> MedusaDraft:
+    return MedusaDraft.from_backbone(backbone, 3)
+
+
+@pytest.fixture
+def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace torch.compile by the identity, which takes no time."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def test_sizes_are_those_of_the_model(backbone: Backbone, draft: MedusaDraft) -> None:
+    sizes = Sizes.of(SMALL)
+    weights = sum(parameter.numel() for parameter in backbone.model.parameters())
+    assert (sizes.read, sizes.total) == (weights - 61 * 32, weights)
+    assert sizes.head_weights(3, shared=False) == sum(parameter.numel() for parameter in draft.parameters())
+    context = Context(backbone, 10, 2, 4)
+    assert context.cache._storage is not None
+    assert sizes.cached(15, 2) == context.cache._storage.numel()
+    billions = {name: Sizes.of(llama_config(*shape)).total / 1e9 for name, shape in SHAPES.items()}
+    assert billions == pytest.approx({"160M": 0.162, "1B": 1.100, "7B": 6.738, "13B": 13.016}, abs=0.001)
+
+
+def test_the_floor_by_hand() -> None:
+    sizes = Sizes(layers=2, hidden=3, vocab=5, body=100, norms=15, queries=4, keys=2)
+    assert sizes.read == 100 + 15 + 15
+    assert sizes.cached(10, 4) == 2 * 2 * 2 * 10 * 4
+    # 7 nodes with the root in 4 rows: 2 for every weight of a matrix, and 17 keys and values in each of 2 layers
+    assert sizes.step_operations(nodes=7, context=10, batch=4) == 4 * 7 * (2 * (100 + 15) + 2 * 2 * 2 * 4 * 17)
+    assert sizes.head_weights(5, shared=False) == 5 * (9 + 3 + 15)
+    assert sizes.head_weights(5, shared=True) == 5 * (9 + 3) + 15
+    assert sizes.head_operations(5, batch=2) == 2 * 2 * 5 * (9 + 15)
+    rates = Rates(bandwidth=100.0, matrix={"float32": 1000.0})
+    assert (rates.floor(50, 400, "float32"), rates.floor(50, 800, "float32")) == (0.5, 0.8)
+
+
+def test_floors_of_loops_hold_pass_and_heads(backbone: Backbone) -> None:
+    shape, setup = decode.Shape("small", None, SMALL, Sizes.of(SMALL)), replace(SETUP, context=20)
+    heads = {decode.HEADS_ROW: MedusaDraft.from_backbone(backbone, 5)}
+    heads[decode.SHARED_ROW] = MedusaDraft.from_backbone(backbone, 5, share_lm_head=True)
+    rates = Rates(1.0, {"float32": 1e30})  # floors are bytes
+    floors = {}
+    for case in decode.timed_calls(decode.Loaded(backbone, heads), shape, setup, [16], rates):
+        case.prepare()
+        case.call()
+        floors[case.name] = case.floor
+    assert list(floors) == ["plain", "tree 16", "heads", decode.SHARED_ROW, "loop, plain", "loop, tree 16"]
+    assert floors["loop, plain"] == floors["plain"] == 4 * (shape.sizes.read + shape.sizes.cached(20, 1))
+    assert floors["loop, tree 16"] == floors["tree 16"] + floors["heads"]
+    assert floors["heads"] - floors[decode.SHARED_ROW] == 4 * 4 * 61 * 32
+
+
+@pytest.mark.parametrize("nodes", [1, 16, 128])
+def test_trees_have_as_many_nodes_as_asked_for(nodes: int) -> None:
+    tree = likely_tree(nodes)
+    assert tree.size == nodes
+    assert tree.max_depth == 5 or nodes < 16
+    with pytest.raises(ValueError, match="fewer than 4 nodes"):
+        likely_tree(4, 1, 3)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_pass_leaves_the_context_as_it_was(backbone: Backbone, batch: int) -> None:
+    context = Context(backbone, 20, batch, 8)
+    assert context.cache._storage is not None
+    before = context.cache._storage[:, :, :, :, :20].clone()
+    for tree in (Tree.empty(), likely_tree(8, 3)):
+        step = context.step(tree)
+        step()
+        step()
+    assert context.cache.length == 20
+    assert torch.equal(context.cache._storage[:, :, :, :, :20], before)
+    if isinstance(context.cache, BatchCache):
+        assert context.cache.lengths == [20] * batch
+
+
+def test_a_pass_computes_what_the_backbone_does_along_a_path(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last node of a chain attends to all before it, as without a mask."""
+    context = Context(backbone, 20, 1, 8)
+    seen: list[torch.Tensor] = []
+    plain = backbone.logits
+    monkeypatch.setattr(backbone, "logits", lambda hidden: seen.append(hidden) or plain(hidden))  # type: ignore[func-returns-value]
+    context.step(Tree.chain(3))()
+    with torch.inference_mode():
+        expected = backbone.run(torch.arange(4)[None], cache=context.cache).hidden
+    assert torch.allclose(seen[0], expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_if_compiled")
+def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = small_backbone()
+    trees = (Tree.empty(), likely_tree(8, 3), Tree.chain(2))
+    plain = Context(own, 123, 1, 8)
+    plain_steps = [plain.step(tree) for tree in trees]
+    own.compile_passes()
+    compiled = Context(own, 123, 1, 8)
+    assert (plain.cache.capacity, compiled.cache.capacity) == (132, 2 * BLOCK + 1)
+    assert plain.cache._storage is not None
+    assert compiled.cache._storage is not None
+    before = plain.cache._storage[..., :123, :].clone()
+    with torch.inference_mode():
+        compiled.cache._storage[..., :123, :] = before
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(decode, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
+    for tree, plain_step in zip(trees, plain_steps, strict=True):
+        plain_step()
+        compiled.step(tree)()
+        assert torch.allclose(seen[-1], seen[-2], atol=1e-5)
+    assert compiled.cache.length == 123
+    assert torch.equal(compiled.cache._storage[..., :123, :], before)
+
+
+def test_the_loop_restarts(backbone: Backbone, draft: MedusaDraft) -> None:
+    loop = Loop(backbone, draft, Tree.chain(3), 12)
+    for _ in range(2 * LOOP_TOKENS):
+        loop.prepare()
+        loop()
+
+
+def test_cases_take_turns_and_one_that_does_not_fit_drops_out() -> None:
+    order: list[str] = []
+
+    def full() -> None:
+        order.append("full")
+        raise torch.OutOfMemoryError
+
+    cases = [
+        Timed(SETUP, "plain", lambda: order.append("plain")),
+        Timed(SETUP, "tree 1", lambda: order.append("tree")),
+        Timed(SETUP, "tree 2", full),
+    ]
+    decode.time_in_turns(cases, CPU, 1.0, minimum=4, maximum=4)
+    assert order == ["plain"] * 4 + ["tree"] * 4 + ["full"] + ["plain"] * 4 + ["tree"] * 4
+    assert [len(case.seconds) for case in cases] == [6, 6, 0]
+    assert cases[2].obstacle == "does not fit"
+
+
+def test_rates_are_measured() -> None:
+    assert read_bandwidth(CPU, 0.0, size=1 << 20) > 0
+    assert matrix_rate(CPU, torch.float32, 0.0, width=64) > 0
+
+
+def test_random_models_are_made_in_their_dtype_and_in_4_bits() -> None:
+    model = random_model(llama_config(64, 128, 2, 4, 2, 61), torch.bfloat16, CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    logits = model(torch.arange(8)[None]).logits
+    assert logits.isfinite().all()
+    assert logits.float().std() > 0.1
+    pytest.importorskip("bitsandbytes")
+    quantize_nf4(model)
+    quantized = model(torch.arange(8)[None]).logits
+    assert 0.8 < torch.cosine_similarity(quantized.float(), logits.float(), dim=-1).mean() < 0.9999
+
+
+def test_models_that_do_not_fit_together_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = decode.parse_arguments(["--shapes", "7B", "--contexts", "128", "--nodes", "16", "--batch", "1"])
+    args.settings = ["stock"]
+    shape = decode.Shape.of("7B")  # 30.1 GB in float32 and 15.1 in bfloat16, heads included
+
+    def grouped(gigabytes: int) -> list[tuple[list[decode.Model], str]]:
+        monkeypatch.setattr(decode, "free_memory", lambda device: gigabytes * 10**9)
+        return list(models_together(shape, args, CPU))
+
+    full, half = ("float32", "stock"), ("bfloat16", "stock")
+    assert grouped(60) == [([full, half], "")]
+    assert grouped(40) == [([full], ""), ([half], "")]
+    (first, obstacle), second = grouped(20)
+    assert (first, second) == ([full], ([half], ""))
+    assert obstacle.startswith("does not fit: needs 3")
+
+
+def test_settings_that_cannot_be_used_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = decode.Shape.of(str(write_backbone(tmp_path / "model")))
+    monkeypatch.setattr(prepack, "_faster", lambda weights: False)
+    with pytest.raises(Unsupported, match="not prepacked: no faster here"):
+        shape.load("float32", "prepacked", CPU)
+    with pytest.raises(Unsupported, match="on CPUs only"):
+        shape.load("float32", "prepacked", torch.device("cuda"))
+
+    def refuse(backbone: Backbone) -> None:
+        raise BackboneError("compile: small has sliding windows; leave the key out")
+
+    monkeypatch.setattr(Backbone, "compile_passes", refuse)
+    with pytest.raises(Unsupported, match=r"^not compiled: small has sliding windows$"):
+        shape.load("float32", "compiled", CPU)
+
+
+def row(context: int, setting: str, plain: float) -> Row:
+    ms = {"plain": plain, "tree 16": 1.5 * plain, "heads": 0.5, "loop, plain": 8.0, "loop, tree 16": 10.0}
+    floors = {name: value / 2 for name, value in ms.items()}
+    return Row(replace(SETUP, context=context, setting=setting), ms, floors)
+
+
+def test_the_page_shows_ratios_and_the_fastest_rows(tmp_path: Path) -> None:
+    rows = [row(128, "stock", 4.0), row(128, "compiled", 2.0), Row(SETUP, obstacle="does not fit")]
+    machine = decode.machine_facts("decode.py", [])
+    text = markdown(machine, RATES, rows)
+    assert "| tiny | 1 | 128 | float32 | compiled | 2.000 | 0.50 | 1.50 | 0.500 | 1.25 |" in text
+    assert "| tiny | 1 | 128 | float32 | stock | does not fit |" in text
+    assert "Not run on a GPU" in text
+    many = [row(context, setting, context) for context in range(1, 51) for setting in ("stock", "compiled")]
+    decode.write_report(tmp_path, machine, RATES, many)
+    assert (tmp_path / "decode.json").stat().st_size <= decode.MAX_JSON_BYTES
+    assert len(json.loads((tmp_path / "decode.json").read_text())["rows"]) == 50
+
+
+@pytest.mark.usefixtures("as_if_compiled")
+def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
+    monkeypatch.setattr(prepack, "_faster", lambda weights: False)
+    model = write_backbone(tmp_path / "model")
+    words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16", "--batch", "1", "2"]
+    assert decode.main([*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]) == 0
+    record = json.loads((tmp_path / "out" / "decode.json").read_text())
+    assert record["machine"]["command"].startswith("python benchmarks/decode.py --quick")
+    rows = {(one["setting"], one["batch"], one["context"]): one for one in record["rows"]}
+    passes = ["plain", "tree 2", "tree 16", "heads", "heads, shared lm_head"]
+    for setting in ("stock", "compiled"):
+        assert list(rows[setting, 1, 32]["ms"]) == [*passes, "loop, plain", "loop, tree 16"]
+    assert list(rows["stock", 2, 32]["ms"]) == passes
+    assert rows["compiled", 2, 32]["obstacle"] == "not run: passes are compiled for single rows"
+    assert rows["stock", 1, 300]["obstacle"] == "not run: the model has 256 positions"
+    assert rows["prepacked", 0, 0]["obstacle"].startswith("not prepacked")
+    with pytest.raises(SystemExit):
+        decode.parse_arguments(["--shapes", "8B"])
