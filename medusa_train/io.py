@@ -1,27 +1,40 @@
-"""The disk: files that reach it whole, and what is said when it takes no more. Knows nothing of content, no torch."""
+"""Crash-safe files: atomic replacement, append-only JSON Lines, and messages for a disk that is full."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
 
 from safetensors import SafetensorError
 
-WRITE_ERRORS = (OSError, SafetensorError)
-"""What writing raises when the disk is full; safetensors has an error of its own for it."""
+from medusa_train.errors import DataError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no quota, a file beyond the limit of the process
+WRITE_ERRORS = (OSError, SafetensorError)
+"""Exceptions that writing raises when the disk is full; safetensors defines its own."""
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota exceeded, above the process's file size limit
+_SCAN_BYTES = 1 << 16
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path` and rename it: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Replace `path` atomically: readers see the old content or the new one, after a crash too.
+
+    `write` fills a temporary file in the same directory, which is flushed to disk and renamed. Its name is random, so
+    that processes writing the same file don't disturb each other. Parent directories are created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
+        sync(temporary)
         temporary.replace(path)
         sync(path.parent)
     except BaseException:
@@ -29,18 +42,23 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` as `replace_file` does, flushed to the disk before it takes the old one's place."""
+def replace_bytes(path: Path, chunks: Iterable[bytes]) -> None:
+    """Replace `path` by the concatenated `chunks`, atomically (see `replace_file`)."""
 
     def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
+        with temporary.open("wb") as file:
+            file.writelines(chunks)
 
     replace_file(path, write)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in UTF-8, atomically (see `replace_file`)."""
+    replace_bytes(path, [text.encode()])
+
+
 def sync(path: Path) -> None:
-    """Flush a file's or a directory's own entry to the disk."""
+    """Flush a file, or the entries of a directory, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,21 +66,151 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_failure(error: Exception, directory: Path, needed: int | None = None) -> str:
-    """Say why writing to `directory` failed; where the disk is full, with the bytes that are `needed` and free.
+_JsonLinesFile = TypeVar("_JsonLinesFile", bound="JsonLinesFile")
 
-    Ask after whatever was written in vain is gone again, or it counts as taken.
+
+class JsonLinesFile:
+    """An append-only JSON Lines file that recovers from a crash: opening it drops an incomplete last line.
+
+    Every record is one unbuffered write, so that killing the process leaves complete lines. Parent directories are
+    created.
+
+    Args:
+        path: the file, created if absent.
+        exclusive: lock the file against other processes, on file systems that have locks.
+        fsync_every: flush to disk after this many records and on closing; None leaves it to the operating system.
+
+    Raises:
+        DataError: `exclusive`, and another process has the file open.
+    """
+
+    def __init__(self, path: Path, *, exclusive: bool = False, fsync_every: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fsync_every = fsync_every
+        self._pending = b""
+        self._unsynced = 0
+        self._file: BinaryIO = path.open("ab+", buffering=0)
+        try:
+            if exclusive:
+                _lock(self._file, path)
+            self._file.truncate(_end_of_last_line(self._file))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record.
+
+        Raises:
+            OSError: the disk is full, for instance; the record is kept and written before the next one, or by `flush`.
+        """
+        self._pending += json_line(record)
+        self._unsynced += 1
+        self.flush()
+
+    @property
+    def pending_lines(self) -> int:
+        """Number of records that could not be written yet."""
+        return self._pending.count(b"\n")
+
+    def flush(self) -> None:
+        """Write what an earlier `append` could not.
+
+        Raises:
+            OSError: it still cannot be written.
+        """
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
+        if self._fsync_every is not None and self._unsynced >= self._fsync_every:
+            self._sync()
+
+    def close(self) -> None:
+        """Flush to disk if `fsync_every` is set, and close the file; pending records are lost."""
+        if self._file.closed:
+            return
+        try:
+            if self._fsync_every is not None:
+                self._sync()
+        finally:
+            self._file.close()
+
+    def __enter__(self: _JsonLinesFile) -> _JsonLinesFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._unsynced = 0
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """Encode `record` as one line of JSON Lines, with its newline; lone surrogates are escaped."""
+    try:
+        return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(record) + "\n").encode()
+
+
+def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset in bytes, line with its newline) of every line, without an incomplete last one.
+
+    Raises:
+        OSError: the file cannot be read, or does not exist.
+    """
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield offset, line
+            offset += len(line)
+
+
+def write_failure(what: str, directory: Path, error: Exception, needed: int | None = None) -> str:
+    """Describe why `what` could not be written to `directory`; for a full disk, with the bytes `needed` and free.
+
+    Remove partly written files first: they count as used space.
     """
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if _number(error) not in _FULL:
-        return reason
-    there = next((path for path in (directory, *directory.parents) if path.exists()), Path())
-    room = f"{_size(shutil.disk_usage(there).free)} are free there"
-    return f"{reason} ({room})" if needed is None else f"{reason} ({_size(needed)} are needed, {room})"
+    if _errno(error) in _DISK_FULL:
+        existing = next((path for path in (directory, *directory.parents) if path.exists()), Path())
+        free = f"{_size(shutil.disk_usage(existing).free)} free"
+        reason += f" ({free})" if needed is None else f" ({_size(needed)} needed, {free})"
+    return f"could not write {what} to {directory}: {reason}"
 
 
-def _number(error: Exception) -> int | None:
-    """The errno; safetensors gives it in its text only."""
+def _end_of_last_line(file: BinaryIO) -> int:
+    """Return the offset just after the last newline; 0 if there is none."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _SCAN_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Lock `file` against other processes; without locks (Windows, some network file systems) do nothing."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(f"{path}: another process is writing to it; wait for it, or choose another output") from None
+    except OSError:
+        return  # the file system has no locks
+
+
+def _errno(error: Exception) -> int | None:
+    """Return the error number; safetensors gives it only within its message."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"os error (\d+)", str(error))

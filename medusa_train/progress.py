@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, write_failure
 
 Record = Mapping[str, Any]
 
@@ -62,34 +63,32 @@ class MetricsFile:
         """
         if path.exists():
             truncate_log(path, resume_step, evaluated)
-        self._path, self._warn = path, warn
-        self._file = path.open("ab", buffering=0)  # a line is one write, so that death leaves it whole or not there
-        self._waiting = b""
-        self._told = False
+        self._file = JsonLinesFile(path)
+        self._warn = warn
+        self._warned = False
 
     def log(self, record: Record) -> None:
         """Write one line."""
-        self._waiting += (json.dumps({**record, "time": round(time.time(), 3)}) + "\n").encode()
-        self._write()
+        self._try(lambda: self._file.append({**record, "time": round(time.time(), 3)}))
 
     def advance(self, step: int) -> None:
         """Nothing to do: only figures are kept."""
 
     def close(self) -> None:
         """Close the file."""
-        self._write()
-        if lost := self._waiting.count(b"\n"):
-            self._warn(f"{self._path}: the last {lost} lines could not be written")
+        self._try(self._file.flush)
+        if lost := self._file.pending_lines:
+            self._warn(f"{self._file.path}: the last {lost} lines could not be written")
         self._file.close()
 
-    def _write(self) -> None:
+    def _try(self, write: Callable[[], None]) -> None:
         try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            write()
         except OSError as error:
-            if not self._told:
-                self._warn(f"{self._path}: {error.strerror or error}; what belongs there waits until there is room")
-            self._told = True
+            if not self._warned:
+                directory = self._file.path.parent
+                self._warn(f"{write_failure(self._file.path.name, directory, error)}; retrying with every record")
+            self._warned = True
 
 
 def truncate_log(path: Path, step: int, evaluated: int) -> None:
@@ -98,16 +97,10 @@ def truncate_log(path: Path, step: int, evaluated: int) -> None:
     That are the lines of later steps, and a held-out evaluation after the step `evaluated`: one that was logged, and
     never saved with a checkpoint, is made again.
     """
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _stays(line, step, evaluated)]
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write("".join(line + "\n" for line in kept))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    replace_bytes(path, [line for _, line in complete_lines(path) if _stays(line, step, evaluated)])
 
 
-def _stays(line: str, step: int, evaluated: int) -> bool:
+def _stays(line: bytes, step: int, evaluated: int) -> bool:
     try:
         record = json.loads(line)
         return float(record["step"]) <= (evaluated if record.get("kind") == "eval" else step)

@@ -1,15 +1,17 @@
-"""What is said when the disk takes no more, and files that are old or new, never in between."""
-
 from __future__ import annotations
 
 import errno
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from medusa_train.io import replace_text, write_failure
+from medusa_train.errors import DataError
+from medusa_train.io import JsonLinesFile, complete_lines, replace_text, write_failure
+from tests.full_disk import full_disk
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,7 @@ from medusa_train.io import replace_text, write_failure
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_told_with_what_is_needed_and_free(
+def test_a_full_disk_is_reported_with_the_bytes_needed_and_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     asked: list[Path] = []
@@ -30,21 +32,70 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free(
         return type("Usage", (), {"free": 1536})
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    text = write_failure(error, tmp_path / "run" / "checkpoints", 3 * 2**20)
-    assert text.endswith("(3.0 MiB are needed, 1.5 KiB are free there)")
-    assert text.startswith(("No space", "File too large", "Error while serializing"))
-    assert asked == [tmp_path]  # the nearest directory that is there
-    assert write_failure(error, tmp_path).endswith("(1.5 KiB are free there)")
+    directory = tmp_path / "run" / "checkpoints"
+    text = write_failure("step 2", directory, error, 3 * 2**20)
+    reason = text.removeprefix(f"could not write step 2 to {directory}: ")
+    assert reason.startswith(("No space", "File too large", "Error while serializing"))
+    assert reason.endswith("(3.0 MiB needed, 1.5 KiB free)")
+    assert asked == [tmp_path]  # the nearest directory that exists
+    assert write_failure("step 2", tmp_path, error).endswith("(1.5 KiB free)")
 
 
-def test_another_failure_speaks_of_no_bytes(tmp_path: Path) -> None:
-    assert write_failure(PermissionError(errno.EACCES, "Permission denied"), tmp_path, 10) == "Permission denied"
+def test_another_failure_does_not_mention_bytes(tmp_path: Path) -> None:
+    text = write_failure("a", tmp_path, PermissionError(errno.EACCES, "Permission denied"), 10)
+    assert text == f"could not write a to {tmp_path}: Permission denied"
 
 
-def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_text_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     replace_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
         replace_text(path, "new \ud800")
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_records_are_appended_and_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.jsonl"
+    with JsonLinesFile(path) as file:
+        file.append({"id": 1, "text": "h\u00e9\u2028"})
+        file.append({"id": 2, "text": "x" * 100_000})
+        file.append({"id": 3, "text": "\ud800"})
+    path.write_bytes(path.read_bytes()[:-1])
+    assert [json.loads(line)["id"] for _, line in complete_lines(path)] == [1, 2]
+    with JsonLinesFile(path, fsync_every=1) as file:
+        file.append({"id": 4})
+    lines = list(complete_lines(path))
+    assert [json.loads(line)["id"] for _, line in lines] == [1, 2, 4]
+    assert "h\u00e9\u2028".encode() in lines[0][1]
+    assert [offset for offset, _ in lines] == [0, len(lines[0][1]), len(lines[0][1] + lines[1][1])]
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", b"torn" * 40_000])
+def test_a_file_without_a_complete_line_is_emptied(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    JsonLinesFile(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_records_are_pending_while_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    file = JsonLinesFile(path)
+    with full_disk(7):
+        for number in range(2):
+            with pytest.raises(OSError, match="File too large"):
+                file.append({"number": number})
+    assert file.pending_lines == 2
+    file.append({"number": 2})
+    assert file.pending_lines == 0
+    file.close()
+    assert [json.loads(line)["number"] for _, line in complete_lines(path)] == [0, 1, 2]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
+def test_an_exclusive_file_refuses_a_second_writer(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with JsonLinesFile(path, exclusive=True), pytest.raises(DataError, match="another process is writing"):
+        JsonLinesFile(path, exclusive=True)
+    JsonLinesFile(path, exclusive=True).close()

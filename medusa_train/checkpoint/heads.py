@@ -101,7 +101,7 @@ def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None
 
 def _not_written(directory: Path, tensors: Mapping[str, Tensor], error: Exception) -> CheckpointError:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return CheckpointError(f"the heads could not be written to {directory}: {write_failure(error, directory, needed)}")
+    return CheckpointError(write_failure("the heads", directory, error, needed))
 
 
 def read_heads(directory: Path | str) -> HeadTensors:
@@ -213,9 +213,7 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
         replace_file(directory / CONFIG, lambda path: write_json(path, config))
     except WRITE_ERRORS as error:
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        raise CheckpointError(
-            f"the draft could not be written to {directory}: {write_failure(error, directory, needed)}"
-        ) from error
+        raise CheckpointError(write_failure("the draft", directory, error, needed)) from error
     return directory
 
 

@@ -144,7 +144,7 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except WRITE_ERRORS as error:
-        raise CheckpointError(f"{out} can't be written to: {write_failure(error, out)}") from error
+        raise CheckpointError(write_failure("run files", out, error)) from error
 
 
 def _absolute(name: str) -> str:

@@ -73,7 +73,8 @@ class CheckpointStore:
         except WRITE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)  # before the disk is asked how much of it is free
             needed = sum(tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values())
-            raise CheckpointError(self._failure(step, write_failure(error, self.root, needed))) from error
+            reason = write_failure(f"the checkpoint of step {step}", self.root, error, needed)
+            raise CheckpointError(f"{reason}\n{self._last_good()}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self._retain({step, *keep})
@@ -138,12 +139,11 @@ class CheckpointStore:
                 (path / MANIFEST).unlink(missing_ok=True)  # from here on it doesn't count, however far we get
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _failure(self, step: int, reason: str) -> str:
+    def _last_good(self) -> str:
         steps = self.steps()
-        rest = (
+        return (
             f"The last good checkpoint is {self.root / f'step-{steps[-1]}'}." if steps else "There is no earlier one."
         )
-        return f"the checkpoint of step {step} could not be written to {self.root}: {reason}\n{rest}"
 
     def _others(self, path: Path) -> str:
         others = [f"step-{step}" for step in self.steps() if self.root / f"step-{step}" != path]

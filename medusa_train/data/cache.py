@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from medusa_train.data.records import bad_records
 from medusa_train.data.sources import Source, open_source
 from medusa_train.data.tokenize import ChatEncoder, Example, Outcome, fit
 from medusa_train.errors import DataError
+from medusa_train.io import replace_bytes, write_failure
 
 _CODE = ("cache", "chat_template", "conversation", "records", "sources", "templates", "tokenize")
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
@@ -57,9 +56,9 @@ def prepared(cfg: TrainConfig, readings: Sequence[Reading], directory: Path) -> 
     content = _to_bytes(corpus)  # before the notes: they speak of this run
     corpus.report.notes += [note] if note else []
     try:
-        _write(path, content)
+        replace_bytes(path, [content])
     except OSError as error:
-        corpus.report.notes.append(f"dataset_prepared_path: {path} cannot be written ({error.strerror or error})")
+        corpus.report.notes.append(f"dataset_prepared_path: {write_failure(path.name, directory, error)}")
     return corpus
 
 
@@ -120,22 +119,6 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
     for name in sorted(tensors):
         value = zlib.crc32(tensors[name].numpy().tobytes(), zlib.crc32(name.encode(), value))
     return value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write `content` under another name beside `path`, then rename: no reader ever sees a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 @dataclass

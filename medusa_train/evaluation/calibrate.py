@@ -30,6 +30,7 @@ from medusa_train.evaluation.validation_data import held_out, run_config
 from medusa_train.inference.traces import Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.inference.tree_fit import SEARCHES, compare_searches, joint_trees, shallower_trees
 from medusa_train.inference.tree_search import SIZES, measure_step_latency, median_prompt
+from medusa_train.io import replace_text
 from medusa_train.progress import standing
 from medusa_train.trees.tree import Tree
 
@@ -293,10 +294,8 @@ def table(found: Found) -> Table:
 
 def save(found: Found, tree: Path, directory: Path, title: str) -> list[Path]:
     """Write tree.json to `tree`, calibration.json and calibration.html into `directory`; returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tree.parent.mkdir(parents=True, exist_ok=True)
     data, page = directory / "calibration.json", directory / "calibration.html"
-    data.write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
-    page.write_text(calibration_page(found.as_json(), title), encoding="utf-8")
+    replace_text(data, json.dumps(found.as_json(), indent=1) + "\n")
+    replace_text(page, calibration_page(found.as_json(), title))
     found.best.save(tree, **found.tree_record())
     return [tree, data, page]

@@ -16,6 +16,7 @@ from rich.text import Text
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.html_report.comparison import compare_page
+from medusa_train.io import replace_text
 
 #: What has to be the same for two speeds to be comparable, and how it is called.
 CONDITIONS = {
@@ -166,11 +167,8 @@ def show(evaluated: Sequence[Evaluated]) -> Group:
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
     """Write compare.html and compare.json into `directory` (made if absent); returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
     page, data = directory / "compare.html", directory / "compare.json"
     reports = {one.name: one.report for one in evaluated}
-    page.write_text(
-        compare_page(reports, rows(evaluated), category_rows(evaluated), differences(evaluated)), encoding="utf-8"
-    )
-    data.write_text(json.dumps(reports, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_text(page, compare_page(reports, rows(evaluated), category_rows(evaluated), differences(evaluated)))
+    replace_text(data, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
     return [page, data]

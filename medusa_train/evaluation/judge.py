@@ -20,6 +20,7 @@ from typing import Any
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+from medusa_train.io import JsonLinesFile, complete_lines
 from medusa_train.openai_client import OpenAIClient, Refusal
 
 PROMPT_NAME = "medusa-train-single-v1"
@@ -115,10 +116,8 @@ def grade(
         name = (line["question_id"], line["turn"])
         if line["judge"] == [judge.model, PROMPT_NAME] and wanted.get(name) == line["user_prompt"]:
             lines[name] = line
-    path.parent.mkdir(parents=True, exist_ok=True)
     reason = ""
-    _end_last_line(path)
-    with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor(max(concurrency, 1)) as pool:
+    with JsonLinesFile(path) as file, ThreadPoolExecutor(max(concurrency, 1)) as pool:
         asked = {pool.submit(judge.ask, prompt): name for name, prompt in prompts.items() if name not in lines}
         try:
             for future in as_completed(asked):
@@ -136,8 +135,7 @@ def grade(
                 lines[name] = judgement(
                     name[0], model_id, judge.model, PROMPT_NAME, wanted[name], reply, grade_in(reply), name[1]
                 )
-                file.write(json.dumps(lines[name], ensure_ascii=False) + "\n")
-                file.flush()
+                file.append(lines[name])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -176,21 +174,14 @@ def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord
     return [{"role": "system", "content": task}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
-def _end_last_line(path: Path) -> None:
-    """Put a newline behind what a crash has torn off, so that the next judgement has a line of its own."""
-    if path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n"):
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")
-
-
 def _read(path: Path) -> list[dict[str, Any]]:
     """The judgements of an earlier time; torn and foreign lines are passed over."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = list(complete_lines(path))
     except OSError:
         return []
     found = []
-    for line in lines:
+    for _, line in lines:
         try:
             record = json.loads(line)
             record["question_id"], record["turn"], record["judge"], record["user_prompt"], record["score"]

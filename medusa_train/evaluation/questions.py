@@ -21,6 +21,7 @@ from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.data.sources import parquet_rows
 from medusa_train.errors import DataError
 from medusa_train.hub import file_from_hub, hub_is_out_of_reach
+from medusa_train.io import replace_file
 
 MAX_REPORTED_PROBLEMS = 5
 #: HumanEval's prompts are the beginning of a file; a chat model has to be told what to do with it.
@@ -231,16 +232,16 @@ def _fetch(name: str, known: _Known, note: Callable[[str], None]) -> Path | None
     if known.url is None or hub_is_out_of_reach():
         return None
     note(f"bench {name}: not on this machine, fetching {known.url} ...")
-    target = _download_directory() / name / FILES[0]
-    fresh = target.with_name(target.name + ".new")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(known.url, timeout=FETCH_SECONDS) as answer, fresh.open("wb") as file:
+    url, target = known.url, _download_directory() / name / FILES[0]
+
+    def download(path: Path) -> None:
+        with urllib.request.urlopen(url, timeout=FETCH_SECONDS) as answer, path.open("wb") as file:
             shutil.copyfileobj(answer, file)
-        read_questions(fresh)  # a page that says "not found" is not kept
-        os.replace(fresh, target)
+        read_questions(path)  # raises for an error page
+
+    try:
+        replace_file(target, download)
     except (OSError, DataError):
-        fresh.unlink(missing_ok=True)
         return None
     return target
 

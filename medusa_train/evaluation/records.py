@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from medusa_train.evaluation.questions import Question
 from medusa_train.inference.traces import Trace
+from medusa_train.io import JsonLinesFile, complete_lines, json_line, replace_bytes
 
 
 class Verdict(str, enum.Enum):
@@ -107,7 +108,7 @@ class TurnLog:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self._settings = dict(settings)
-        self._file: TextIO | None = None
+        self._file: JsonLinesFile | None = None
         self.dtype: str | None = None
         self.turns: list[Turn] = []
         self.differing: list[str] = []
@@ -130,19 +131,15 @@ class TurnLog:
 
     def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]]) -> None:
         """Begin to write: the header and the turns that are taken over; what else was there is gone."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._write({"settings": self._settings, "dtype": dtype})
-        for turns in kept.values():
-            for turn in turns:
-                self.append(turn)
+        header = json_line({"settings": self._settings, "dtype": dtype})
+        replace_bytes(self.path, [header, *(json_line(_as_json(turn)) for turns in kept.values() for turn in turns)])
+        self._file = JsonLinesFile(self.path)
 
     def append(self, turn: Turn) -> None:
         """Write one turn; a crash of the process loses none that was appended."""
-        record = asdict(turn)
-        for name in _DERIVED:
-            record.pop(name, None)
-        self._write(record)
+        if self._file is None:
+            raise ValueError("the log was not started")
+        self._file.append(_as_json(turn))
 
     def close(self) -> None:
         """Let go of the file; its turns stay."""
@@ -155,20 +152,21 @@ class TurnLog:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if self._file is None:
-            raise ValueError("the log was not started")
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+
+def _as_json(turn: Turn) -> dict[str, Any]:
+    record = asdict(turn)
+    for name in _DERIVED:
+        record.pop(name, None)
+    return record
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
     """Header and turns up to the first line that is torn; nothing where there is no such file."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = [line for _, line in complete_lines(path)]
         header = json.loads(lines[0])
         header["settings"], header["dtype"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None, []
     turns: list[Turn] = []
     for line in lines[1:]:

@@ -90,7 +90,6 @@ def write_report(
         "answers.jsonl": _json_lines(answers),
         f"model_answer/{name}.jsonl": _json_lines(model_answers(records, name)),
     }
-    (directory / "model_answer").mkdir(parents=True, exist_ok=True)
     for file, content in contents.items():
         replace_text(directory / file, content)
     return [directory / file for file in contents]

@@ -150,9 +150,7 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
         temporary.rename(target)
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"the merged backbone could not be written to {target}: {write_failure(error, target)}"
-        ) from error
+        raise CheckpointError(write_failure("the merged backbone", target, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return done

@@ -85,7 +85,7 @@ def export_run(
         if to != MERGED and paths.tree is not None:
             replace_text(done.target / TREE, paths.tree.read_text(encoding="utf-8"))
     except WRITE_ERRORS as error:
-        raise CheckpointError(f"{done.target / CARD}: {write_failure(error, done.target)}") from error
+        raise CheckpointError(write_failure(CARD, done.target, error)) from error
     return done
 
 

@@ -7,95 +7,51 @@ Knows nothing of models or seeds. Beside `NAME.jsonl` stand `NAME.settings.json`
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
 from medusa_train.selfdistill.select_prompts import Shard
 
-FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can cost that many
+FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
 
-class AppendOnly:
-    """A JSONL file that holds complete lines only, but for what a crash tears off the last one.
-
-    Opening mends that: whatever follows the last newline is cut off.
+class IndexedLines(JsonLinesFile):
+    """An append-only JSONL file with an index of the lines that it held when it was opened.
 
     Attributes:
-        places: where each line stands, (offset, length) in bytes, by its `id`; of lines that were there at opening.
+        index: `id` of a line -> (offset, length) in bytes.
 
     Raises:
-        DataError: a complete line is no JSON object with an `id`, or another process has the file open.
+        DataError: a line is not a JSON object with an `id`, or another process has the file open.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file: BinaryIO = path.open("ab+", buffering=0)
+        super().__init__(path, exclusive=True, fsync_every=FSYNC_EVERY)
         try:
-            _lock(self._file, path)
-            self.places = self._mend_and_read()
+            self.index = _index(path)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
-        self._unsynced = 0
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line in one piece; it is on disk after `FSYNC_EVERY` lines at the latest."""
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-        while line:
-            line = line[self._file.write(line) :]
-        self._unsynced += 1
-        if self._unsynced >= FSYNC_EVERY:
-            self.sync()
-
-    def sync(self) -> None:
-        """Put everything on disk."""
-        os.fsync(self._file.fileno())
-        self._unsynced = 0
-
-    def close(self) -> None:
-        """Put everything on disk and let go of the file."""
-        self.sync()
-        self._file.close()
-
-    def _mend_and_read(self) -> dict[str, tuple[int, int]]:
-        places: dict[str, tuple[int, int]] = {}
-        offset = 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n"):
-                    self._file.truncate(offset)
-                    break
-                try:
-                    places[str(json.loads(line)["id"])] = (offset, len(line))
-                except (ValueError, TypeError, KeyError):
-                    raise DataError(
-                        f"{self.path}:{number}: not a line of ours (a JSON object with an id); name another output, "
-                        "or mend or delete this file"
-                    ) from None
-                offset += len(line)
-        return places
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Keep a second process from appending to the same file; where there are no such locks, hope."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(f"{path}: another process is writing to it; wait for it, or name another output") from None
-    except OSError:
-        return  # a file system without locks
+def _index(path: Path) -> dict[str, tuple[int, int]]:
+    index: dict[str, tuple[int, int]] = {}
+    for number, (offset, line) in enumerate(complete_lines(path), start=1):
+        try:
+            index[str(json.loads(line)["id"])] = (offset, len(line))
+        except (ValueError, TypeError, KeyError):
+            raise DataError(
+                f"{path}:{number}: not a conversation (a JSON object with an id); "
+                "fix or delete the file, or choose another output"
+            ) from None
+    return index
 
 
 class Writer:
@@ -116,16 +72,16 @@ class Writer:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
         _are_stored(output, settings)  # before a file that may be somebody else's is opened and mended
-        self.lines = AppendOnly(output)
+        self.lines = IndexedLines(output)
         try:
             # again, and stored, while no other process can begin or go on with other ones
             if not _are_stored(output, settings):
                 put_settings(output, settings)
-            self.dropped = AppendOnly(dropped_file(output))
+            self.dropped = IndexedLines(dropped_file(output))
         except BaseException:
             self.lines.close()
             raise
-        self.done = {*self.lines.places, *self.dropped.places}
+        self.done = {*self.lines.index, *self.dropped.index}
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a conversation; `record["id"]` must be new."""
@@ -173,21 +129,7 @@ def holds_lines(output: Path) -> bool:
 
 def put_settings(output: Path, settings: Mapping[str, Any]) -> None:
     """Store the settings beside `output`, whole or not at all."""
-    path = settings_file(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
-    put_file(path, [text.encode()])
-
-
-def put_file(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file beside `path`, bring it to disk and let it take that name: no crash leaves half of it there."""
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    replace_text(settings_file(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n")
 
 
 def _are_stored(output: Path, settings: Mapping[str, Any]) -> bool:
@@ -269,8 +211,8 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
         notes = [dropped[name] for name in _ordered(dropped, seed_ids) if name not in written]
         put_settings(output, settings)
         if notes or dropped_file(output).exists():
-            put_file(dropped_file(output), _read(notes))
-        put_file(output, _read(lines))
+            replace_bytes(dropped_file(output), _read(notes))
+        replace_bytes(output, _read(lines))
     missing = sum(name not in written and name not in dropped for name in seed_ids)
     return Merged(len(parts), len(lines), len(notes), missing)
 
@@ -285,11 +227,11 @@ def _shards_of(output: Path) -> list[Path]:
 _Place = tuple[Path, int, int]
 
 
-def _first_places(files: Iterable[AppendOnly]) -> dict[str, _Place]:
+def _first_places(files: Iterable[IndexedLines]) -> dict[str, _Place]:
     """(file, offset, length) of each line by its id; where several files hold it, the first."""
     places: dict[str, _Place] = {}
     for file in files:
-        for name, (offset, length) in file.places.items():
+        for name, (offset, length) in file.index.items():
             places.setdefault(name, (file.path, offset, length))
     return places
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import CheckpointError, DataError
+from medusa_train.io import replace_text
 
 Ranks = tuple[int, ...]
 
@@ -140,7 +141,7 @@ class Tree:
 
     def save(self, path: Path, **meta: Any) -> None:
         """Write `record(**meta)` as JSON."""
-        path.write_text(json.dumps(self.record(**meta), indent=1) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(self.record(**meta), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Tree:

@@ -116,10 +116,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_usable(tmp_path: Path, after
     """0 fails in state.json, 4096 in the tensors, 100 in either."""
     store = CheckpointStore(tmp_path, 1)
     good = store.save(1, state(1))
-    with full_disk(after), pytest.raises(CheckpointError, match=r"step 2 could not be written") as caught:
+    with full_disk(after), pytest.raises(CheckpointError, match=r"could not write the checkpoint of step 2") as caught:
         store.save(2, state(2))
     assert str(good) in str(caught.value)
-    assert re.search(r"KiB are needed, [\d,.]+ \wiB are free there", str(caught.value))
+    assert re.search(r"KiB needed, [\d,.]+ \wiB free", str(caught.value))
     assert [p.name for p in store.root.iterdir()] == ["step-1"]
     assert store.latest() == good
     assert_is(store.load(good), 1)

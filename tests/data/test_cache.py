@@ -155,4 +155,4 @@ def test_a_directory_that_cannot_be_written_stops_nothing(
     train, _ = load_datasets(config(dataset_prepared_path=str(tmp_path / "file" / "prepared")), encoder)
     assert len(train) == 8
     (note,) = train.report.notes
-    assert "cannot be written" in note
+    assert note.startswith("dataset_prepared_path: could not write")

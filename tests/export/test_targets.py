@@ -98,7 +98,7 @@ def test_a_failing_write_leaves_nothing_half_done(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointError, match="could not write the merged backbone"):
         export_run(resolve_model(str(run), None, None), "merged")
     assert list((run / "export").iterdir()) == []
 

@@ -107,7 +107,7 @@ def test_a_broken_complete_line_names_file_and_line(tmp_path: Path) -> None:
         writer.write({"id": "a"})
     with out.open("a") as file:
         file.write("[1]\n")
-    with pytest.raises(DataError, match=r"out\.jsonl:2: not a line of ours"):
+    with pytest.raises(DataError, match=r"out\.jsonl:2: not a conversation"):
         Writer(out, SETTINGS)
 
 
