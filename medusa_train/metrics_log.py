@@ -1,44 +1,240 @@
-"""Services that draw a run's figures: Weights & Biases, TensorBoard. Knows nothing of training.
+"""Logs a training run's metrics: `metrics.jsonl`, the console, Weights & Biases, TensorBoard.
 
-Whatever goes wrong in one of them is said in one line, and costs the run nothing but its figures there.
+A record is a mapping with `kind` ("train", "eval" or "skipped"), `step` (optimizer steps done) and that kind's
+figures. Every `MetricLogger` gets every record. A dashboard that fails is dropped with a warning; the run continues.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from types import TracebackType
+from typing import Any, Literal, Protocol, cast
 
 from rich.console import Console
 
-from medusa_train.progress import Record
+from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, write_failure
+from medusa_train.progress import RunProgress
+
+Record = Mapping[str, Any]
+
+#: Seconds without a record after which a console that is not a terminal shows the step that training is at.
+QUIET_SECONDS = 60.0
+
+
+class MetricLogger(Protocol):
+    """A destination of metrics."""
+
+    def log(self, record: Record) -> None:
+        """Log one record."""
+
+    def advance(self, step: int) -> None:
+        """Take note that `step` optimizer steps are done."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class MetricLoggers:
+    """Passes every record to all its loggers, and closes them at the end of the `with` block."""
+
+    def __init__(self, loggers: Sequence[MetricLogger]) -> None:
+        self._loggers = list(loggers)
+
+    def log(self, kind: str, step: int, figures: Record) -> None:
+        """Log `figures` of `kind` ("train", "eval", "skipped") after `step` optimizer steps."""
+        record = {"kind": kind, "step": step, **figures}
+        for logger in self._loggers:
+            logger.log(record)
+
+    def advance(self, step: int) -> None:
+        """Take note that `step` optimizer steps are done."""
+        for logger in self._loggers:
+            logger.advance(step)
+
+    def __enter__(self) -> MetricLoggers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for logger in self._loggers:
+            logger.close()
+
+
+def open_metric_loggers(
+    run_dir: Path,
+    console: Console,
+    total_steps: int,
+    step: int = 0,
+    extra: Sequence[MetricLogger] = (),
+    evaluated: int = 0,
+) -> MetricLoggers:
+    """Open metrics.jsonl in `run_dir`, the console's bar or lines, and the `extra` loggers.
+
+    Args:
+        step: the optimizer step that a resumed run continues after; 0 for a new run.
+        evaluated: the last step of the resumed run whose validation is part of its checkpoint.
+    """
+    shown = ConsoleLogger(console, total_steps, step)
+    return MetricLoggers([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, shown.warn), shown, *extra])
+
+
+class MetricsFile:
+    """Appends records to `metrics.jsonl`, one JSON object per line, each written at once.
+
+    Lines that cannot be written (disk full) are kept and written, in order, with the next record.
+
+    Args:
+        path: the file, created if absent.
+        step, evaluated: see `truncate_log`, which removes the lines that a resumed run will write again.
+        warn: called with warnings for the user.
+    """
+
+    def __init__(
+        self, path: Path, step: int = 0, evaluated: int = 0, warn: Callable[[str], None] = lambda line: None
+    ) -> None:
+        if path.exists():
+            truncate_log(path, step, evaluated)
+        self._file = JsonLinesFile(path)
+        self._warn = warn
+        self._warned = False
+
+    def log(self, record: Record) -> None:
+        """Write one line."""
+        self._try(lambda: self._file.append({**record, "time": round(time.time(), 3)}))
+
+    def advance(self, step: int) -> None:
+        """Do nothing: only records are written."""
+
+    def close(self) -> None:
+        """Write what is pending and close the file."""
+        self._try(self._file.flush)
+        if lost := self._file.pending_lines:
+            self._warn(f"{self._file.path}: the last {lost} lines could not be written")
+        self._file.close()
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._warned:
+                directory = self._file.path.parent
+                self._warn(f"{write_failure(self._file.path.name, directory, error)}; retrying with every record")
+            self._warned = True
+
+
+def truncate_log(path: Path, step: int, evaluated: int) -> None:
+    """Remove the lines that a run resumed after `step` will write again, and an incomplete last line.
+
+    Removed are records of later steps, and validations after step `evaluated`: one that was logged but not saved with
+    a checkpoint is repeated.
+    """
+    replace_bytes(path, [line for _, line in complete_lines(path) if _keep(line, step, evaluated)])
+
+
+def _keep(line: bytes, step: int, evaluated: int) -> bool:
+    try:
+        record = json.loads(line)
+        return float(record["step"]) <= (evaluated if record.get("kind") == "eval" else step)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+class ConsoleLogger:
+    """Shows training on the console: a bar with the last figures on a terminal, one line per record elsewhere."""
+
+    def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
+        """Start at `step` of `total_steps`."""
+        self._is_terminal = console.is_terminal
+        self._progress = RunProgress(console, line_seconds=QUIET_SECONDS)
+        self._phase = self._progress.phase("train", total_steps, "steps", completed=step, transient=False)
+        self._phase.start()
+
+    def log(self, record: Record) -> None:
+        """Show a training record beside the bar; print others, and all where there is no bar, as a line."""
+        if record["kind"] == "train" and self._is_terminal:
+            self._phase.update(record["step"], bar_figures(record))
+            return
+        line = describe(record)
+        if record["kind"] == "train":
+            self._phase.completed = record["step"]
+            line += f" | {self._phase.time_left() or '?'} left"
+        self._progress.print(line, style="yellow" if record["kind"] == "skipped" else None)
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self._phase.update(step)
+
+    def warn(self, line: str) -> None:
+        """Print a warning."""
+        self._progress.print(line, style="yellow")
+
+    def close(self) -> None:
+        """Stop the bar, which stays on the terminal."""
+        self._phase.stop()
+
+
+def bar_figures(record: Record) -> str:
+    """Format a training record for the bar: loss, top-1 accuracy per head, tokens per second."""
+    heads = " ".join(_share(x) for x in record["head_top1"])
+    return f"loss {record['loss']:.3f}  top-1 {heads}  {record['tokens_per_s']:,.0f} tokens/s"
+
+
+def describe(record: Record) -> str:
+    """Format a record as one line of text."""
+    if record["kind"] == "skipped":
+        count = f"{record['skipped_steps']} of at most {record['max_nonfinite_steps']}"
+        records = ", ".join(record["records"])
+        return f"step {record['step']} skipped ({count}): {record['reason']}. Records in it: {records}"
+    heads = " ".join(_share(x) for x in record["head_top1"])
+    joint = "".join(
+        f" | {name} {record[key]:.4f}" for name, key in (("lm", "lm_loss"), ("kl", "lm_kl")) if key in record
+    )
+    if record["kind"] == "eval":
+        if (length := record.get("acceptance_length")) is not None:
+            joint += f" | {length:.2f} tokens per step"
+        return f"validation at step {record['step']}: loss of the heads {record['loss']:.4f} | top-1 {heads}{joint}"
+    return (
+        f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads}{joint} | grad {record['grad_norm']:.3f}"
+        f" | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def _share(x: float) -> str:
+    """Format a share below one without its leading zero: .62."""
+    return f"{x:.2f}".removeprefix("0")
 
 
 class Dashboard(ABC):
-    """A sink that is given up at its first failure."""
+    """An external service that plots metrics. It is dropped, with a warning, at its first failure.
+
+    Args:
+        console: for the warning.
+        start: returns the service's writer.
+    """
 
     name: str
 
     def __init__(self, console: Console, start: Callable[[], Any]) -> None:
-        """Take what `start` returns as the service's own writer."""
         self._console = console
         self._writer: Any = None
         try:
             self._writer = start()
-        except Exception as error:  # whatever a service does, the run goes on
-            self._give_up(error)
+        except Exception as error:  # no failure of a dashboard may end the run
+            self._drop(error)
 
     def log(self, record: Record) -> None:
-        """Send a record's numbers, one value per head."""
+        """Send the numbers of a record, one value per head."""
         self._try(lambda: self._send(flat_figures(record), int(record["step"])))
 
-    def advance(self, step: int) -> None:  # noqa: B027 (not abstract: the same for all)
-        """Nothing to show between records."""
+    def advance(self, step: int) -> None:  # noqa: B027 (the same for all services)
+        """Do nothing: only records are sent."""
 
     def close(self) -> None:
-        """Let it finish what it has to send."""
+        """Wait until everything is sent."""
         self._try(self._finish)
 
     @abstractmethod
@@ -53,21 +249,21 @@ class Dashboard(ABC):
         try:
             action()
         except Exception as error:  # as above
-            self._give_up(error)
+            self._drop(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _drop(self, error: Exception) -> None:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        self._console.print(f"{self.name}: {reason}; going on without it", style="yellow", markup=False)
+        self._console.print(f"{self.name}: {reason}; continuing without {self.name}", style="yellow", markup=False)
         self._writer = None
 
 
 class Wandb(Dashboard):
-    """Weights & Biases, through `wandb`'s own modes (WANDB_MODE: online, offline, disabled)."""
+    """Weights & Biases. WANDB_MODE applies (online, offline, disabled)."""
 
     name = "wandb"
 
     def __init__(self, console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None) -> None:
-        """Start, or go on with, a run of `project`; its files lie in `run_dir`/wandb."""
+        """Start or resume a run of `project`, with its files in `run_dir`/wandb."""
 
         def start() -> Any:
             import wandb
@@ -93,12 +289,12 @@ class Wandb(Dashboard):
 
 
 class TensorBoard(Dashboard):
-    """Event files for `tensorboard --logdir`, where the package tensorboard is installed."""
+    """Event files for `tensorboard --logdir`; needs the package tensorboard."""
 
     name = "tensorboard"
 
     def __init__(self, console: Console, run_dir: Path, step: int = 0) -> None:
-        """Write into `run_dir`/tensorboard; a run that goes on after `step` hides what an earlier try wrote later."""
+        """Write to `run_dir`/tensorboard; a run resumed after `step` hides later events of the interrupted one."""
 
         def start() -> Any:
             from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
@@ -116,7 +312,7 @@ class TensorBoard(Dashboard):
 
 
 def flat_figures(record: Record) -> dict[str, float]:
-    """A record as `kind/name` numbers; a list becomes `name_1`, `name_2`, ... and a table is left out."""
+    """Flatten a record to `kind/name` numbers; a list becomes `name_1`, `name_2`, ..., nested lists are left out."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, bool) or name == "step":
@@ -129,9 +325,9 @@ def flat_figures(record: Record) -> dict[str, float]:
 
 
 def _wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """WANDB_MODE; where it is silent online with a key at hand, else offline: a run never stops to ask for one."""
-    named = os.environ.get("WANDB_MODE", "")
-    if named in ("online", "offline", "disabled"):
-        return cast(Literal["online", "offline", "disabled"], named)
+    """Return WANDB_MODE; unset, "online" if there is an API key, else "offline", so that no run waits for a login."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if mode in ("online", "offline", "disabled"):
+        return cast(Literal["online", "offline", "disabled"], mode)
     has_key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").is_file()
     return "online" if has_key else "offline"

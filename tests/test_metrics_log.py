@@ -1,8 +1,9 @@
-"""Services that draw figures: what they are sent, and that none of them can stop a run."""
+"""metrics.jsonl, the console and the dashboards: what each gets, and that none of them can stop a run."""
 
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,132 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from medusa_train.metrics_log import TensorBoard, Wandb, flat_figures
+from medusa_train.metrics_log import (
+    MetricsFile,
+    TensorBoard,
+    Wandb,
+    flat_figures,
+    open_metric_loggers,
+    truncate_log,
+)
+from tests.full_disk import full_disk
+
+TRAIN = {
+    "loss": 1.25, "head_top1": [0.5, 0.25], "grad_norm": 0.75, "lr": 1e-3, "tokens_per_s": 1234.5,
+}  # fmt: skip
+EVAL = {"loss": 2.5, "head_top1": [0.625, 0.3], "acceptance_length": 2.345}
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def console_with(terminal):
+    return Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+
+
+def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.log({"kind": "train", "step": 1, "loss": 0.1 + 0.2})
+    first = lines(tmp_path / "metrics.jsonl")
+    assert first[0]["loss"] == 0.1 + 0.2
+    assert first[0]["time"] > 0
+    metrics.log({"kind": "train", "step": 2, "loss": 1.0})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    metrics.close()
+
+
+def test_a_resumed_run_writes_later_lines_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    truncate_log(path, 2, 0)
+    assert lines(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_an_evaluation_that_no_checkpoint_knows_is_made_again(tmp_path):
+    records = [{"kind": kind, "step": step} for step in (2, 4) for kind in ("train", "eval")]
+    path = tmp_path / "metrics.jsonl"
+    for evaluated, kept in ((4, records), (2, records[:3])):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        truncate_log(path, 4, evaluated)
+        assert lines(path) == kept
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2', "[2]", "", "null", '{"step": null}'])
+def test_what_is_no_record_goes(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + torn)
+    truncate_log(path, 2, 0)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path):
+    warnings = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, warn=warnings.append)
+    metrics.log({"kind": "train", "step": 1})
+    with full_disk(path.stat().st_size + 7):  # in the middle of the next line
+        metrics.log({"kind": "train", "step": 2})
+        metrics.log({"kind": "train", "step": 3})
+    assert len(warnings) == 1
+    assert "File too large" in warnings[0]
+    metrics.log({"kind": "train", "step": 4})
+    metrics.close()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+    assert len(warnings) == 1
+
+
+def test_lines_that_were_never_written_are_counted(tmp_path):
+    warnings = []
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", warn=warnings.append)
+    with full_disk(0):
+        metrics.log({"kind": "train", "step": 1})
+        metrics.log({"kind": "train", "step": 2})
+        metrics.close()
+    assert "the last 2 lines could not be written" in warnings[-1]
+
+
+def test_a_new_run_begins_with_an_empty_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    MetricsFile(path).close()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bar_or_lines_show_the_figures(tmp_path, terminal):
+    shown = console_with(terminal)
+    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
+        tracker.advance(10)
+        tracker.log("train", 10, TRAIN)
+        tracker.log("eval", 10, EVAL)
+    text = shown.file.getvalue()
+    held_out = "validation at step 10: loss of the heads 2.5000 | top-1 .62 .30 | 2.35 tokens per step"
+    for figure in ("1.25", ".50 .25", "1,23", "left", held_out):
+        assert figure in text
+    assert ("10/20" in text) == terminal
+    assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == ["train", "eval"]
+
+
+def test_plain_lines_are_one_per_record(tmp_path):
+    shown = console_with(False)
+    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
+        for step in range(1, 21):
+            tracker.advance(step)
+            if step % 10 == 0:
+                tracker.log("train", step, TRAIN)
+    assert len(shown.file.getvalue().splitlines()) == 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_skipped_step_is_a_line_of_its_own(tmp_path, terminal):
+    shown = console_with(terminal)
+    figures = {"reason": "the loss is nan", "records": ["a.jsonl:3", "[b]"], "skipped_steps": 1}
+    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
+        tracker.log("skipped", 7, {**figures, "max_nonfinite_steps": 2})
+    text = "step 7 skipped (1 of at most 2): the loss is nan. Records in it: a.jsonl:3, [b]"
+    assert text in shown.file.getvalue()
+
 
 RECORD = {"kind": "train", "step": 3, "loss": 1.5, "head_top1": [0.5, 0.25], "head_top": [[0.5]], "best": True}
 FIGURES = {"train/loss": 1.5, "train/head_top1_1": 0.5, "train/head_top1_2": 0.25}
@@ -95,7 +221,7 @@ def test_a_failing_service_is_said_once_and_stops_nothing(
     sink.log(RECORD)
     sink.close()
     sink.close()
-    assert text_of(console).splitlines() == [f"{name}: {call} refused; going on without it"]
+    assert text_of(console).splitlines() == [f"{name}: {call} refused; continuing without {name}"]
     assert [done for done, _ in service.calls].count(call) == 1  # it is left alone from then on
 
 
@@ -107,7 +233,7 @@ def test_a_service_that_is_not_installed_is_said_once(
     sink = OPENED[name](console, tmp_path)
     sink.log(RECORD)
     sink.close()
-    assert text_of(console).count("going on without it") == 1
+    assert text_of(console).count(f"continuing without {name}") == 1
     assert text_of(console).startswith(f"{name}: ")
 
 

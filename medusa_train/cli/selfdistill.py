@@ -124,19 +124,22 @@ def _run(
     cfg: SelfDistillConfig, seeds: list[Seed], dtype: str | None, writer: Writer, console: Console
 ) -> RunStats | None:
     """Answer the seeds behind a progress bar and print the figures; None when the user interrupts."""
-    from medusa_train.selfdistill.preview import DistillProgress, summary
+    from medusa_train.progress import RunProgress
+    from medusa_train.selfdistill.preview import describe, summary
     from medusa_train.selfdistill.run import distill, facts_of, mode_of, open_engine
 
     engine = open_engine(cfg, dtype)
     try:
-        with DistillProgress(console, len(seeds)) as progress:
+        earlier = sum(seed.id in writer.done for seed in seeds)
+        phase = RunProgress(console).phase("conversations", len(seeds), completed=earlier, transient=False)
+        with phase:
             tally = distill(
                 seeds,
                 engine,
                 writer,
                 talk=mode_of(cfg),
                 facts=facts_of(cfg, dtype),
-                on_progress=progress.show,
+                on_progress=lambda stats: phase.update(stats.finished, describe(stats)),
             )
     except KeyboardInterrupt:
         return None

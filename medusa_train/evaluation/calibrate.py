@@ -24,14 +24,13 @@ from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.choose_dtype import choose_dtype
 from medusa_train.evaluation.html_report.calibration import calibration_page
 from medusa_train.evaluation.metrics import node_acceptance
-from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.questions import Bench, Question
 from medusa_train.evaluation.validation_data import held_out, run_config
 from medusa_train.inference.traces import Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.inference.tree_fit import SEARCHES, compare_searches, joint_trees, shallower_trees
 from medusa_train.inference.tree_search import SIZES, measure_step_latency, median_prompt
 from medusa_train.io import replace_text
-from medusa_train.progress import standing
+from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 
 TREE = "tree.json"
@@ -48,7 +47,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, console: Console
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench, paths, console)
-    with standing(console, f"loading and laying out in {dtype}"):
+    with RunProgress(console).phase(f"loading in {dtype}", ticking=True):
         subject = load_with_draft(paths, dtype, compiled=cfg.compile)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     talks = talks_of_run(paths, chat, cfg.seed)
@@ -57,8 +56,12 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, console: Console
         talks = talks_of_bench(bench.questions, chat)
         kind = f"questions of bench {bench.name}: measure on another one"
     console.print(f"calibrating on {cfg.calibration_tokens:,} greedy tokens, {kind}", highlight=False, soft_wrap=True)
-    with TurnProgress(console, f"answering in {dtype}", sum(len(prompts) for prompts in talks)) as progress:
-        traced = collect(subject, talks, cfg.calibration_tokens, cfg.max_new_tokens, progress.advance)
+    with RunProgress(console).phase(
+        f"answering in {dtype}", sum(len(prompts) for prompts in talks), "turns"
+    ) as progress:
+        traced = collect(
+            subject, talks, cfg.calibration_tokens, cfg.max_new_tokens, lambda tokens: progress.advance(tokens=tokens)
+        )
     console.print("comparing trees of 0 to 63 nodes, then timing steps", highlight=False)
     own = None if cfg.tree is None or paths.tree is None else Tree.load(paths.tree)
     found = search(subject, traced, [prompt for prompts in talks for prompt in prompts], own)

@@ -21,7 +21,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import free_memory
-from medusa_train.progress import standing
+from medusa_train.progress import RunProgress
 
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3
@@ -34,7 +34,7 @@ def choose_dtype(bench: Bench, paths: ModelPaths, console: Console) -> str:
         chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
         return chat.prompt([Message("user", bench.questions[0].turns[0])])
 
-    with standing(console, "timing plain decoding in each dtype"):
+    with RunProgress(console).phase("choosing the dtype"):
         return fastest_dtype(paths, prompt_of, lambda line: console.print(line, highlight=False))
 
 

@@ -21,7 +21,6 @@ from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.evaluation.backbone_quality import joint_quality, trained_backbone
 from medusa_train.evaluation.choose_dtype import Weights, choose_dtype, is_out_of_memory, release_memory
 from medusa_train.evaluation.output_equality import EXACTNESS_DTYPES, judge_again, judge_timed
-from medusa_train.evaluation.progress import TurnProgress
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
 from medusa_train.evaluation.report import Report, model_id, terminal_table, write_report
@@ -29,7 +28,7 @@ from medusa_train.evaluation.run_metadata import facts, identity
 from medusa_train.evaluation.speed import SpeedTest, further_baselines
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.inference.traces import trace_answer
-from medusa_train.progress import standing
+from medusa_train.progress import RunProgress
 
 # How the comparison of the answers in a dtype ended, in the report.
 COMPARED = "compared"
@@ -127,7 +126,7 @@ def _judge(
     name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
     path = directory / "model_judgment" / f"{name}_single.jsonl"
     try:
-        with TurnProgress(console, f"graded by {cfg.judge_model}", len(records)) as progress:
+        with RunProgress(console).phase(f"graded by {cfg.judge_model}", len(records), "turns") as progress:
             grades = grade(
                 records,
                 bench.questions,
@@ -135,7 +134,7 @@ def _judge(
                 Judge(server, cfg.judge_model),
                 path,
                 cfg.judge_concurrency,
-                lambda: progress.advance(0),
+                progress.advance,
             )
     finally:
         server.close()
@@ -174,7 +173,7 @@ def _load_and_time(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths, dtype: str, log: TurnLog, console: Console
 ) -> tuple[LoadedModel, list[TurnRecord], list[SkippedTurn]]:
     try:
-        with standing(console, f"loading and laying out in {dtype}"):
+        with RunProgress(console).phase(f"loading in {dtype}", ticking=True):
             subject = load_with_draft(paths, dtype, compiled=cfg.compile)
         if subject.tree is not None and paths.tree is None:
             console.print(
@@ -215,10 +214,10 @@ def _time(
         done += 1
         log.append(turn)
         answers = [] if isinstance(turn, SkippedTurn) else [turn.tree, *turn.baselines.values()]
-        progress.advance(sum(len(answer.tokens) for answer in answers if answer is not None))
+        progress.advance(tokens=sum(len(answer.tokens) for answer in answers if answer is not None))
 
     try:
-        with TurnProgress(console, f"timing in {dtype}", todo) as progress:
+        with RunProgress(console).phase(f"timing in {dtype}", todo, "turns") as progress:
             return test.run(bench.questions, on_turn, measured)
     except KeyboardInterrupt:
         note(f"{done} of {todo} turns are kept in {log.path}; the same command goes on from there")
@@ -251,8 +250,8 @@ def _load_and_judge(
     cfg: EvalConfig, records: list[TurnRecord], paths: ModelPaths, dtype: str, console: Console
 ) -> None:
     subject = load_with_draft(paths, dtype)
-    with TurnProgress(console, f"exactness in {dtype}", len(records)) as progress:
-        judge_again(records, subject, dtype, cfg.max_new_tokens, progress.advance)
+    with RunProgress(console).phase(f"exactness in {dtype}", len(records), "turns") as progress:
+        judge_again(records, subject, dtype, cfg.max_new_tokens, lambda tokens: progress.advance(tokens=tokens))
 
 
 def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None]) -> str:

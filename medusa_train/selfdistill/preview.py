@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from medusa_train.config.schema import SelfDistillConfig
@@ -58,50 +54,9 @@ def _body(cfg: SelfDistillConfig, request: Request) -> str:
     return json.dumps(sampling.body(model_name(cfg), request), indent=2, ensure_ascii=False)
 
 
-LINE_EVERY = 30.0  # seconds between lines where there is no terminal
-
-
-class DistillProgress:
-    """Shows a `RunStats`: conversations, tokens per second, time left, dropped turns by reason."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self._console = console
-        self._last = time.perf_counter()
-        self._progress = Progress(
-            TextColumn("conversations"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("conversations", total=total, figures="")
-
-    def __enter__(self) -> DistillProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._progress.stop()
-
-    def show(self, tally: RunStats) -> None:
-        """Bring the display up to date."""
-        figures = describe(tally)
-        self._progress.update(self._task, completed=tally.finished, figures=figures)
-        now = time.perf_counter()
-        if not self._console.is_terminal and now - self._last >= LINE_EVERY:
-            self._last = now
-            self._console.print(
-                f"{tally.finished} of {tally.total} conversations, {figures}", highlight=False, soft_wrap=True
-            )
-
-
 def describe(tally: RunStats) -> str:
-    """Tokens per second, time left and dropped turns, on one line."""
+    """Format tokens per second and dropped turns for the progress line."""
     parts = [f"{tally.tokens_per_s:,.0f} tokens/s"]
-    made = tally.finished - tally.earlier
-    if made and tally.finished < tally.total:
-        parts.append(f"{duration(tally.seconds / made * (tally.total - tally.finished))} left")
     if tally.dropped:
         parts.append("dropped turns: " + ", ".join(f"{count} {why}" for why, count in sorted(tally.dropped.items())))
     return ", ".join(parts)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import CheckpointError, MedusaError, interrupted_code
 from medusa_train.inference.tree_search import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
-from medusa_train.progress import duration, standing
+from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
@@ -208,29 +207,21 @@ def fit_tree(
     draft.eval()
     if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
         recipe.adapter.merge()
-    with standing(console, "prepacking weights for decoding"):  # as medusa-eval does
+    progress = RunProgress(console)
+    with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
         recipe.backbone.pack()
         draft.prepack()
-    progress = Progress(
-        TextColumn("[bold]tree "),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} greedy tokens, left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
     if not console.is_terminal:
         console.print(f"choosing the tree on {token_budget:,} greedy tokens of held-out prompts", highlight=False)
     try:
-        with progress:
-            task = progress.add_task("tree", total=token_budget)
+        with progress.phase("choosing the tree", token_budget, "greedy tokens", transient=False) as phase:
             found = calibrate(
                 recipe.backbone,
                 draft,
                 prompts,
                 max_new_tokens=min(ANSWER, max(8, token_budget // 8)),
                 token_budget=token_budget,
-                on_answer=lambda tokens: progress.advance(task, tokens),
+                on_answer=phase.advance,
             )
     except MedusaError as reason:
         console.print(f"no tree was made: {reason}", style="yellow", markup=False)

@@ -16,12 +16,11 @@ from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import describe_vocabulary, draft_vocabulary
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
-from medusa_train.metrics_log import Dashboard, TensorBoard, Wandb
+from medusa_train.metrics_log import Dashboard, MetricLoggers, TensorBoard, Wandb, open_metric_loggers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import choose_precision
-from medusa_train.progress import MetricLoggers, open_metric_loggers
 from medusa_train.training.backbone_recipe import (
     BackboneRecipe,
     build_backbone_recipe,

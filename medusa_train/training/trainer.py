@@ -17,9 +17,9 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
 from medusa_train.errors import MedusaError
 from medusa_train.losses.objective import LMSums, Objective, ObjectiveOutput
+from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import Precision
-from medusa_train.progress import MetricLoggers
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.signals import StopRequest

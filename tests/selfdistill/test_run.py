@@ -94,7 +94,6 @@ def test_figures_are_told() -> None:
     tally.dropped["length"] += 2
     line = describe(tally)
     assert "tokens/s" in line
-    assert "left" in line
     assert "dropped turns: 2 length" in line
     rows = list(summary(tally).columns[0].cells)
     assert "done by an earlier run" in rows

@@ -24,10 +24,10 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.losses.objective import Objective
+from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.precision import choose_precision
-from medusa_train.progress import MetricLoggers
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.deepspeed_config import complete_config
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
