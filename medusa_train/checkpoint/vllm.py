@@ -174,7 +174,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def filled_in(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
+def copy_lm_head(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
     """Heads that share the backbone's lm_head, as heads with a copy of it each: for readers that know no sharing."""
     state = dict(heads.state)
     for i in range(heads.num_heads):

@@ -1,4 +1,4 @@
-"""`medusa-export`: what a run trained as a directory that other programs load. Knows no training and no decoding."""
+"""`medusa-export`: write trained heads, or a jointly trained backbone, for another program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 HELP = """
-Write what a run trained for another program. RUN is a run directory, or a directory of Medusa heads of whatever origin:
-the public Medusa code's or TGI's, vLLM's, a full Medusa-2 model. Without it: the newest run under runs/.
+Export trained heads to another program. RUN is a run directory or a directory of Medusa heads (ours, the public Medusa
+code's, TGI's, vLLM's, or a full Medusa-2 model); it defaults to the newest run under runs/.
 
 [bold]--to[/bold]
 
@@ -34,10 +34,9 @@ the public Medusa code's or TGI's, vLLM's, a full Medusa-2 model. Without it: th
 
   trtllm        TensorRT-LLM: heads, the backbone's config, the tree as --medusa_choices
 
-  merged        the backbone that joint training changed, adapter folded in, for plain transformers and every server
+  merged        the jointly trained backbone, adapter merged, for plain transformers and every server
 
-Each directory gets a model card. --push-to-hub OWNER/NAME uploads it; a repository that this makes is private unless
-private=false.
+Each export has a model card. --push-to-hub OWNER/NAME uploads it; a new repository is private unless private=false.
 """
 
 
@@ -50,34 +49,34 @@ def export(
     ] = None,
     to: Annotated[str | None, typer.Option(help="reference, reference-v2, tgi, vllm, trtllm or merged")] = None,
     output_dir: Annotated[str | None, typer.Option(help="default: export/TO in the run directory")] = None,
-    push_to_hub: Annotated[str | None, typer.Option(help="upload it to this repository of the hub")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="upload to this repository of the hub")] = None,
 ) -> None:
-    """Read the arguments, export, and say what was written."""
-    cfg = read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})
+    """Read the arguments, export, and print what was written."""
+    cfg = _read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})
 
     from medusa_train.checkpoint.resolve import resolve_model
 
     paths = resolve_model(cfg.run, None, None, needs_backbone=False)
 
-    from medusa_train.export.write import export_run  # torch: only once there is something to read
+    from medusa_train.export.write import export_run  # imports torch, so only after the paths are checked
 
     target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
-    done = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
+    exported = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
     console = Console(highlight=False, soft_wrap=True)
-    say(done, str(paths.home), console)
+    _print_export(exported, str(paths.home), console)
     if cfg.push_to_hub is not None:
-        from medusa_train.export.push import named_by_path, push
+        from medusa_train.export.push import local_base_model, push
 
-        if (path := named_by_path(done.target)) is not None:
+        if (path := local_base_model(exported.target)) is not None:
             error_console().print(
-                f"warning: config.json names the backbone by a path of this machine, {path}: set base_model=OWNER/NAME",
+                f"warning: config.json names the backbone by a local path, {path}: set base_model=OWNER/NAME",
                 style="yellow",
             )
-        console.print(f"uploaded: {push(done.target, cfg.push_to_hub, private=cfg.private)}")
+        console.print(f"uploaded: {push(exported.target, cfg.push_to_hub, private=cfg.private)}")
 
 
-def read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:
-    """The configuration from the command line; a bare argument that is no YAML file names the run."""
+def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:
+    """Read the configuration from the command line; an argument that is neither YAML file nor key=value is the run."""
     run = next((a for a in arguments if "=" not in a and not a.endswith((".yaml", ".yml"))), None)
     rest = list(arguments)
     if run is not None:
@@ -86,21 +85,21 @@ def read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCon
 
 
 def export_after_training(run: str, targets: Iterable[ExportTarget], console: Console) -> None:
-    """Write the layouts that a training configuration asks for, the merged backbone first: heads then name it."""
+    """Export to every target of a training configuration, "merged" first so that exported heads name that backbone."""
     from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run
 
     paths = resolve_model(run, None, None, needs_backbone=False)
     for to in sorted(targets, key=lambda to: to != "merged"):
-        say(export_run(paths, to), run, console)
+        _print_export(export_run(paths, to), run, console)
 
 
-def say(done: Exported, home: str, console: Console) -> None:
-    """Print where an export went and what is in it; warnings on stderr."""
-    for warning in done.warnings:
+def _print_export(exported: Exported, home: str, console: Console) -> None:
+    """Print where an export was written and what it contains; warnings go to stderr."""
+    for warning in exported.warnings:
         error_console().print(f"warning: {warning}", style="yellow")
-    console.print(f"{home} -> {done.target}")
-    for fact in done.facts:
+    console.print(f"{home} -> {exported.target}")
+    for fact in exported.facts:
         console.print(f"  {fact}")
 
 

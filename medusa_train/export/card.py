@@ -1,8 +1,9 @@
-"""The model card of an export: what it is, made from what, trained how, how fast it was measured. Reads no weights."""
+"""Write the model card of an export: what it is, how it was trained, and what was measured."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from medusa_train.checkpoint.reference import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
 
-#: Keys of a run that say how it was trained, where config.yaml holds them.
+#: Keys of config.yaml that the card lists.
 SETTINGS = (
     "recipe",
     "medusa_decay_coefficient",
@@ -47,7 +48,9 @@ _USE: dict[ExportTarget, str] = {
     "tgi": "text-generation-inference reads this directory as `--model-id`.",
     "vllm": (
         "```bash\nvllm serve BACKBONE --speculative-config "
-        '\'{{"method": "medusa", "model": "THIS_DIRECTORY", "num_speculative_tokens": {heads}}}\'\n```'
+        '\'{{"method": "medusa", "model": "THIS_DIRECTORY", "num_speculative_tokens": N}}\'\n```\n\n'
+        "Choose N, from 1 to {heads}, by measuring your server under your load: each further draft token costs time in "
+        "every step. vLLM drafts a chain of the heads' top-1 tokens, without a tree. {chain}"
     ),
     "trtllm": "TensorRT-LLM's Medusa example takes this directory as `--medusa_model_dir`.",
     "merged": "A plain transformers model, to be used with the draft heads that were trained with it.",
@@ -55,20 +58,26 @@ _USE: dict[ExportTarget, str] = {
 
 
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
-    """The card as Markdown, with the hub's YAML header. Local directories are named without what lies above them."""
+    """Return the card as Markdown with the hub's YAML header. Local paths are reduced to their last part.
+
+    Args:
+        paths: the exported model.
+        heads: its heads.
+        to: the layout that was written.
+        licence: licence to name; None: the base model's.
+    """
     run = _yaml(paths.home / "config.yaml")
+    reports = [_json(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
     base = str(run.get("base_model") or paths.base_model)
     what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
     parts = [
         _header(base, run, licence or _licence_of(base)),
         f"# {what} for {_public(base)}",
-        _what(heads, to),
-        _USE[to].format(heads=heads.num_heads),
+        _description(heads, to),
+        _USE[to].format(heads=heads.num_heads, chain=_chain(reports, heads.num_heads)),
         _training(run),
-        _measured(paths.home),
-        f"## Licence\n\n{licence}"
-        if licence
-        else "## Licence\n\nThat of the base model applies to what was trained on it.",
+        _measured(reports),
+        f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -82,18 +91,35 @@ def _header(base: str, run: dict[str, Any], licence: str | None) -> str:
     return f"---\n{yaml.safe_dump(keys, sort_keys=False)}---"
 
 
-def _what(heads: HeadTensors, to: ExportTarget) -> str:
+def _description(heads: HeadTensors, to: ExportTarget) -> str:
     if to == "merged":
-        return "The backbone of a Medusa-2 run, with everything folded in that it learnt beside its draft heads."
+        return "The backbone of a joint (Medusa-2) run, adapter merged."
     matrix = "the backbone's lm_head, shared" if heads.shared else f"{heads.vocab_size:,} tokens"
     if heads.token_map is not None:
-        known = f"the {len(heads.token_map):,} most frequent tokens"
-        matrix = f"{matrix}, {known}" if heads.shared else known
+        reduced = f"the {len(heads.token_map):,} most frequent tokens"
+        matrix = f"{matrix}, {reduced}" if heads.shared else reduced
     layers = f"{heads.num_layers} residual block{'' if heads.num_layers == 1 else 's'}"
     return (
-        f"{heads.num_heads} draft heads with {layers} each (hidden size {heads.hidden_size:,}, {matrix}): head k "
-        "guesses the token k places beyond the next one, the model verifies the guesses, and its output stays its own. "
-        "Medusa: arXiv 2401.10774."
+        f"{heads.num_heads} draft heads with {layers} each (hidden size {heads.hidden_size:,}, {matrix}). Head k "
+        "predicts the token k positions after the next one; the backbone verifies all of them in one forward pass and "
+        "keeps those that it would have generated itself. With greedy decoding in float32 the output equals plain "
+        "decoding's, except where two logits tie; in bfloat16 or float16, rounding can also exchange nearly equal "
+        "logits. Medusa: arXiv 2401.10774."
+    )
+
+
+def _chain(reports: Sequence[Mapping[str, Any]], num_heads: int) -> str:
+    """Say what the chain of top-1 tokens was measured to give, which is what a server without trees can reach."""
+    rates = [
+        f"{rate:.2f} tokens per step on {(report.get('meta') or {}).get('bench')}"
+        for report in reports
+        if (rate := (report.get("overall") or {}).get("chain_acceleration_rate")) is not None
+    ]
+    if not rates:
+        return "What that chain gives was not measured here."
+    return (
+        f"With all {num_heads} heads that chain gives {', '.join(rates)} (counted on greedy answers outside vLLM; "
+        "speed in vLLM was not measured here)."
     )
 
 
@@ -105,27 +131,32 @@ def _training(run: dict[str, Any]) -> str:
     return f"## Training\n\nData: {', '.join(_public(name) for name in _data(run))}.\n\n{table}"
 
 
-def _measured(home: Path) -> str:
-    """A table of the evaluations that lie beside the heads; a sentence where there are none."""
-    rows = []
-    for path in sorted(home.glob("eval/*/report.json")):
-        report = _json(path)
-        overall, meta = report.get("overall") or {}, report.get("meta") or {}
-        if overall.get("speedup") is not None:
-            cells = [meta.get("bench"), meta.get("device"), meta.get("dtype"), meta.get("tree_nodes")]
-            figures = [
-                overall.get(key) for key in ("acceleration_rate", "overhead", "speedup", "speedup_over_generate")
-            ]
-            rows.append([*(str(cell) for cell in cells), *("-" if x is None else f"{x:.2f}" for x in figures)])
+def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the evaluations in the run directory; a sentence where there are none."""
+    rows = [_measured_row(report) for report in reports if (report.get("overall") or {}).get("speedup") is not None]
     if not rows:
         return "## Measured\n\nNothing has been measured yet (`medusa-eval`)."
     titles = ["bench", "device", "dtype", "tree nodes", "tokens per step", "overhead", "speedup", "over generate"]
+    titles += ["equal float32", "equal bfloat16"]
     lines = [titles, ["---"] * len(titles), *rows]
     return (
         "## Measured\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
-        "One answer at a time, the tree in `tree.json` of the run. *speedup* is over the same loop without guesses, "
-        "*over generate* over `transformers` `generate`; a server's gain is its own."
+        "One answer at a time, with the tree in `tree.json` of the run. *speedup* is over the same loop without a "
+        "draft, *over generate* over `transformers` `generate`; in a server the gain differs. *equal*: answers that "
+        "equal plain decoding's token for token when both decode in that dtype."
     )
+
+
+def _measured_row(report: Mapping[str, Any]) -> list[str]:
+    overall, meta = report.get("overall") or {}, report.get("meta") or {}
+    setting = [str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")]
+    figures = [overall.get(key) for key in ("acceleration_rate", "overhead", "speedup", "speedup_over_generate")]
+    equal = [overall.get(key) for key in ("equal_answers", "equal_answers_bf16")]
+    return [
+        *setting,
+        *("-" if value is None else f"{value:.2f}" for value in figures),
+        *("-" if value is None else f"{value}/{overall.get('answers')}" for value in equal),
+    ]
 
 
 def _data(run: dict[str, Any]) -> list[str]:
@@ -134,20 +165,20 @@ def _data(run: dict[str, Any]) -> list[str]:
 
 
 def _is_hub_name(name: str) -> bool:
-    """Whether a name is one of the hub's: `owner/name`, and no path of this machine."""
+    """Whether a name is a repository of the hub (`owner/name`) rather than a local path."""
     local = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet")) or Path(name).exists()
     return name.count("/") == 1 and not local
 
 
 def _public(name: str) -> str:
-    """A hub name as it is; of a path only the last part: directories are nobody else's business."""
+    """Return a hub name unchanged, and of a local path only the last part."""
     return (
         name if _is_hub_name(name) else f"`{Path(name).name}` (a local {'file' if Path(name).suffix else 'directory'})"
     )
 
 
 def _licence_of(base: str) -> str | None:
-    """What the card of a local base model gives as its licence."""
+    """Read the licence from the model card of a local base model; None where it has none."""
     try:
         text = (Path(base) / "README.md").read_text(encoding="utf-8")
         header = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None

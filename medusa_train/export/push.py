@@ -1,4 +1,4 @@
-"""An exported directory onto the Hugging Face hub. Knows nothing of what is in it."""
+"""Upload an exported directory to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from medusa_train.hub import hub_is_out_of_reach
 
 
 def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
-    """Upload `directory` as the model repository `repo`; returns its address.
+    """Upload `directory` as the model repository `repo`; returns its URL.
 
     Args:
-        private: how a repository is made that is not there yet.
-        api: `huggingface_hub.HfApi`, or what stands for it.
+        directory: an exported directory.
+        repo: repository name, OWNER/NAME.
+        private: visibility of the repository if it has to be created.
+        api: `huggingface_hub.HfApi` or a test double.
 
     Raises:
-        ConfigError: `repo` is no name of the hub. MedusaError: the hub can't be reached, or refuses.
+        ConfigError: `repo` is not a valid repository name.
+        MedusaError: the hub cannot be reached or refuses the upload.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -33,24 +36,24 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
 
         api = HfApi()
     try:
-        made = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
-        # evaluations of the export itself, which lie in it, are full of this machine's paths
+        url = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
+        # evaluations of the export itself lie in it, with paths of this machine
         api.upload_folder(
-            repo_id=made.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*"]
+            repo_id=url.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*"]
         )
-    except Exception as error:  # the client raises a dozen unrelated kinds: no token, no right, no network
+    except Exception as error:  # the client raises a dozen unrelated types: no token, no permission, no network
         raise MedusaError(
-            f"the hub did not take {directory} as {repo}: {error}\n"
-            "Log in with `hf auth login` (or set HF_TOKEN) with a token that may write; the export itself is whole"
+            f"upload of {directory} to {repo} failed: {error}\n"
+            "Log in with `hf auth login` (or set HF_TOKEN) with a token that has write access; the export is complete"
         ) from error
-    return str(made)
+    return str(url)
 
 
-def named_by_path(directory: Path) -> str | None:
-    """The path of this machine by which config.json there names the backbone, of no use elsewhere; None: no path.
+def local_base_model(directory: Path) -> str | None:
+    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if it is no path.
 
     Raises:
-        CheckpointError: config.json is no JSON.
+        CheckpointError: config.json is not valid JSON.
     """
     config = directory / "config.json"
     base = read_json(config).get("base_model_name_or_path") if config.is_file() else None

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's Medusa conversion wants besides the heads: the backbone's config, and the tree as an argument."""
+"""Write what single targets need besides the heads: vLLM's check, TensorRT-LLM's config and tree, merged models."""
 
 from __future__ import annotations
 
@@ -23,50 +23,19 @@ from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.tree import Tree
 
-MAX_NODES = 63
-
-
-def backbone_keys(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
-    """The backbone's own config.json as it stands, and the number of heads under the name that is only read here.
-
-    Raises:
-        BackboneError: it can't be had. CheckpointError: it is no JSON.
-    """
-    local = Path(paths.base_model) / "config.json"
-    if not local.is_file():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            offline = hub_is_out_of_reach()
-            local = Path(hf_hub_download(paths.base_model, "config.json", local_files_only=offline))
-        except Exception as error:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
-            raise BackboneError(
-                f"base_model {paths.base_model}: its config.json, which belongs into this export, can't be had: {error}"
-            ) from error
-    config = read_json(local)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{local}: a mapping of keys is expected")
-    return {**config, "num_medusa_heads": num_heads}
-
-
-def choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
-    """The run's tree as `--medusa_choices` takes it, and what is in the way of that, or None."""
-    if paths.tree is None:
-        return "", "there is no tree.json here: give TensorRT-LLM a --medusa_choices of your own"
-    tree = Tree.load(paths.tree)
-    if tree.size > MAX_NODES or tree.max_depth > num_heads:
-        return "", (
-            f"{paths.tree} has {tree.size} nodes and is {tree.max_depth} deep; TensorRT-LLM takes {MAX_NODES} nodes at "
-            f"most, and there are {num_heads} heads: give it a --medusa_choices of your own"
-        )
-    return json.dumps([list(path) for path in tree.paths]), None
+MAX_NODES = 63  # of a --medusa_choices tree in TensorRT-LLM
+MERGED = "merged"
+MODEL = "model"
 
 
 def check_vllm_directory(directory: Path, weights: str) -> str:
-    """Say against what the directory was checked.
+    """Check that vLLM's loader reads all of an exported directory.
 
-    The rules are `loader_problems`'; where vLLM is installed, its own config class reads config.json first, and the
-    weights are held against what it made of it.
+    The rules are those of `loader_problems`. Where vLLM is installed, its config class reads config.json first, and
+    the weights are checked against what that class returns.
+
+    Returns:
+        What the directory was checked against, in words.
 
     Raises:
         CheckpointError: vLLM would not load these heads as they are.
@@ -74,45 +43,79 @@ def check_vllm_directory(directory: Path, weights: str) -> str:
     config: dict[str, Any] = read_json(directory / "config.json")
     checked = "checked against the rules of vLLM's loader (vLLM is not installed here)"
     if importlib.util.find_spec("vllm") is not None:
-        version, read = _as_vllm_reads(directory)
-        config = {**config, **{key: read[key] for key in config if key in read}}
+        version, parsed = _parse_with_vllm(directory)
+        config = {**config, **{key: parsed[key] for key in config if key in parsed}}
         checked = f"checked against vLLM {version}'s config class and the rules of its loader"
     if problems := loader_problems(read_tensors(directory / weights), config):
         raise CheckpointError(f"{directory}: vLLM would not load these heads as they are:\n" + "\n".join(problems))
     return checked
 
 
-def _as_vllm_reads(directory: Path) -> tuple[str, dict[str, Any]]:
-    """vLLM's version, and config.json as its own class for Medusa drafts understands it."""
+def _parse_with_vllm(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Return vLLM's version, and config.json as parsed by its config class for Medusa."""
     import vllm
     from vllm.transformers_utils.configs.medusa import MedusaConfig
 
     return str(vllm.__version__), MedusaConfig.from_pretrained(str(directory)).to_dict()
 
 
-MERGED = "merged"
-MODEL = "model"
+def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
+    """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa conversion reads it.
+
+    Raises:
+        BackboneError: the backbone's config.json cannot be downloaded.
+        CheckpointError: it is not valid JSON.
+    """
+    path = Path(paths.base_model) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            offline = hub_is_out_of_reach()
+            path = Path(hf_hub_download(paths.base_model, "config.json", local_files_only=offline))
+        except Exception as error:  # the hub client raises a dozen unrelated types for "not reachable" and "not there"
+            raise BackboneError(
+                f"base_model {paths.base_model}: cannot read its config.json, which this export contains: {error}"
+            ) from error
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a mapping of keys")
+    return {**config, "num_medusa_heads": num_heads}
 
 
-def trained_the_backbone(paths: ModelPaths) -> bool:
-    """Whether the run left an adapter or a backbone of its own."""
-    return paths.adapter is not None or _own_model(paths) is not None
+def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
+    """Return the run's tree as the value of `--medusa_choices`, and a warning where there is no usable tree."""
+    if paths.tree is None:
+        return "", "no tree.json in the run: pass a --medusa_choices to TensorRT-LLM yourself"
+    tree = Tree.load(paths.tree)
+    if tree.size > MAX_NODES or tree.max_depth > num_heads:
+        return "", (
+            f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts at most {MAX_NODES} "
+            f"nodes, and there are {num_heads} heads: pass a --medusa_choices to TensorRT-LLM yourself"
+        )
+    return json.dumps([list(path) for path in tree.paths]), None
+
+
+def backbone_was_trained(paths: ModelPaths) -> bool:
+    """Whether the run trained the backbone, as an adapter or in full."""
+    return paths.adapter is not None or _trained_model(paths) is not None
 
 
 def load_trained_backbone(paths: ModelPaths) -> Backbone:
-    """The backbone as the heads know it, unquantised, in the dtype that it is stored in, on the CPU.
+    """Load the backbone that the heads were trained with, unquantised, in its stored dtype, on the CPU.
 
-    An adapter is folded in. Where it was trained over 4 or 8 bits, those are what is dequantised: the original
-    weights with this adapter are another model.
+    An adapter is merged. If it was trained over 4-bit or 8-bit weights, those are dequantised first: merged into the
+    original weights it would give another model.
 
     Raises:
-        BackboneError: it can't be loaded. CheckpointError: the adapter doesn't fit.
+        BackboneError: the backbone cannot be loaded.
+        CheckpointError: the adapter does not fit.
     """
     _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     backbone = Backbone.load(
         paths.base_model,
         dtype=getattr(config, "dtype", None) or "float32",
-        # bitsandbytes dequantises wherever the weights are; a GPU is quicker at it where there is one
+        # bitsandbytes dequantises on either device, faster on a GPU
         device=None if paths.quantization else "cpu",
         quantization=paths.quantization if paths.adapter is not None else None,
         trust_remote_code=paths.trust_remote_code,
@@ -123,28 +126,24 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
 
 
 def write_merged(paths: ModelPaths, target: Path) -> str:
-    """Write the trained backbone and its tokenizer to `target`; returns what was done, in words.
+    """Write the trained backbone, adapter merged, and its tokenizer to `target`, atomically.
 
-    The directory appears whole or not at all.
+    Returns:
+        What was written, in words.
 
     Raises:
-        CheckpointError: it can't be written. BackboneError: the backbone can't be loaded.
+        CheckpointError: the directory cannot be written.
+        BackboneError: the backbone cannot be loaded.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        if (own := _own_model(paths)) is not None:
-            shutil.copytree(own, temporary, dirs_exist_ok=True)
-            done = f"{own}, copied: the backbone itself was trained"
+        if (model := _trained_model(paths)) is not None:
+            shutil.copytree(model, temporary, dirs_exist_ok=True)
+            content = f"copy of {model}: the backbone itself was trained"
         else:
-            backbone = load_trained_backbone(paths)
-            # transformers imports DeepSpeed to save, which warns where it has to guess
-            os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-            backbone.model.save_pretrained(temporary, safe_serialization=True)
-            _with_template(backbone.tokenizer, paths.chat_template).save_pretrained(temporary)
-            form = f"dequantised from {paths.quantization}, " if paths.quantization else ""
-            done = f"{paths.base_model}, {form}adapter folded in, {_dtype_name(backbone)}"
+            content = _save_merged_adapter(paths, temporary)
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
@@ -153,20 +152,23 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
         raise CheckpointError(write_failure("the merged backbone", target, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return done
+    return content
 
 
-def _own_model(paths: ModelPaths) -> Path | None:
+def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
+    backbone = load_trained_backbone(paths)
+    # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess the accelerator
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    backbone.model.save_pretrained(directory, safe_serialization=True)
+    tokenizer, template = backbone.tokenizer, paths.chat_template
+    if template in TEMPLATES and not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = TEMPLATES[template].source  # the one that the run was trained with
+    tokenizer.save_pretrained(directory)
+    dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
+    return f"{paths.base_model}, {dequantised}adapter merged, {str(backbone.dtype).removeprefix('torch.')}"
+
+
+def _trained_model(paths: ModelPaths) -> Path | None:
+    """Return the full backbone that the run trained; None where it trained none."""
     model = paths.home / MODEL
     return model if (model / "config.json").is_file() else None
-
-
-def _with_template(tokenizer: Any, name: str | None) -> Any:
-    """The tokenizer with the chat template that the run was trained in, where it has none of its own."""
-    if name in TEMPLATES and not getattr(tokenizer, "chat_template", None):
-        tokenizer.chat_template = TEMPLATES[name].source
-    return tokenizer
-
-
-def _dtype_name(backbone: Backbone) -> str:
-    return str(backbone.dtype).removeprefix("torch.")

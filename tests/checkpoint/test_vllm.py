@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference import from_reference, to_reference
-from medusa_train.checkpoint.vllm import config_as_loaded, filled_in, from_vllm, loader_problems, to_vllm
+from medusa_train.checkpoint.vllm import config_as_loaded, copy_lm_head, from_vllm, loader_problems, to_vllm
 from medusa_train.errors import CheckpointError
 from tests.checkpoint.others import D, V, reference_tensors, vllm_config, vllm_tensors, write
 
@@ -88,7 +88,7 @@ def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
     again = read_heads(write_vllm(heads, tmp_path, lm_head))
     assert again.shared
     assert same(to_reference(again.state, 1), tensors)
-    own = filled_in(heads, lm_head, None)
+    own = copy_lm_head(heads, lm_head, None)
     assert not own.shared
     assert set(to_reference(own.state, 1)) == set(reference_tensors(3, 1))
     assert loader_problems(*to_vllm(own)) == []

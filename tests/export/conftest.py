@@ -19,7 +19,16 @@ from tests.evaluation.tiny_model import write_backbone
 
 REPORT = {
     "meta": {"bench": "mtbench", "device": "a GPU", "dtype": "bfloat16", "tree_nodes": 16},
-    "overall": {"acceleration_rate": 2.345, "overhead": 1.1, "speedup": 2.13, "speedup_over_generate": None},
+    "overall": {
+        "acceleration_rate": 2.345,
+        "overhead": 1.1,
+        "speedup": 2.13,
+        "speedup_over_generate": None,
+        "chain_acceleration_rate": 1.81,
+        "answers": 80,
+        "equal_answers": 80,
+        "equal_answers_bf16": 61,
+    },
 }
 
 

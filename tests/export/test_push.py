@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.export.push import named_by_path, push
+from medusa_train.export.push import local_base_model, push
 
 
 class Hub:
@@ -66,6 +66,6 @@ def test_no_network_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("base", "found"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
 def test_a_backbone_that_only_this_machine_has_is_found(tmp_path: Path, base: str | None, found: str | None) -> None:
-    assert named_by_path(tmp_path) is None  # a merged backbone names none
+    assert local_base_model(tmp_path) is None  # a merged backbone names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    assert named_by_path(tmp_path) == found
+    assert local_base_model(tmp_path) == found
