@@ -53,12 +53,12 @@ from medusa_train.data.dataset import BatchLoader, load_datasets  # noqa: E402
 from medusa_train.data.draft_vocabulary import coverage, token_counts  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import CheckpointError, DataError, MedusaError  # noqa: E402
-from medusa_train.evaluation.backbone_quality import compare, load_versions  # noqa: E402
+from medusa_train.evaluation.backbone_quality import compare_backbones, load_versions  # noqa: E402
 from medusa_train.evaluation.bootstrap import Counts, compare_rates  # noqa: E402
-from medusa_train.evaluation.calibrate import collect, talks_of_run  # noqa: E402
+from medusa_train.evaluation.calibrate import trace_conversations, validation_prompts  # noqa: E402
 from medusa_train.evaluation.choose_dtype import choose_dtype  # noqa: E402
 from medusa_train.evaluation.metrics import accepted_lengths, summarize  # noqa: E402
-from medusa_train.evaluation.output_equality import judge_timed  # noqa: E402
+from medusa_train.evaluation.output_equality import compare_timed_answers  # noqa: E402
 from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnLog, TurnRecord  # noqa: E402
 from medusa_train.evaluation.speed import Answerer, LoopAnswerer, SpeedTest  # noqa: E402
@@ -281,10 +281,10 @@ def equal_tree(paths: ModelPaths, loaded: LoadedModel, args: argparse.Namespace)
         CheckpointError: the run's data are not available.
     """
     chat = ChatEncoder(loaded.backbone.tokenizer, paths.chat_template)
-    prompts = talks_of_run(paths, chat, TREE_SEED)
+    prompts = validation_prompts(paths, chat, TREE_SEED)
     if not prompts:
         raise CheckpointError(f"{paths.home}: its training data are missing, needed to fit a tree")
-    traces = collect(loaded, prompts, args.tree_tokens, TREE_ANSWER, lambda tokens: None)
+    traces = trace_conversations(loaded, prompts, args.tree_tokens, TREE_ANSWER, lambda tokens: None)
     return joint_trees([trace for chat_traces in traces for trace in chat_traces], [args.nodes])[args.nodes]
 
 
@@ -322,7 +322,9 @@ def backbone_quality(run: Path, paths: ModelPaths, args: argparse.Namespace) -> 
     quality = {}
     for name, text in texts.items():
         loader = BatchLoader(text, micro_batch_size=8, seed=0, shuffle=False)
-        one = compare(before, after, (batch for _, batch in zip(range(loader.steps_per_epoch), loader, strict=False)))
+        one = compare_backbones(
+            before, after, (batch for _, batch in zip(range(loader.steps_per_epoch), loader, strict=False))
+        )
         quality[name] = {
             "tokens": one.tokens,
             "perplexity_before": one.perplexity_before,
@@ -510,7 +512,7 @@ def counts_of(one: Contender, records: Sequence[TurnRecord]) -> Record:
     result: Record = {"trees": {}}
     for tree, shape in one.trees.items():
         turns = as_tree(records, f"{one.name}/{tree}")
-        judge_timed(turns, one.backbone, "float32")
+        compare_timed_answers(turns, one.backbone, "float32")
         figures = summarize(turns)
         questions: dict[str, list[int]] = {}
         for turn in turns:

@@ -42,8 +42,8 @@ from medusa_train.evaluation.speed import (  # noqa: E402
     TREE,
     GenerateAnswerer,
     SpeedTest,
-    describe,
-    further_baselines,
+    describe_baseline,
+    extra_baselines,
 )
 from medusa_train.export.write import export_run  # noqa: E402
 
@@ -200,7 +200,7 @@ def title(name: str, assistant: str | None, transformers: str) -> str:
     own = {TREE: "this project, the run's tree", PLAIN: "this project, plain decoding"}
     if name in own:
         return own[name]
-    return name if name.startswith("vLLM") else describe(name, transformers, assistant)
+    return name if name.startswith("vLLM") else describe_baseline(name, transformers, assistant)
 
 
 def markdown(
@@ -266,7 +266,7 @@ def run(args: argparse.Namespace, machine: Mapping[str, Any]) -> None:
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     if args.assistant is None:
         note("assisted generation: skipped, no --assistant given")
-    baselines = further_baselines(subject.backbone, args.assistant, prompt_lookup=True, note=note)
+    baselines = extra_baselines(subject.backbone, args.assistant, prompt_lookup=True, note=note)
     others: dict[str, Any] = {name: CountingAnswerer(one, subject.backbone.model) for name, one in baselines.items()}
     records: list[TurnRecord] = []
     with tempfile.TemporaryDirectory() as folder:

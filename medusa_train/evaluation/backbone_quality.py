@@ -17,7 +17,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.evaluation.validation_data import held_out, run_config
+from medusa_train.evaluation.validation_data import run_config, validation_conversations
 from medusa_train.hub import hub_is_out_of_reach
 from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
 from medusa_train.models.backbone import Backbone
@@ -62,7 +62,7 @@ class Quality:
 
 
 @torch.no_grad()
-def compare(before: Version, after: Version, batches: Iterable[Batch]) -> Quality:
+def compare_backbones(before: Version, after: Version, batches: Iterable[Batch]) -> Quality:
     """Measure both versions of a backbone on `batches`, by chunks: no tensor of [T, V] is alive (SPEC 1).
 
     Only supervised tokens count, each predicted from the position before it in its document.
@@ -122,12 +122,12 @@ def _version(backbone: Backbone) -> Version:
 TOKENS = 20_000  # answer tokens that suffice
 
 
-def trained_backbone(paths: ModelPaths) -> bool:
+def has_trained_backbone(paths: ModelPaths) -> bool:
     """Whether the run changed its backbone (Medusa-2), by an adapter or as a whole."""
     return paths.adapter is not None or (paths.home / "model" / "config.json").is_file()
 
 
-def joint_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
+def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
     """Perplexity of a joint run's backbone before and after, and KL from the untouched one, nats per token.
 
     None for a run that left its backbone alone, or whose data are not to be had any more.
@@ -136,15 +136,15 @@ def joint_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] |
         BackboneError, CheckpointError: backbone or adapter can't be loaded.
     """
     cfg = run_config(paths)
-    if cfg is None or not trained_backbone(paths):
+    if cfg is None or not has_trained_backbone(paths):
         return None
     tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_out_of_reach())
-    found = held_out(cfg, ChatEncoder(tokenizer, paths.chat_template))
+    found = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template))
     if found is None:
         return None
     conversations, unseen = found
     before, after = load_versions(paths, cfg.base_model, dtype)
-    moved = compare(before, after, _batches(conversations))
+    moved = compare_backbones(before, after, _batches(conversations))
     return {
         "tokens": moved.tokens,
         "text": "held-out conversations" if unseen else "training conversations (nothing was held out)",

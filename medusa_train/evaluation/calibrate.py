@@ -25,7 +25,7 @@ from medusa_train.evaluation.choose_dtype import choose_dtype
 from medusa_train.evaluation.html_report.calibration import calibration_page
 from medusa_train.evaluation.metrics import node_acceptance
 from medusa_train.evaluation.questions import Bench, Question
-from medusa_train.evaluation.validation_data import held_out, run_config
+from medusa_train.evaluation.validation_data import run_config, validation_conversations
 from medusa_train.inference.traces import Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.inference.tree_fit import SEARCHES, compare_searches, joint_trees, shallower_trees
 from medusa_train.inference.tree_search import SIZES, measure_step_latency, median_prompt
@@ -50,16 +50,16 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, console: Console
     with RunProgress(console).phase(f"loading in {dtype}", ticking=True):
         subject = load_with_draft(paths, dtype, compiled=cfg.compile)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
-    talks = talks_of_run(paths, chat, cfg.seed)
+    talks = validation_prompts(paths, chat, cfg.seed)
     kind = "prompts that the run held out"
     if talks is None:
-        talks = talks_of_bench(bench.questions, chat)
+        talks = bench_prompts(bench.questions, chat)
         kind = f"questions of bench {bench.name}: measure on another one"
     console.print(f"calibrating on {cfg.calibration_tokens:,} greedy tokens, {kind}", highlight=False, soft_wrap=True)
     with RunProgress(console).phase(
         f"answering in {dtype}", sum(len(prompts) for prompts in talks), "turns"
     ) as progress:
-        traced = collect(
+        traced = trace_conversations(
             subject, talks, cfg.calibration_tokens, cfg.max_new_tokens, lambda tokens: progress.advance(tokens=tokens)
         )
     console.print("comparing trees of 0 to 63 nodes, then timing steps", highlight=False)
@@ -95,7 +95,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class CalibrationResult:
     """What a calibration found.
 
     Attributes:
@@ -183,13 +183,13 @@ def interpolate(measured: Mapping[int, float], at: int) -> float:
     return (1 - share) * measured[low] + share * measured[high]
 
 
-def talks_of_run(paths: ModelPaths, chat: ChatEncoder, seed: int) -> list[Prompts] | None:
+def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int) -> list[Prompts] | None:
     """The prompts of the run's held-out conversations (of all, where none were held out), in random order.
 
     None where there is no run, or its data are not to be had any more.
     """
     cfg = run_config(paths)
-    found = None if cfg is None else held_out(cfg, chat)
+    found = None if cfg is None else validation_conversations(cfg, chat)
     if found is None:
         return None
     examples = list(found[0])
@@ -197,12 +197,12 @@ def talks_of_run(paths: ModelPaths, chat: ChatEncoder, seed: int) -> list[Prompt
     return [example.prompts() for example in examples]
 
 
-def talks_of_bench(questions: Sequence[Question], chat: ChatEncoder) -> list[Prompts]:
+def bench_prompts(questions: Sequence[Question], chat: ChatEncoder) -> list[Prompts]:
     """The first turns of a bench, which is of no use for measuring afterwards."""
     return [[chat.prompt([Message("user", question.turns[0])])] for question in questions]
 
 
-def collect(
+def trace_conversations(
     subject: LoadedModel, talks: Sequence[Prompts], budget: int, max_new_tokens: int, on_tokens: Callable[[int], None]
 ) -> list[list[Trace]]:
     """Let the backbone answer the prompts of the talks greedily until `budget` tokens are written, and rank them."""
@@ -233,7 +233,7 @@ def collect(
 
 def search(
     subject: LoadedModel, talks: Sequence[Sequence[Trace]], prompts: Sequence[list[int]], own: Tree | None = None
-) -> Found:
+) -> CalibrationResult:
     """Compare all searches on paper, time steps, and choose the size with the most expected tokens per second.
 
     Args:
@@ -272,7 +272,7 @@ def search(
     trees["joint"][nodes], curves["joint"][nodes] = joint.tree, joint.tokens_per_step
     about = {"conversations": len(talks), "answers": len(everything), "tokens": sum(len(t.ranks) for t in everything)}
     accepted = node_acceptance(everything, joint.tree)
-    return Found(trees, curves, latency, nodes, candidates, head_accuracy(everything), accepted, about)
+    return CalibrationResult(trees, curves, latency, nodes, candidates, head_accuracy(everything), accepted, about)
 
 
 def _shallower(talks: Sequence[Sequence[Trace]], tree: Tree) -> list[tuple[Tree, float]]:
@@ -284,7 +284,7 @@ def _shallower(talks: Sequence[Sequence[Trace]], tree: Tree) -> list[tuple[Tree,
     return [(flat, rates[str(flat.max_depth)]) for flat in found]
 
 
-def table(found: Found) -> Table:
+def table(found: CalibrationResult) -> Table:
     """Every search's best tree side by side."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for index, title in enumerate(("tree", "nodes", "tokens per step", "ms per step", "tokens/s")):
@@ -295,7 +295,7 @@ def table(found: Found) -> Table:
     return shown
 
 
-def save(found: Found, tree: Path, directory: Path, title: str) -> list[Path]:
+def save(found: CalibrationResult, tree: Path, directory: Path, title: str) -> list[Path]:
     """Write tree.json to `tree`, calibration.json and calibration.html into `directory`; returns their paths."""
     data, page = directory / "calibration.json", directory / "calibration.html"
     replace_text(data, json.dumps(found.as_json(), indent=1) + "\n")

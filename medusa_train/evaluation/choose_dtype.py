@@ -51,7 +51,7 @@ def fastest_dtype(paths: ModelPaths, prompt_of: Callable[[Backbone], list[int]],
     """
     seconds: dict[str, float] = {}
     packed: list[str] = []
-    weights: Weights | None = None
+    weights: WeightMemory | None = None
     for dtype in _candidates(paths):
         if weights is not None and not weights.fit(dtype):
             note(f"dtype {dtype}: the weights alone would not fit into the free memory; left out")
@@ -83,14 +83,16 @@ def _candidates(paths: ModelPaths) -> list[str]:
     return sorted(names, key=lambda name: name != stored)
 
 
-def _probe(paths: ModelPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]) -> tuple[float, Weights, bool]:
+def _probe(
+    paths: ModelPaths, dtype: str, prompt_of: Callable[[Backbone], list[int]]
+) -> tuple[float, WeightMemory, bool]:
     """A step's latency as `load_with_draft` would decode, what the weights take, and whether they were laid out anew.
 
     The backbone is let go on return.
     """
     backbone = load_backbone(paths, dtype)
     packed = backbone.pack()
-    return plain_step_seconds(backbone, prompt_of(backbone)), Weights.of(backbone.model, backbone.device), packed
+    return plain_step_seconds(backbone, prompt_of(backbone)), WeightMemory.of(backbone.model, backbone.device), packed
 
 
 def plain_step_seconds(backbone: Backbone, prompt_ids: list[int]) -> float:
@@ -124,7 +126,7 @@ def release_memory() -> None:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightMemory:
     """What a model's weights take: `numbers` of them are stored in the dtype, `packed` bytes are quantised ones."""
 
     device: torch.device
@@ -132,7 +134,7 @@ class Weights:
     packed: int
 
     @classmethod
-    def of(cls, model: nn.Module, device: torch.device) -> Weights:
+    def of(cls, model: nn.Module, device: torch.device) -> WeightMemory:
         """Count those of a loaded model."""
         parameters = list(model.parameters())
         return cls(

@@ -13,22 +13,22 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 
 #: In which the tree's answers are compared with plain ones.
-EXACTNESS_DTYPES = ("float32", "bfloat16")
+EQUALITY_DTYPES = ("float32", "bfloat16")
 
 #: Logits within this of the best one may change places with it by rounding alone, in float32.
 TIE_MARGIN = 1e-4
 
 
-def judge_timed(records: Sequence[TurnRecord], backbone: Backbone, dtype: str) -> None:
+def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dtype: str) -> None:
     """Compare the answers that were timed in `dtype`; the verdicts go into `record.exact`."""
     for record in records:
         if record.tree is not None:
-            record.exact[dtype] = verdict(
+            record.exact[dtype] = compare_answers(
                 backbone, record.prompt_ids, record.tree.tokens, record.plain.tokens, ties=dtype == "float32"
             )
 
 
-def judge_again(
+def compare_regenerated_answers(
     records: Sequence[TurnRecord],
     subject: LoadedModel,
     dtype: str,
@@ -45,13 +45,13 @@ def judge_again(
     for record in records:
         tree = with_tree.generate(list(record.prompt_ids), max_new_tokens)
         plain = plainly.generate(list(record.prompt_ids), max_new_tokens)
-        record.exact[dtype] = verdict(
+        record.exact[dtype] = compare_answers(
             subject.backbone, record.prompt_ids, tree.tokens, plain.tokens, ties=dtype == "float32"
         )
         on_turn(len(tree.tokens) + len(plain.tokens))
 
 
-def verdict(
+def compare_answers(
     backbone: Backbone, prompt_ids: Sequence[int], tree: Sequence[int], plain: Sequence[int], *, ties: bool
 ) -> Verdict:
     """Equal, different, or (with `ties`) first different where both tokens' logits nearly coincide with the best."""
@@ -60,12 +60,12 @@ def verdict(
         return Verdict.EQUAL
     if not ties or place >= min(len(tree), len(plain)):
         return Verdict.DIFFERENT
-    behind = behind_best(backbone, prompt_ids, plain[:place], (tree[place], plain[place]))
+    behind = logit_gaps(backbone, prompt_ids, plain[:place], (tree[place], plain[place]))
     return Verdict.TIE if max(behind) <= TIE_MARGIN else Verdict.DIFFERENT
 
 
 @torch.no_grad()
-def behind_best(
+def logit_gaps(
     backbone: Backbone, prompt_ids: Sequence[int], answer: Sequence[int], candidates: Sequence[int]
 ) -> list[float]:
     """By how much the best logit after prompt and answer leads each candidate's; 0 for the best token itself."""

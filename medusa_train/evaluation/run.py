@@ -18,14 +18,14 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, ConfigError
-from medusa_train.evaluation.backbone_quality import joint_quality, trained_backbone
-from medusa_train.evaluation.choose_dtype import Weights, choose_dtype, is_out_of_memory, release_memory
-from medusa_train.evaluation.output_equality import EXACTNESS_DTYPES, judge_again, judge_timed
+from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
+from medusa_train.evaluation.choose_dtype import WeightMemory, choose_dtype, is_out_of_memory, release_memory
+from medusa_train.evaluation.output_equality import EQUALITY_DTYPES, compare_regenerated_answers, compare_timed_answers
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
 from medusa_train.evaluation.report import Report, model_id, terminal_table, write_report
-from medusa_train.evaluation.run_metadata import facts, identity
-from medusa_train.evaluation.speed import SpeedTest, further_baselines
+from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
+from medusa_train.evaluation.speed import SpeedTest, extra_baselines
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.inference.traces import trace_answer
 from medusa_train.progress import RunProgress
@@ -54,11 +54,11 @@ def evaluate(
         raise ConfigError("judge_base_url and judge_model belong together: set both, or neither")
     torch.manual_seed(cfg.seed)
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / bench.name
-    log = _open_log(directory / "turns.jsonl", identity(cfg, bench, paths), console)
+    log = _open_log(directory / "turns.jsonl", measurement_settings(cfg, bench, paths), console)
     dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, console)
     subject, records, skipped = _load_and_time(cfg, bench, paths, dtype, log, console)
-    look_closer(records, subject)
-    meta = facts(cfg, bench, subject, paths, dtype, records, skipped, command)
+    trace_records(records, subject)
+    meta = collect_metadata(cfg, bench, subject, paths, dtype, records, skipped, command)
     meta["resumed_turns"] = sum(len(turns) for turns in log.measured(bench.questions).values())
     tree = subject.tree
     extra: dict[str, Any] = {}
@@ -72,17 +72,17 @@ def evaluate(
 
     report, written = save()
     if subject.draft is not None:
-        weights = Weights.of(subject.backbone.model, subject.backbone.device)
+        weights = WeightMemory.of(subject.backbone.model, subject.backbone.device)
         try:
-            if dtype in EXACTNESS_DTYPES:
+            if dtype in EQUALITY_DTYPES:
                 meta["exactness"][dtype] = _attempt(
-                    records, dtype, partial(judge_timed, records, subject.backbone, dtype)
+                    records, dtype, partial(compare_timed_answers, records, subject.backbone, dtype)
                 )
                 report, written = save()
             del subject  # a large backbone fits once, not once for each dtype
             if cfg.exactness:
                 _judge_elsewhere(cfg, records, paths, dtype, weights, meta["exactness"], console)
-            if trained_backbone(paths):
+            if has_trained_backbone(paths):
                 extra["joint"] = _joint(paths, console)
         except KeyboardInterrupt:
             console.print(terminal_table(report))
@@ -101,11 +101,11 @@ def evaluate(
 
 
 def _joint(paths: ModelPaths, console: Console) -> dict[str, Any] | None:
-    """`joint_quality`, or None where memory does not suffice."""
+    """`measure_backbone_quality`, or None where memory does not suffice."""
     release_memory()
     console.print("measuring the backbone before and after joint training", highlight=False)
     try:
-        return joint_quality(paths)
+        return measure_backbone_quality(paths)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -202,7 +202,7 @@ def _time(
         console.print(line, highlight=False, soft_wrap=True)
 
     measured = log.measured(bench.questions)
-    further = further_baselines(subject.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=note)
+    further = extra_baselines(subject.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=note)
     test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer, paths.chat_template), cfg.max_new_tokens, further)
     test.warm_up(bench.questions[: cfg.warmup])
     log.start(dtype, measured)
@@ -231,12 +231,12 @@ def _judge_elsewhere(
     records: list[TurnRecord],
     paths: ModelPaths,
     timed_dtype: str,
-    weights: Weights,
+    weights: WeightMemory,
     outcomes: dict[str, str],
     console: Console,
 ) -> None:
     """Compare tree and plain answers in the dtypes that were not timed, by decoding every prompt once more."""
-    for dtype in EXACTNESS_DTYPES:
+    for dtype in EQUALITY_DTYPES:
         if dtype == timed_dtype:
             continue
         release_memory()
@@ -251,7 +251,9 @@ def _load_and_judge(
 ) -> None:
     subject = load_with_draft(paths, dtype)
     with RunProgress(console).phase(f"exactness in {dtype}", len(records), "turns") as progress:
-        judge_again(records, subject, dtype, cfg.max_new_tokens, lambda tokens: progress.advance(tokens=tokens))
+        compare_regenerated_answers(
+            records, subject, dtype, cfg.max_new_tokens, lambda tokens: progress.advance(tokens=tokens)
+        )
 
 
 def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None]) -> str:
@@ -267,7 +269,7 @@ def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None
     return COMPARED
 
 
-def look_closer(records: Sequence[TurnRecord], subject: LoadedModel) -> None:
+def trace_records(records: Sequence[TurnRecord], subject: LoadedModel) -> None:
     """Fill in `pieces` and, with a draft, `trace` of every record.
 
     The trace takes one more pass over prompt and answer, with the logits of a whole answer in memory; where they do

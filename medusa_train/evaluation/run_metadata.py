@@ -18,15 +18,15 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.evaluation.metrics import first_difference
-from medusa_train.evaluation.output_equality import EXACTNESS_DTYPES
+from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.evaluation.speed import describe
+from medusa_train.evaluation.speed import describe_baseline
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.prepack import is_packed
 
 
-def facts(
+def collect_metadata(
     cfg: EvalConfig,
     bench: Bench,
     subject: LoadedModel,
@@ -60,11 +60,11 @@ def facts(
         "tree_file": None if paths.tree is None else short_path(str(paths.tree)),
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
-            "generate_tokens_per_s": describe("generate", transformers.__version__, None),
-            **{name: describe(name, transformers.__version__, cfg.assistant_model) for name in further},
+            "generate_tokens_per_s": describe_baseline("generate", transformers.__version__, None),
+            **{name: describe_baseline(name, transformers.__version__, cfg.assistant_model) for name in further},
         },
         "plain_equal_generate": same,
-        "exactness": None if draft is None else dict.fromkeys(EXACTNESS_DTYPES, "not compared"),
+        "exactness": None if draft is None else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(subject.backbone),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -95,7 +95,7 @@ def device_name(backbone: Backbone) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def identity(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
+def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
     """Everything that answers and their times depend on: what a stopped evaluation must share to be gone on with."""
     questions = json.dumps([[question.question_id, *question.turns] for question in bench.questions])
     weights = [file for folder in (paths.heads, paths.adapter, Path(paths.base_model)) for file in _files(folder)]

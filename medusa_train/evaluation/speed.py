@@ -197,7 +197,7 @@ def _bare_config(backbone: Backbone) -> GenerationConfig:
     return GenerationConfig(do_sample=False, num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad)
 
 
-def further_baselines(
+def extra_baselines(
     backbone: Backbone, assistant_model: str | None, *, prompt_lookup: bool, note: Callable[[str], None]
 ) -> dict[str, GenerateAnswerer]:
     """Prompt-lookup decoding (unless switched off), and assisted generation where a draft model is named.
@@ -233,7 +233,7 @@ def _assistant(name: str, backbone: Backbone) -> Backbone:
     return assistant
 
 
-def describe(name: str, version: str, assistant_model: str | None) -> str:
+def describe_baseline(name: str, version: str, assistant_model: str | None) -> str:
     """What a baseline of transformers is, for the report."""
     kinds = {
         GENERATE: "generate, greedy, with its own cache",

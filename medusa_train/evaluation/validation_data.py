@@ -21,7 +21,7 @@ def run_config(paths: ModelPaths) -> TrainConfig | None:
         return None
 
 
-def held_out(cfg: TrainConfig, chat: ChatEncoder) -> tuple[EncodedDataset, bool] | None:
+def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[EncodedDataset, bool] | None:
     """What a run held out, with the assistant's words alone marked; all of its data where it held out nothing.
 
     Returns:

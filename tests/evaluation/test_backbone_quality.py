@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import Batch
 from medusa_train.data.targets import IGNORE
-from medusa_train.evaluation.backbone_quality import Quality, compare, joint_quality, load_versions
+from medusa_train.evaluation.backbone_quality import Quality, compare_backbones, load_versions, measure_backbone_quality
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.evaluation.tiny_model import write_run
@@ -34,7 +34,7 @@ def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
 
 
 def test_a_joint_run_s_backbone_is_compared_with_the_untouched_one(joint_run: Path) -> None:
-    found = joint_quality(resolve_model(str(joint_run), None, None))
+    found = measure_backbone_quality(resolve_model(str(joint_run), None, None))
     assert found is not None
     assert found["kl"] > 1e-4
     assert found["perplexity_after"] != found["perplexity_before"]
@@ -42,14 +42,14 @@ def test_a_joint_run_s_backbone_is_compared_with_the_untouched_one(joint_run: Pa
 
 
 def test_a_run_that_left_its_backbone_alone_has_nothing_to_compare(run_dir: Path) -> None:
-    assert joint_quality(resolve_model(str(run_dir), None, None)) is None
+    assert measure_backbone_quality(resolve_model(str(run_dir), None, None)) is None
 
 
 def test_without_its_data_nothing_is_measured(joint_run: Path) -> None:
     config = yaml.safe_load((joint_run / "config.yaml").read_text(encoding="utf-8"))
     config["datasets"][0]["path"] = "absent.jsonl"
     (joint_run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    assert joint_quality(resolve_model(str(joint_run), None, None)) is None
+    assert measure_backbone_quality(resolve_model(str(joint_run), None, None)) is None
 
 
 def batches() -> list[Batch]:
@@ -112,7 +112,7 @@ def test_an_adapter_s_run_against_plain_formulas(run_dir: Path, backbone_dir: Pa
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, backbone_dir)
     adapted(backbone_dir, tmp_path / "adapter")
-    found = compare(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
+    found = compare_backbones(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
     merged = Backbone.load(str(backbone_dir))
     Adapter.load(merged, tmp_path / "adapter").merge()
     tokens, before, after, kl = plain(Backbone.load(str(backbone_dir)), merged)
@@ -130,14 +130,14 @@ def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_d
     changed.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, backbone_dir)
-    found = compare(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
+    found = compare_backbones(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
     _, before, after, kl = plain(Backbone.load(str(backbone_dir)), changed)
     assert kl > 0.001
     assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
 
 
 def test_a_frozen_backbone_is_unchanged_to_the_bit(run_dir: Path, backbone_dir: Path) -> None:
-    found = compare(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches())
+    found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches())
     assert found.loss_before > 0
     assert (found.loss_after, found.kl, found.perplexity_change) == (found.loss_before, 0.0, 0.0)
 
@@ -152,5 +152,5 @@ def test_perplexity() -> None:
 def test_nothing_supervised_gives_zeros(run_dir: Path, backbone_dir: Path) -> None:
     batch = batches()[0]
     empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
-    found = compare(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), [empty])
+    found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), [empty])
     assert (found.tokens, found.loss_before, found.kl) == (0, 0.0, 0.0)

@@ -12,7 +12,7 @@ from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import choose_dtype as fastest
 from medusa_train.evaluation import choose_dtype as memory
-from medusa_train.evaluation.choose_dtype import Weights, fastest_dtype, free_memory, is_out_of_memory
+from medusa_train.evaluation.choose_dtype import WeightMemory, fastest_dtype, free_memory, is_out_of_memory
 from medusa_train.models.backbone import Backbone
 
 
@@ -77,7 +77,7 @@ def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded
     stored = LlamaConfig(dtype="bfloat16")
     monkeypatch.setattr(fastest, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
     monkeypatch.setattr(fastest, "load_backbone", failing(set(), MemoryError(), loaded))
-    monkeypatch.setattr(Weights, "fit", lambda self, dtype: dtype != "float32")
+    monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype != "float32")
     said: list[str] = []
     assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
     assert loaded == ["bfloat16"]
@@ -132,7 +132,7 @@ def test_what_this_machines_allocator_says_is_understood() -> None:
 def test_weights_take_what_their_dtype_does_and_packed_ones_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(10, 10, bias=False)
     model.packed = nn.Parameter(torch.zeros(30, dtype=torch.uint8), requires_grad=False)
-    weights = Weights.of(model, CPU)
+    weights = WeightMemory.of(model, CPU)
     assert (weights.numbers, weights.packed) == (100, 30)
     monkeypatch.setattr(memory, "free_memory", lambda device: 429)
     assert weights.fit("bfloat16")

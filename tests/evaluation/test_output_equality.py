@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.load import LoadedModel
-from medusa_train.evaluation.output_equality import behind_best, judge_again, judge_timed, verdict
+from medusa_train.evaluation.output_equality import (
+    compare_answers,
+    compare_regenerated_answers,
+    compare_timed_answers,
+    logit_gaps,
+)
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -51,14 +56,14 @@ PLAIN = (5, 6, 7)
 )
 def test_verdicts(tree: tuple[int, ...], margin: float, ties: bool, expected: Verdict) -> None:
     backbone: Any = StubBackbone(at=len(PROMPT) + 1, margin=margin)
-    assert verdict(backbone, PROMPT, tree, PLAIN, ties=ties) is expected
+    assert compare_answers(backbone, PROMPT, tree, PLAIN, ties=ties) is expected
 
 
 def test_logits_are_compared_where_the_token_was_chosen() -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
     logits = backbone.model(input_ids=torch.tensor([[*PROMPT, *PLAIN]])).logits[0, len(PROMPT) + 1]
     expected = [float(logits.max() - logits[token]) for token in (4, int(logits.argmax()))]
-    assert behind_best(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(expected, abs=1e-4)
+    assert logit_gaps(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(expected, abs=1e-4)
     assert expected[0] > 1e-2
     assert expected[1] == 0.0
 
@@ -70,7 +75,7 @@ def record(tree: tuple[int, ...]) -> TurnRecord:
 def test_timed_answers_are_judged_without_decoding_again() -> None:
     records = [record(PLAIN), record((5, 9, 7))]
     backbone: Any = StubBackbone(at=0, margin=0.0)
-    judge_timed(records, backbone, "bfloat16")
+    compare_timed_answers(records, backbone, "bfloat16")
     assert [found.exact for found in records] == [{"bfloat16": Verdict.EQUAL}, {"bfloat16": Verdict.DIFFERENT}]
 
 
@@ -81,6 +86,6 @@ def test_judging_again_decodes_the_same_prompts_in_the_other_dtype() -> None:
     subject = LoadedModel(backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2]))
     records = [record((9, 9, 9)), record((8, 8, 8))]
     counted: list[int] = []
-    judge_again(records, subject, "float32", max_new_tokens=12, on_turn=counted.append)
+    compare_regenerated_answers(records, subject, "float32", max_new_tokens=12, on_turn=counted.append)
     assert [found.exact["float32"] for found in records] == [Verdict.EQUAL, Verdict.EQUAL]
     assert counted == [24, 24]

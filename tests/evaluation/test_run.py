@@ -104,11 +104,11 @@ def test_other_settings_start_anew(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    look_closer = module.look_closer
-    monkeypatch.setattr(module, "look_closer", interrupted)
+    trace_records = module.trace_records
+    monkeypatch.setattr(module, "trace_records", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(bench_file, run_dir, tmp_path, dtype="float32")
-    monkeypatch.setattr(module, "look_closer", look_closer)
+    monkeypatch.setattr(module, "trace_records", trace_records)
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False)
     assert "had another prompt_lookup: starting anew" in shown
     assert report["meta"]["resumed_turns"] == 0  # type: ignore[index]
@@ -122,13 +122,13 @@ def no_memory(*args: object, **options: object) -> None:
 def test_an_exactness_pass_without_enough_memory_leaves_its_figures_open_and_says_so(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge_again = module.judge_again
+    compare_regenerated_answers = module.compare_regenerated_answers
 
     def fails_at_the_end(*args: object) -> None:
-        judge_again(*args)  # type: ignore[arg-type]
+        compare_regenerated_answers(*args)  # type: ignore[arg-type]
         no_memory()
 
-    monkeypatch.setattr(module, "judge_again", fails_at_the_end)
+    monkeypatch.setattr(module, "compare_regenerated_answers", fails_at_the_end)
     report, shown = run(bench_file, run_dir, tmp_path, dtype="bfloat16")
     overall, meta = report["overall"], report["meta"]
     assert isinstance(overall, dict)
@@ -143,8 +143,8 @@ def test_an_exactness_pass_without_enough_memory_leaves_its_figures_open_and_say
 def test_weights_that_cannot_fit_are_not_loaded_for_exactness(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.Weights, "fit", lambda self, dtype: False)
-    monkeypatch.setattr(module, "judge_again", lambda *args: pytest.fail("loaded nevertheless"))
+    monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: False)
+    monkeypatch.setattr(module, "compare_regenerated_answers", lambda *args: pytest.fail("loaded nevertheless"))
     meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
     assert isinstance(meta, dict)
     assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
@@ -156,7 +156,7 @@ def test_an_interruption_while_answers_are_compared_keeps_the_timed_result(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "judge_again", interrupted)
+    monkeypatch.setattr(module, "compare_regenerated_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(bench_file, run_dir, tmp_path, dtype="float32")
     report = json.loads((tmp_path / "report.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 from medusa_train.checkpoint.load import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.speed import GenerateAnswerer, describe, further_baselines
+from medusa_train.evaluation.speed import GenerateAnswerer, describe_baseline, extra_baselines
 from medusa_train.inference.generate import Decoder
 from tests.evaluation.tiny_model import write_backbone
 
@@ -32,7 +32,7 @@ def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
 
 def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
     notes: list[str] = []
-    found = further_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
+    found = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
     assert list(found) == ["prompt_lookup", "assisted"]
     assert notes == []
     prompt = [1, 50, 60, 50, 60, 50]
@@ -42,7 +42,7 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Lo
 
 
 def test_without_a_draft_model_or_prompt_lookup_there_is_nothing_more(subject: LoadedModel) -> None:
-    assert further_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
+    assert extra_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
 
 
 def test_what_transformers_cannot_run_is_left_out_with_a_line(
@@ -53,7 +53,7 @@ def test_what_transformers_cannot_run_is_left_out_with_a_line(
 
     monkeypatch.setattr(subject.backbone.model, "generate", refuses)
     notes: list[str] = []
-    assert further_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
+    assert extra_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
     assert "prompt_lookup" in notes[0]
     assert "can't be cut back" in notes[0]
 
@@ -63,9 +63,12 @@ def test_a_draft_model_of_other_tokens_is_refused(subject: LoadedModel, tmp_path
     text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(BackboneError, match="tokenizer is not the backbone's"):
-        further_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
+        extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
 
 
 def test_descriptions_name_the_draft_model() -> None:
-    assert describe("assisted", "5.0", "small/one") == "transformers 5.0 assisted generation, greedy, with small/one"
-    assert "copied per step" in describe("prompt_lookup", "5.0", None)
+    assert (
+        describe_baseline("assisted", "5.0", "small/one")
+        == "transformers 5.0 assisted generation, greedy, with small/one"
+    )
+    assert "copied per step" in describe_baseline("prompt_lookup", "5.0", None)
