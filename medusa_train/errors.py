@@ -53,6 +53,6 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, in a command that ends on it as it does on Ctrl-C."""
 
 
-def interrupted_code(stopped: KeyboardInterrupt) -> int:
+def signal_exit_code(stopped: KeyboardInterrupt) -> int:
     """What a shell shows for a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
     return 143 if isinstance(stopped, Terminated) else 130

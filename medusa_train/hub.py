@@ -12,7 +12,7 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 @cache
-def hub_is_out_of_reach() -> bool:
+def hub_is_unreachable() -> bool:
     """True when the hub's name can't be resolved, or `HF_HUB_OFFLINE` is set: then only cached files can be had.
 
     Behind a proxy names need not resolve here, so the question is left to the client.
@@ -29,13 +29,13 @@ def hub_is_out_of_reach() -> bool:
     return False
 
 
-def file_from_hub(repo: str, filename: str) -> Path | None:
+def fetch_dataset_file(repo: str, filename: str) -> Path | None:
     """A file of the data set `repo`, from the hub or its local cache; None where neither has it."""
     from huggingface_hub import hf_hub_download
 
     try:
         # Where the hub is out of reach the client would try again and again before it looked into its cache.
-        offline = hub_is_out_of_reach()
+        offline = hub_is_unreachable()
         return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
     except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
         return None

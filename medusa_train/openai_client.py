@@ -24,7 +24,7 @@ _AGAIN = {408, 409, 425, 429}  # and every 5xx: the server may answer the same r
 _TOO_LONG = re.compile(r"context|too long|too many tokens|max_model_len|maximum.{0,20}length", re.IGNORECASE)
 
 
-class Refusal(Exception):
+class RequestRejected(Exception):
     """The server does not take this one request; others it may.
 
     Attributes:
@@ -43,7 +43,7 @@ class OpenAIClient:
         url: up to and with the version, `http://HOST:PORT/v1`.
         key_variable: name of the environment variable that holds the key; a server without keys needs none.
         timeout: seconds that one answer may take.
-        patience: seconds that a request is repeated for, from its first failure on.
+        retry_seconds: seconds that a request is repeated for, from its first failure on.
 
     Attributes:
         retries: attempts beyond the first, of all requests.
@@ -52,10 +52,10 @@ class OpenAIClient:
         ConfigError: `url` is no web address, or carries a password.
     """
 
-    def __init__(self, url: str, *, key_variable: str = "OPENAI_API_KEY", timeout: float, patience: float) -> None:
+    def __init__(self, url: str, *, key_variable: str = "OPENAI_API_KEY", timeout: float, retry_seconds: float) -> None:
         self.url = _checked(url, key_variable)
         self.retries = 0
-        self._patience = patience
+        self._retry_seconds = retry_seconds
         self._key_variable = key_variable
         self._key = os.environ.get(key_variable, "").strip()
         self._closed = threading.Event()
@@ -70,7 +70,7 @@ class OpenAIClient:
         """The server's answer to one request, JSON as it came.
 
         Raises:
-            Refusal: it does not take this request (400, 413, 422).
+            RequestRejected: it does not take this request (400, 413, 422).
             ServerError: it takes none (a wrong key or address), did not answer in time, or `close` was called.
         """
         deadline: float | None = None
@@ -89,9 +89,11 @@ class OpenAIClient:
                     self._give_up(response.status_code, trouble)
                 pause = _retry_after(response)
             now = time.monotonic()
-            deadline = now + self._patience if deadline is None else deadline
+            deadline = now + self._retry_seconds if deadline is None else deadline
             if now >= deadline or self._closed.is_set():
-                raise ServerError(f"server {self.url}: no answer for {self._patience:g} s; the last try: {trouble}")
+                raise ServerError(
+                    f"server {self.url}: no answer for {self._retry_seconds:g} s; the last try: {trouble}"
+                )
             with self._counting:
                 self.retries += 1
             # A random share of the wait, or all requests that one outage stopped would come back at one moment.
@@ -107,7 +109,7 @@ class OpenAIClient:
     def _give_up(self, status: int, trouble: str) -> None:
         """Raise what an answer means that will not be another one next time."""
         if status in (400, 413, 422):
-            raise Refusal(trouble, too_long=status == 413 or _TOO_LONG.search(trouble) is not None)
+            raise RequestRejected(trouble, too_long=status == 413 or _TOO_LONG.search(trouble) is not None)
         hint = ""
         if status in (401, 403):
             named = "the key in" if self._key else "a key is wanted: set"

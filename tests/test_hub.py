@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    hub_is_out_of_reach.cache_clear()
+    hub_is_unreachable.cache_clear()
     yield
-    hub_is_out_of_reach.cache_clear()
+    hub_is_unreachable.cache_clear()
 
 
 def _resolver(monkeypatch: pytest.MonkeyPatch, known: set[str]) -> None:
@@ -30,24 +30,24 @@ def _resolver(monkeypatch: pytest.MonkeyPatch, known: set[str]) -> None:
 
 def test_a_name_that_resolves_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, {"huggingface.co"})
-    assert not hub_is_out_of_reach()
+    assert not hub_is_unreachable()
 
 
 def test_an_unknown_name_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, set())
-    assert hub_is_out_of_reach()
+    assert hub_is_unreachable()
 
 
 def test_a_mirror_is_asked_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, {"mirror.example"})
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hf")
-    assert not hub_is_out_of_reach()
+    assert not hub_is_unreachable()
 
 
 def test_offline_and_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, set())
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-    assert not hub_is_out_of_reach()
+    assert not hub_is_unreachable()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub_is_out_of_reach.cache_clear()
-    assert hub_is_out_of_reach()
+    hub_is_unreachable.cache_clear()
+    assert hub_is_unreachable()

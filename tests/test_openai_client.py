@@ -7,7 +7,7 @@ import pytest
 
 from medusa_train import openai_client as chat_server
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.openai_client import OpenAIClient, Refusal
+from medusa_train.openai_client import OpenAIClient, RequestRejected
 from tests.fake_server import FakeServer, Reply, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -22,8 +22,8 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def ask(server: FakeServer, patience: float = 20.0, timeout: float = 10.0) -> str:
-    chat = OpenAIClient(server.url, timeout=timeout, patience=patience)
+def ask(server: FakeServer, retry_seconds: float = 20.0, timeout: float = 10.0) -> str:
+    chat = OpenAIClient(server.url, timeout=timeout, retry_seconds=retry_seconds)
     try:
         return chat.complete(BODY)["choices"][0]["message"]["content"]
     finally:
@@ -63,12 +63,12 @@ def test_it_waits_as_long_as_the_server_asks() -> None:
 def test_a_server_that_is_not_there_or_does_not_answer_is_given_up_after_a_while() -> None:
     with serving() as server:
         url = server.url
-    chat = OpenAIClient(url, timeout=1.0, patience=0.1)
+    chat = OpenAIClient(url, timeout=1.0, retry_seconds=0.1)
     with pytest.raises(ServerError, match=r"no answer for 0\.1 s; the last try: ConnectError"):
         chat.complete(BODY)
     assert chat.retries >= 1
     with serving(seconds=1.0) as slow, pytest.raises(ServerError, match="Timeout"):
-        ask(slow, patience=0.0, timeout=0.1)
+        ask(slow, retry_seconds=0.0, timeout=0.1)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_server_that_is_not_there_or_does_not_answer_is_given_up_after_a_while
 )
 def test_a_request_that_is_refused_is_not_repeated(status: int, message: str, too_long: bool) -> None:
     with serving(lambda n, body: error(status, message)) as server:
-        with pytest.raises(Refusal, match=f"{status} .*{message[:10]}") as caught:
+        with pytest.raises(RequestRejected, match=f"{status} .*{message[:10]}") as caught:
             ask(server)
         assert caught.value.too_long is too_long
         assert len(server.bodies) == 1
@@ -103,15 +103,15 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch: py
 
 def test_a_wrong_address_says_so() -> None:
     with serving() as server:
-        chat = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, patience=5.0)
+        chat = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, retry_seconds=5.0)
         with pytest.raises(ServerError, match=r"(?s)404 .*mostly it ends with /v1"):
             chat.complete(BODY)
     for url in ("localhost:8000", "ftp://host/v1", "http://"):
         with pytest.raises(ConfigError, match="expected an address"):
-            OpenAIClient(url, timeout=1.0, patience=1.0)
+            OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
         with pytest.raises(ConfigError, match="environment variable") as caught:
-            OpenAIClient(url, timeout=1.0, patience=1.0)
+            OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
         assert KEY not in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_closing_ends_requests_that_wait_to_be_repeated(monkeypatch: pytest.Monk
     monkeypatch.setattr(chat_server, "FIRST_WAIT", 60.0)
     monkeypatch.setattr(chat_server, "LONGEST_WAIT", 60.0)
     with serving(lambda n, body: error(503, "loading")) as server:
-        chat = OpenAIClient(server.url, timeout=5.0, patience=600.0)
+        chat = OpenAIClient(server.url, timeout=5.0, retry_seconds=600.0)
         failed: list[Exception] = []
 
         def wait() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from medusa_train.config.paths import names_a_path, resolve_path
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.errors import BackboneError, CheckpointError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def resolve_model(
         BackboneError: the backbone's path does not exist.
     """
     paths = _resolve(model, base_model, tree)
-    if needs_backbone and resolve_path(paths.base_model) is None and names_a_path(paths.base_model):
+    if needs_backbone and resolve_path(paths.base_model) is None and looks_like_path(paths.base_model):
         advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
         raise BackboneError(f"base_model {paths.base_model}: no such directory{advice}")
     return replace(

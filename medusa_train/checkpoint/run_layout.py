@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from medusa_train.config.load import dump_config
-from medusa_train.config.paths import names_a_path, resolve_path
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.sources import names_a_file
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
@@ -182,7 +182,7 @@ def check_inputs(cfg: TrainConfig) -> None:
 def missing_inputs(cfg: TrainConfig) -> list[str]:
     """Name every file or directory of this machine that is not there; names that the hub might know are left out."""
     missing = []
-    if resolve_path(cfg.base_model) is None and names_a_path(cfg.base_model):
+    if resolve_path(cfg.base_model) is None and looks_like_path(cfg.base_model):
         missing.append(f"base_model: {cfg.base_model}: no such directory")
     for entry in cfg.datasets:
         if resolve_path(entry.path) is None and names_a_file(entry.path):

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
-from medusa_train.errors import ConfigError, MedusaError, Terminated, interrupted_code
+from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
@@ -65,7 +65,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             if _debugging():
                 raise
             print_error("terminated" if isinstance(stopped, Terminated) else "interrupted")
-            code = interrupted_code(stopped)
+            code = signal_exit_code(stopped)
         except BrokenPipeError:
             # The reader of our output went away (`medusa-eval ... | head`): nobody is left to tell.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the interpreter flushes it at exit)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
 from medusa_train.cli.launch import follow, start_all, train_with_others
-from medusa_train.config.docs import TITLE, schema_text, show_config
+from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.process_info import process_info_from_env
 
@@ -98,7 +98,7 @@ def train(
         return start_all(arguments or [], flags, num_gpus, hostfile)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
-        print(show_config(cfg), end="")
+        print(format_config(cfg), end="")
         return 0
     console = error_console()
     path, _ = split_arguments(arguments or [])
@@ -136,7 +136,7 @@ def headline(cfg: TrainConfig, source: str) -> list[str]:
     recipe = "backbone frozen" if cfg.recipe == "medusa1" else "together with the backbone"
     sources = ", ".join(dataset.path for dataset in cfg.datasets)
     return [
-        f"medusa-train ({source}): {cfg.drafted.describe()} on {cfg.base_model}, {recipe}",
+        f"medusa-train ({source}): {cfg.draft_config.describe()} on {cfg.base_model}, {recipe}",
         f"from {sources} into {cfg.output_dir}",
     ]
 

@@ -12,7 +12,7 @@ from medusa_train.config.drafts import SECTIONS
 from medusa_train.config.types import Constraint
 
 
-def asks_for_joint_training(cfg: Any) -> bool:
+def implies_joint_training(cfg: Any) -> bool:
     """Whether the keys mean Medusa-2 where `recipe` is silent."""
     if cfg.medusa_only_heads is not None:
         return not cfg.medusa_only_heads
@@ -45,7 +45,7 @@ _JOINT_KEYS = (
 )
 
 
-def keys_without_effect(cfg: Any) -> Iterator[str]:
+def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     """Name the keys that change nothing beside the others' values, whatever they hold; `cfg` is resolved."""
     if cfg.draft != "medusa":
         yield from _HEAD_KEYS
@@ -71,7 +71,7 @@ def _quantised(cfg: Any) -> bool:
 
 def _joint(cfg: Any) -> bool:
     """Whether the backbone learns with the heads; `cfg` need not be resolved."""
-    return cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg))
+    return cfg.recipe == "medusa2" or (cfg.recipe is None and implies_joint_training(cfg))
 
 
 def _trains_lm_head(cfg: Any) -> bool:
@@ -91,7 +91,7 @@ _RECIPE_KEYS = (
 )
 
 #: Looked at by `load_config` beside the checks of single keys, so that all mistakes show together.
-IMPOSSIBLE: tuple[Constraint, ...] = (
+TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("load_in_4bit", "load_in_8bit"),
         lambda cfg: cfg.load_in_4bit and cfg.load_in_8bit,
@@ -152,7 +152,7 @@ IMPOSSIBLE: tuple[Constraint, ...] = (
             _quantised(cfg)
             and not cfg.adapter
             and not cfg.medusa_num_unfreeze_layers
-            and (cfg.recipe == "medusa2" or (cfg.recipe is None and asks_for_joint_training(cfg)))
+            and (cfg.recipe == "medusa2" or (cfg.recipe is None and implies_joint_training(cfg)))
         ),
         "a quantised backbone can be trained jointly only through an adapter; set adapter, or recipe: medusa1",
     ),
@@ -238,7 +238,7 @@ def _asks_server(cfg: Any) -> bool:
 
 
 #: The same of `medusa-selfdistill`.
-SELFDISTILL_IMPOSSIBLE: tuple[Constraint, ...] = (
+SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("engine", "server_url"),
         lambda cfg: cfg.engine == "openai" and cfg.server_url is None,

@@ -25,12 +25,12 @@ _ANYTHING = "accepted and ignored: a key of other trainers without a meaning her
 def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
     """The schema of a YAML file for `cls`: every key with type, limits, default and meaning; others are refused.
 
-    What the command takes, the schema takes: every key may be empty (its default), foreign keys hold anything.
+    What the command takes, the schema takes: every key may be empty (its default), ignored Axolotl keys hold anything.
     """
     made = cls.model_json_schema(mode="validation")
     required = made.get("required", [])
     properties = _keys(made)
-    properties |= {name: {"description": _ANYTHING} for name in sorted(cls.foreign)}
+    properties |= {name: {"description": _ANYTHING} for name in sorted(cls.ignored_axolotl_keys)}
     schema: dict[str, Any] = {
         "$schema": DIALECT,
         "title": title,
@@ -94,14 +94,14 @@ def _nullable(value: dict[str, Any]) -> dict[str, Any]:
 _COMMENT_COLUMN = 56
 
 
-def show_config(cfg: Config) -> str:
+def format_config(cfg: Config) -> str:
     """One line per key: its resolved value, and behind a # where it is from.
 
     Origins: a place in a file (`configs/x.yaml:12`), an override, a flag, `default`, or `follows from other keys`.
     Keys that change nothing beside the others are marked `no effect here`.
     """
     values = cfg.model_dump(mode="json")
-    idle = set(cfg.without_effect)
+    idle = set(cfg.ineffective_keys)
     lines = []
     for name, field in type(cfg).model_fields.items():
         text = f"{name}: {_inline(values[name])}"

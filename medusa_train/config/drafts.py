@@ -17,11 +17,11 @@ class HeadsLoss(NamedTuple):
     """How the heads' losses add up over a frozen backbone: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft: share of the backbone's own distribution in the targets of L_k, the data's token being the rest.
+        soft_targets: share of the backbone's own distribution in the targets of L_k, the data's token being the rest.
     """
 
     decay: float
-    soft: float
+    soft_targets: float
     weight: float = 1.0
 
 
@@ -29,13 +29,13 @@ class DraftConfig(BaseModel):
     """A section: what the draft is, and how it is trained.
 
     Attributes:
-        trained_by: keys of training alone; all others describe the draft and are what its class is made with.
+        training_keys: keys of training alone; all others describe the draft and are what its class is made with.
         prefix: of the keys, as the user writes them.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    trained_by: ClassVar[frozenset[str]] = frozenset()
+    training_keys: ClassVar[frozenset[str]] = frozenset()
     prefix: ClassVar[str]
     title: ClassVar[str]
 
@@ -44,16 +44,16 @@ class DraftConfig(BaseModel):
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments that the draft's class is made with."""
-        return self.model_dump(exclude=set(self.trained_by))
+        return self.model_dump(exclude=set(self.training_keys))
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_head(self) -> int:
         """Blocks of a head, for estimates of memory."""
         return 1
 
     @property
     @abstractmethod
-    def loss(self) -> HeadsLoss:
+    def heads_loss(self) -> HeadsLoss:
         """How its heads are trained."""
 
     def describe(self) -> str:
@@ -66,7 +66,7 @@ class MedusaConfig(DraftConfig):
 
     prefix = "medusa_"
     title = "Medusa"
-    trained_by = frozenset({"decay_coefficient", "soft_targets"})
+    training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
     num_layers: Int = 1
     share_lm_head: Bool = False
@@ -75,12 +75,12 @@ class MedusaConfig(DraftConfig):
     soft_targets: Float = 0.0
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_head(self) -> int:
         """Blocks of a head."""
         return self.num_layers
 
     @property
-    def loss(self) -> HeadsLoss:
+    def heads_loss(self) -> HeadsLoss:
         """`sum_k c^k CE_k` (SPEC 1)."""
         return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
@@ -95,7 +95,7 @@ class HydraConfig(DraftConfig):
 
     prefix = "hydra."
     title = "Hydra"
-    trained_by = frozenset({"decay_coefficient", "soft_targets"})
+    training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
     num_heads: Int = key(4, "K: head k predicts k tokens beyond the next one, given the tokens between", ge=1, le=32)
     num_layers: Int = key(4, "blocks per head; the first one reads the state and the path of tokens", ge=1, le=32)
@@ -105,12 +105,12 @@ class HydraConfig(DraftConfig):
     soft_targets: Float = key(1.0, "share of the backbone's own distribution in the heads' targets", ge=0, le=1)
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_head(self) -> int:
         """Blocks of a head."""
         return self.num_layers
 
     @property
-    def loss(self) -> HeadsLoss:
+    def heads_loss(self) -> HeadsLoss:
         """Unweighted soft cross-entropies against the backbone (SPEC 3)."""
         return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
@@ -125,7 +125,7 @@ class AmphistaConfig(DraftConfig):
 
     prefix = "amphista."
     title = "Amphista"
-    trained_by = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
+    training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
     num_heads: Int = key(4, "K: head k predicts k tokens beyond the next one, all in one pass", ge=1, le=32)
     auto_blocks: Int = key(1, "attention blocks among the heads; 2: the alpha variant, 0: none", ge=0, le=8)
@@ -136,7 +136,7 @@ class AmphistaConfig(DraftConfig):
     decay_coefficient: Float = key(1.0, "head k's loss counts this to the power of k; 1: all alike", gt=0, le=1)
 
     @property
-    def loss(self) -> HeadsLoss:
+    def heads_loss(self) -> HeadsLoss:
         """`lambda_1 * alignment + lambda_2 * CE`, as one soft target and its weight (SPEC 4)."""
         weight = self.alignment_weight + self.label_weight
         return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight if weight else 0.0, weight)
@@ -156,7 +156,7 @@ class KangarooConfig(DraftConfig):
     )
 
     @property
-    def loss(self) -> HeadsLoss:
+    def heads_loss(self) -> HeadsLoss:
         """Soft cross-entropy against the backbone at the same position (SPEC 5)."""
         return HeadsLoss(1.0, 1.0)
 

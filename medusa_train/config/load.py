@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.types import Config, show
-from medusa_train.config.yaml_lines import KeyPath, PlainLoader, Source, read_yaml_file, spell
+from medusa_train.config.yaml_lines import KeyPath, Source, StringDateLoader, format_path, read_yaml_file
 from medusa_train.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -64,7 +64,7 @@ def load_config(
 def dump_config(cfg: Config) -> str:
     """Write the resolved values as YAML that `load_config` reads again; keys without a value or effect are left out."""
     cfg = cfg.resolved()
-    values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.without_effect))
+    values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)
 
@@ -99,7 +99,7 @@ def _apply_override(source: Source, override: str) -> None:
         source.problems.append(((), f"{place}: overrides are written key=value, or a.b=value"))
         return
     try:
-        value = yaml.load(text, PlainLoader)
+        value = yaml.load(text, StringDateLoader)
     except (yaml.YAMLError, ValueError):
         value = text  # a file name or a word that happens to be no YAML
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in keys)
@@ -115,13 +115,13 @@ def _put(source: Source, path: KeyPath, value: object, place: str) -> None:
             source.places[path[: depth + 1]] = place
         child = _child(target, part)
         if not isinstance(child, (dict, list)):
-            above = spell(path[: depth + 1])
-            source.problems.append(((), f"{place}: {above} holds nothing that {spell(path)} could be set in"))
+            above = format_path(path[: depth + 1])
+            source.problems.append(((), f"{place}: {above} holds nothing that {format_path(path)} could be set in"))
             return
         target = child
     last = path[-1]
     if isinstance(target, list) and (not isinstance(last, int) or last >= len(target)):
-        source.problems.append(((), f"{place}: {spell(path[:-1])} has {len(target)} items, counted from 0"))
+        source.problems.append(((), f"{place}: {format_path(path[:-1])} has {len(target)} items, counted from 0"))
         return
     target[last if isinstance(target, list) else str(last)] = value
     for known in [known for known in source.places if known[: len(path)] == path]:
@@ -143,7 +143,7 @@ def _validate(cls: type[C], source: Source) -> C:
     given: set[str] = set()
     ignored: list[str] = []
     for name, value in source.values.items():
-        if name in cls.foreign:
+        if name in cls.ignored_axolotl_keys:
             ignored.extend([name] if value is not None else [])
         elif name not in cls.model_fields:
             problems.append(((name,), _unknown(name, cls)))
@@ -183,7 +183,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _combinations(cfg: Config, given: set[str], unusable: set[str], source: Source) -> Iterable[tuple[KeyPath, str]]:
-    for rule in type(cfg).impossible:
+    for rule in type(cfg).constraints:
         if unusable.isdisjoint(rule.keys) and rule.when(cfg):
             shown, *others = [name for name in rule.keys if name in given] or rule.keys[:1]
             also = ", ".join(f"{name}: {source.place((name,))}" for name in others)
@@ -235,4 +235,4 @@ def _in_file_order(problems: list[tuple[KeyPath, str]], source: Source) -> list[
 
 
 def _line_of(path: KeyPath, why: str, source: Source) -> str:
-    return f"{source.place(path)}: {spell(path)}: {why}" if path else why
+    return f"{source.place(path)}: {format_path(path)}: {why}" if path else why

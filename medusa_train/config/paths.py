@@ -12,7 +12,7 @@ PROJECT_ROOT = next(
 )
 
 
-def names_a_path(name: str) -> bool:
+def looks_like_path(name: str) -> bool:
     """Whether a name is none that the hub could know, `NAME` or `OWNER/NAME`: then it is a path, perhaps mistyped."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or len(Path(name).parts) > 2
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from medusa_train.config.constraints import (
-    IMPOSSIBLE,
-    SELFDISTILL_IMPOSSIBLE,
-    asks_for_joint_training,
-    keys_without_effect,
+    SELFDISTILL_CONSTRAINTS,
+    TRAIN_CONSTRAINTS,
+    find_ineffective_keys,
+    implies_joint_training,
 )
 from medusa_train.config.drafts import (
     SECTIONS,
@@ -43,7 +43,7 @@ from medusa_train.config.types import (
 )
 
 #: Axolotl keys that mean nothing here: accepted whatever they hold, and listed as ignored.
-FOREIGN_KEYS = frozenset(
+IGNORED_AXOLOTL_KEYS = frozenset(
     {
         "is_llama_derived_model",
         "is_mistral_derived_model",
@@ -72,7 +72,7 @@ FOREIGN_KEYS = frozenset(
 
 #: Known keys whose question this program answers by itself; listed as ignored where they are set.
 #: (The classes follow from the backbone's own config.json, and batches are padded to their longest row.)
-SELF_ANSWERED_KEYS = (
+AUTOMATIC_KEYS = (
     "model_type",
     "tokenizer_type",
     "base_model_config",
@@ -222,23 +222,23 @@ class TrainConfig(Config):
     wandb_entity: Text | None = key(None, "team or user of that project")
     wandb_run_id: Text | None = key(None, "run to go on with there")
 
-    foreign: ClassVar[frozenset[str]] = FOREIGN_KEYS
-    impossible: ClassVar[tuple[Constraint, ...]] = IMPOSSIBLE
+    ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS
+    constraints: ClassVar[tuple[Constraint, ...]] = TRAIN_CONSTRAINTS
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Foreign keys that were set, those that this program answers by itself, and those `without_effect`."""
-        answered = {name for name in SELF_ANSWERED_KEYS if getattr(self, name) not in (None, False)}
-        idle = {name for name in self.without_effect if name in self.model_fields_set and self._asks(name)}
+        """Foreign keys that were set, those that this program answers by itself, and those `ineffective_keys`."""
+        answered = {name for name in AUTOMATIC_KEYS if getattr(self, name) not in (None, False)}
+        idle = {name for name in self.ineffective_keys if name in self.model_fields_set and self._asks(name)}
         return tuple(sorted({*self._ignored, *answered, *idle}))
 
     @property
-    def without_effect(self) -> tuple[str, ...]:
+    def ineffective_keys(self) -> tuple[str, ...]:
         """Keys of joint training where the backbone is frozen, of an adapter where there is none, and their like."""
-        return tuple(keys_without_effect(self))
+        return tuple(find_ineffective_keys(self))
 
     @property
-    def drafted(self) -> DraftConfig:
+    def draft_config(self) -> DraftConfig:
         """What is trained: the section of `draft`, with its defaults where there is none; of Medusa's keys its own."""
         if self.draft != "medusa":
             return getattr(self, self.draft) or SECTIONS[self.draft]()
@@ -262,7 +262,7 @@ class TrainConfig(Config):
         or from the keys of joint training; `chat_template` from the datasets, where all name the same `conversation`:
         the backbone is then asked in the form that its heads were trained in.
         """
-        recipe = self.recipe or ("medusa2" if asks_for_joint_training(self) else "medusa1")
+        recipe = self.recipe or ("medusa2" if implies_joint_training(self) else "medusa1")
         forms = {entry.conversation for entry in self.datasets}
         template = self.chat_template or (forms.pop() if len(forms) == 1 else None)
         follows: dict[str, Any] = {
@@ -272,7 +272,7 @@ class TrainConfig(Config):
             "medusa_lr_multiplier": self._lr_multiplier,
         }
         if self.draft != "medusa":
-            follows[self.draft] = self.drafted
+            follows[self.draft] = self.draft_config
         return self.model_copy(update=follows)
 
     def _asks(self, name: str) -> bool:
@@ -357,7 +357,7 @@ class SelfDistillConfig(Config):
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the server's key")
     output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
 
-    impossible: ClassVar[tuple[Constraint, ...]] = SELFDISTILL_IMPOSSIBLE
+    constraints: ClassVar[tuple[Constraint, ...]] = SELFDISTILL_CONSTRAINTS
 
     def resolved(self) -> SelfDistillConfig:
         """Fill in `engine` (openai where `server_url` is set) and `base_model` (data/tiny; none with `heads`)."""

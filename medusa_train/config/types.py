@@ -201,8 +201,8 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
 
     #: Keys accepted from YAMLs of other trainers, without a meaning here.
-    foreign: ClassVar[frozenset[str]] = frozenset()
-    impossible: ClassVar[tuple[Constraint, ...]] = ()
+    ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
+    constraints: ClassVar[tuple[Constraint, ...]] = ()
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     _places: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
@@ -217,7 +217,7 @@ class Config(BaseModel):
         return self._places.get(name, ())
 
     @property
-    def without_effect(self) -> tuple[str, ...]:
+    def ineffective_keys(self) -> tuple[str, ...]:
         """Keys that change nothing beside the values of the others, whatever they hold; a dump leaves them out."""
         return ()
 

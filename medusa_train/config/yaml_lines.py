@@ -15,11 +15,11 @@ import yaml
 from medusa_train.errors import ConfigError
 
 
-class PlainLoader(yaml.SafeLoader):
+class StringDateLoader(yaml.SafeLoader):
     """SafeLoader that leaves dates as the text they are: no key holds one, and run names often look like one."""
 
 
-PlainLoader.yaml_implicit_resolvers = {
+StringDateLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
@@ -52,7 +52,7 @@ class Source:
         return self.name
 
 
-def spell(path: KeyPath) -> str:
+def format_path(path: KeyPath) -> str:
     """`("datasets", 0, "path")` as `datasets[0].path`."""
     text = ""
     for part in path:
@@ -68,7 +68,7 @@ def read_yaml(text: str, name: str) -> Source:
     """
     source = Source(name)
     try:
-        loader = PlainLoader(text)
+        loader = StringDateLoader(text)
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`")
@@ -115,7 +115,7 @@ class _Walk:
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if id(node) in self.open:
-            raise ConfigError(f"{self.source.name}:{_line(node)}: {spell(path)}: an alias that holds itself")
+            raise ConfigError(f"{self.source.name}:{_line(node)}: {format_path(path)}: an alias that holds itself")
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -130,7 +130,9 @@ class _Walk:
         try:
             return self.loader.construct_object(node)
         except ValueError:  # looks like a number to YAML and is none: 0b_, or thousands of digits
-            raise ConfigError(f"{self.source.name}:{_line(node)}: {spell(path)}: cannot be read as a value") from None
+            raise ConfigError(
+                f"{self.source.name}:{_line(node)}: {format_path(path)}: cannot be read as a value"
+            ) from None
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self.source.places[path] = f"{self.source.name}:{_line(node)}"

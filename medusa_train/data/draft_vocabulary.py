@@ -50,7 +50,7 @@ def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
     Raises:
         ConfigError: it is not.
     """
-    size = cfg.drafted.settings.get("vocab_size")
+    size = cfg.draft_config.settings.get("vocab_size")
     if size is not None and size >= vocab_size:
         raise ConfigError(
             f"medusa_vocab_size: {size:,} is not less than the {vocab_size:,} tokens of {cfg.base_model}; leave it out"
@@ -63,7 +63,7 @@ def draft_vocabulary(cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vo
     Raises:
         ConfigError: `medusa_vocab_size` is too small for the special tokens that occur.
     """
-    size = cfg.drafted.settings.get("vocab_size")
+    size = cfg.draft_config.settings.get("vocab_size")
     if size is None:
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}

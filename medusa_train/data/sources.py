@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from medusa_train.config.paths import names_a_path, resolve_path
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.records import ReadResult, read_conversations, read_records
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 
 _PARQUET = ".parquet"
 _FILES = (".jsonl", ".json", _PARQUET)
@@ -130,7 +130,7 @@ def _open_hub(source: DatasetConfig) -> HubRows:
         raise DataError(f"{source.path}: no such file or directory")
     import datasets  # takes a second to load, and most configurations name files
 
-    if hub_is_out_of_reach():
+    if hub_is_unreachable():
         datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before is still found, and nothing is retried
     split = source.split or "train"
     try:
@@ -146,4 +146,4 @@ def _open_hub(source: DatasetConfig) -> HubRows:
 
 def names_a_file(name: str) -> bool:
     """Tell a mistyped path to data from a name of the hub."""
-    return names_a_path(name) or Path(name).suffix in (*_FILES, *_OTHER_FILES)
+    return looks_like_path(name) or Path(name).suffix in (*_FILES, *_OTHER_FILES)

@@ -18,7 +18,7 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.validation_data import run_config, validation_conversations
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.lora import Adapter
@@ -138,7 +138,7 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     cfg = run_config(paths)
     if cfg is None or not has_trained_backbone(paths):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_out_of_reach())
+    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_unreachable())
     found = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template))
     if found is None:
         return None

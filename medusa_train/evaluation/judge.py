@@ -21,7 +21,7 @@ from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.io import JsonLinesFile, complete_lines
-from medusa_train.openai_client import OpenAIClient, Refusal
+from medusa_train.openai_client import OpenAIClient, RequestRejected
 
 PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0
@@ -48,7 +48,7 @@ class Judge:
         """Its reply to a conversation, empty where it said nothing.
 
         Raises:
-            Refusal: the server does not take this conversation. ServerError: it takes none, or did not answer.
+            RequestRejected: the server does not take this conversation. ServerError: it takes none, or did not answer.
         """
         body = {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": REPLY_TOKENS}
         content = self.server.complete(body)["choices"][0]["message"].get("content")
@@ -125,7 +125,7 @@ def grade(
                 on_done()
                 try:
                     reply = future.result()
-                except Refusal as error:
+                except RequestRejected as error:
                     reason = str(error)
                     continue
                 except ServerError as error:

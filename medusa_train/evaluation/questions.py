@@ -20,7 +20,7 @@ from typing import Any
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.data.sources import parquet_rows
 from medusa_train.errors import DataError
-from medusa_train.hub import file_from_hub, hub_is_out_of_reach
+from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
 
 MAX_REPORTED_PROBLEMS = 5
@@ -226,10 +226,10 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
 def _fetch(name: str, known: _Known, note: Callable[[str], None]) -> Path | None:
     """The file from the hub's cache or the bench's public home; None where neither has it."""
     if known.hub_repo is not None and known.hub_file is not None:
-        if not hub_is_out_of_reach():
+        if not hub_is_unreachable():
             note(f"bench {name}: not on this machine, asking the Hugging Face hub for {known.hub_repo} ...")
-        return file_from_hub(known.hub_repo, known.hub_file)
-    if known.url is None or hub_is_out_of_reach():
+        return fetch_dataset_file(known.hub_repo, known.hub_file)
+    if known.url is None or hub_is_unreachable():
         return None
     note(f"bench {name}: not on this machine, fetching {known.url} ...")
     url, target = known.url, _download_directory() / name / FILES[0]

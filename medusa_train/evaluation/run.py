@@ -35,7 +35,7 @@ COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 
 JUDGE_SECONDS = 120.0  # that one judgement may take
-JUDGE_PATIENCE = 300.0  # that a judgement is asked for again and again
+JUDGE_RETRY_SECONDS = 300.0  # that a judgement is asked for again and again
 
 
 def evaluate(
@@ -122,7 +122,7 @@ def _judge(
     from medusa_train.evaluation.judge import Judge, grade
     from medusa_train.openai_client import OpenAIClient
 
-    server = OpenAIClient(cfg.judge_base_url, timeout=JUDGE_SECONDS, patience=JUDGE_PATIENCE)
+    server = OpenAIClient(cfg.judge_base_url, timeout=JUDGE_SECONDS, retry_seconds=JUDGE_RETRY_SECONDS)
     name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
     path = directory / "model_judgment" / f"{name}_single.jsonl"
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 
 
 def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
@@ -30,7 +30,7 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
     except HFValidationError as error:
         raise ConfigError(f"push_to_hub: {repo}: {error}") from None
     if api is None:
-        if hub_is_out_of_reach():
+        if hub_is_unreachable():
             raise MedusaError(f"the hub can't be reached (or HF_HUB_OFFLINE is set); the export is in {directory}")
         from huggingface_hub import HfApi
 

@@ -16,7 +16,7 @@ from medusa_train.checkpoint.serialize import read_json, read_tensors
 from medusa_train.checkpoint.vllm import loader_problems
 from medusa_train.data.templates import TEMPLATES
 from medusa_train.errors import BackboneError, CheckpointError
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import resolve_backbone
@@ -71,7 +71,7 @@ def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
         from huggingface_hub import hf_hub_download
 
         try:
-            offline = hub_is_out_of_reach()
+            offline = hub_is_unreachable()
             path = Path(hf_hub_download(paths.base_model, "config.json", local_files_only=offline))
         except Exception as error:  # the hub client raises a dozen unrelated types for "not reachable" and "not there"
             raise BackboneError(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.config.paths import names_a_path, resolve_path
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.errors import BackboneError
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.compatibility import check_architecture
 from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
 
@@ -27,13 +27,13 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     """
     local = resolve_path(name)
     where = str(local) if local is not None else name
-    if local is None and names_a_path(name):
+    if local is None and looks_like_path(name):
         raise BackboneError(f"base_model {name}: no such directory")
     if local is not None and not (local / "config.json").is_file():
         raise BackboneError(f"base_model {name}: the directory holds no config.json, so it is no model")
     try:
         config = AutoConfig.from_pretrained(
-            where, trust_remote_code=trust_remote_code, local_files_only=hub_is_out_of_reach()
+            where, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except (OSError, ValueError) as error:
         if local is not None:
@@ -67,7 +67,7 @@ def load_model(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        offline = hub_is_out_of_reach()
+        offline = hub_is_unreachable()
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, local_files_only=offline)
         model: Any = AutoModelForCausalLM.from_pretrained(
             where,

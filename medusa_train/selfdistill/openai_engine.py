@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.errors import ServerError
-from medusa_train.openai_client import OpenAIClient, Refusal
+from medusa_train.openai_client import OpenAIClient, RequestRejected
 from medusa_train.selfdistill.engines import Answer, Reason, Request
 
 _IN_A_ROW = 50  # refusals without an answer between them: then it is no matter of single chats
@@ -86,16 +86,16 @@ class OpenAIEngine:
         while not (self._held and self._takes_some):
             self._check_refusals()
             ticket, outcome = self._finished.get()
-            if isinstance(outcome, Refusal) and not outcome.too_long:
+            if isinstance(outcome, RequestRejected) and not outcome.too_long:
                 # Kept back until an answer shows that it is about this chat, and not about every one: a run whose
                 # requests are all refused has to end without a seed being noted as done.
                 self._held.append(ticket)
                 self._refusals.append(str(outcome))
                 continue
-            if isinstance(outcome, BaseException) and not isinstance(outcome, Refusal):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, RequestRejected):
                 raise outcome
             self._open -= 1
-            if isinstance(outcome, Refusal):
+            if isinstance(outcome, RequestRejected):
                 return ticket, Answer("", "context", 0, 0)
             self._takes_some = True
             self._refusals.clear()

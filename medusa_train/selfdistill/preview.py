@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import duration
 from medusa_train.selfdistill.engines import Request
 from medusa_train.selfdistill.prompts import Seed
@@ -35,7 +35,7 @@ def preview(cfg: SelfDistillConfig, seeds: Sequence[Seed]) -> Iterator[tuple[str
     paths = paths_of(cfg)
     where, _ = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(
-        where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_out_of_reach()
+        where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_unreachable()
     )
     speakers = ChatPrompting(tokenizer, paths.chat_template)
     for seed, request in requests:

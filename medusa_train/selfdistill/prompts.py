@@ -17,7 +17,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.sources import Files, HubRows, open_source, parquet_rows
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.hub import file_from_hub, hub_is_out_of_reach
+from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 
 _SHOWN = 5  # broken records told one by one; the others are counted
 _USER, _SYSTEM = ("human", "user"), ("system", "developer")
@@ -253,9 +253,9 @@ def _fetch(name: str, named: _Named, note: Callable[[str], None], split: str | N
     if named.hub_repo is None:
         raise DataError(f"seed_dataset {name}: {named.places[0]} is missing from this installation")
     if named.hub_file is not None:
-        if not hub_is_out_of_reach():
+        if not hub_is_unreachable():
             note(f"seeds {name}: not on this machine, asking the Hugging Face hub for {named.hub_repo} ...")
-        downloaded = file_from_hub(named.hub_repo, named.hub_file)
+        downloaded = fetch_dataset_file(named.hub_repo, named.hub_file)
         if downloaded is not None:
             return Files((downloaded,))
     else:
@@ -268,7 +268,7 @@ def _fetch(name: str, named: _Named, note: Callable[[str], None], split: str | N
 
 def _rows(repo: str, split: str | None, note: Callable[[str], None]) -> Files | HubRows:
     """The rows of a data set of the hub, or of its local cache."""
-    if not hub_is_out_of_reach():
+    if not hub_is_unreachable():
         note(f"seeds {repo}: not on this machine, asking the Hugging Face hub ...")
     return open_source(DatasetConfig(path=repo, split=split))
 

@@ -337,7 +337,7 @@ def _server(cfg: SelfDistillConfig) -> Engine:
 
     assert cfg.server_url is not None  # checked with the configuration
     server = OpenAIClient(
-        cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, patience=cfg.retry_seconds
+        cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, retry_seconds=cfg.retry_seconds
     )
     sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
     return OpenAIEngine(server, model_name(cfg), sampling, cfg.concurrency)

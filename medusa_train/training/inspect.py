@@ -216,7 +216,7 @@ def estimate_memory(
     text = model_config.get_text_config()
     joint = _trained_in_place(cfg, model)
     adapter = _adapter_numbers(cfg, model)
-    heads = DRAFTS[cfg.draft].count_parameters(model, **cfg.drafted.settings)
+    heads = DRAFTS[cfg.draft].count_parameters(model, **cfg.draft_config.settings)
     trained = joint + adapter + heads
     frozen = sum(parameter.numel() for parameter in model.parameters()) - joint
     state = _ADAM_8BIT if "8bit" in cfg.optimizer else _ADAM
@@ -294,14 +294,14 @@ def _activations(
     else:
         body = layer * depth
     copies = _trained_in_place(cfg, model) * item if item < _MASTER else 0
-    heads = cfg.drafted.num_heads * (3 * cfg.drafted.blocks + 1) * tokens * hidden * item
+    heads = cfg.draft_config.num_heads * (3 * cfg.draft_config.blocks_per_head + 1) * tokens * hidden * item
     mask = rows * width * width * item if cfg.sample_packing else 0
     return body + copies + heads + mask + _losses(cfg, model, tokens, item, device)
 
 
 def _shared_rows(cfg: TrainConfig, hidden: int) -> int:
     """Numbers of the rows of lm_head that heads over a reduced vocabulary copy once to share."""
-    settings = cfg.drafted.settings
+    settings = cfg.draft_config.settings
     return (settings.get("vocab_size") or 0) * hidden if settings.get("share_lm_head") else 0
 
 
@@ -313,14 +313,18 @@ def _losses(cfg: TrainConfig, model: Any, tokens: int, item: int, device: str) -
     reduced vocabulary all is smaller, unless the backbone's own loss is there; of a teacher the rows are copied.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
-    known = cfg.drafted.settings.get("vocab_size") or vocab
-    rows_of_teacher = known * hidden * item if known < vocab and cfg.drafted.loss.soft else 0
+    known = cfg.draft_config.settings.get("vocab_size") or vocab
+    rows_of_teacher = known * hidden * item if known < vocab and cfg.draft_config.heads_loss.soft_targets else 0
     vocab = known if cfg.resolved().recipe == "medusa1" else vocab
-    taught = cfg.medusa_self_distillation or cfg.drafted.loss.soft or cfg.medusa_distillation_regularization
+    taught = (
+        cfg.medusa_self_distillation
+        or cfg.draft_config.heads_loss.soft_targets
+        or cfg.medusa_distillation_regularization
+    )
     logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
     blocks = 4 * min(block_rows(vocab, device), tokens) * vocab * _MASTER
     matrix = vocab * hidden * item if item < _MASTER else 0
-    own = 0 if cfg.drafted.settings.get("share_lm_head") else cfg.drafted.num_heads
+    own = 0 if cfg.draft_config.settings.get("share_lm_head") else cfg.draft_config.num_heads
     beside = own if cfg.gradient_accumulation_steps > 1 else 0
     return logits + blocks + 2 * matrix + rows_of_teacher + beside * known * hidden * _MASTER
 

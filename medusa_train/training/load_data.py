@@ -16,7 +16,7 @@ from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_d
 from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
-from medusa_train.hub import hub_is_out_of_reach
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.layer_split import check_exit
 from medusa_train.models.loading import resolve_backbone
@@ -63,7 +63,7 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> TrainingDa
     text = config.get_text_config()
     check_vocabulary(cfg, text.vocab_size)
     if cfg.draft == "kangaroo":
-        check_exit(cfg.drafted.settings["exit_layer"], text.num_hidden_layers, cfg.base_model)
+        check_exit(cfg.draft_config.settings["exit_layer"], text.num_hidden_layers, cfg.base_model)
     context = context_length(text)
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
@@ -91,7 +91,7 @@ def load_tokenizer(cfg: TrainConfig, where: str) -> Any:
     """
     try:
         return AutoTokenizer.from_pretrained(
-            where, trust_remote_code=cfg.trust_remote_code, local_files_only=hub_is_out_of_reach()
+            where, trust_remote_code=cfg.trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {cfg.base_model}: its tokenizer can't be loaded: {error}") from error

@@ -17,7 +17,7 @@ from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.run_layout import CONFIG, HEADS, TREE, check_output_dir, writing
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import EncodedDataset
-from medusa_train.errors import CheckpointError, MedusaError, interrupted_code
+from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.tree_search import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress, duration
@@ -59,7 +59,7 @@ def train(cfg: TrainConfig, console: Console, results: Console, world: World = S
                 return _run(cfg, data, ready, console, results)
         except KeyboardInterrupt as stopped:
             console.print(_stopped_at_once(ready), style="yellow", highlight=False)
-            return interrupted_code(stopped)
+            return signal_exit_code(stopped)
 
 
 def _run(cfg: TrainConfig, data: TrainingData, ready: Ready, console: Console, results: Console) -> int:
@@ -155,7 +155,7 @@ def _finish(
         calibration = fit_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, console)
     if (table := heads_table(held_out, calibration)) is not None:
         results.print(table)
-    what = f"{cfg.drafted.describe()} on {cfg.base_model}"
+    what = f"{cfg.draft_config.describe()} on {cfg.base_model}"
     results.print(summary(what, trainer.state, step, held_out, calibration, out, note))
 
 

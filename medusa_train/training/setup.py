@@ -153,7 +153,7 @@ def _model(
 def _heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console) -> Draft:
     """Untrained heads, or those of the run that `lora_model_dir` names (two-stage training); float32 masters."""
     earlier = find_initial_heads(cfg)
-    section = cfg.drafted
+    section = cfg.draft_config
     if earlier is None:
         known = draft_vocabulary(cfg, data.train, backbone.tokenizer, backbone.vocab_size)
         if known is None:
@@ -189,9 +189,9 @@ def _dashboards(cfg: TrainConfig, out: Path, step: int, console: Console) -> lis
 
 
 def _objective(cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> Objective:
-    loss = cfg.drafted.loss
+    loss = cfg.draft_config.heads_loss
     if not recipe.joint:
-        return Objective(draft, loss.decay, soft_heads=loss.soft, weight=loss.weight)
+        return Objective(draft, loss.decay, soft_heads=loss.soft_targets, weight=loss.weight)
     return Objective(
         draft,
         loss.decay,
@@ -199,7 +199,7 @@ def _objective(cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> Object
         rho=cfg.medusa_distillation_regularization,
         heads_coefficient=cfg.medusa_heads_coefficient,
         schedule=cfg.medusa_scheduler,
-        soft_heads=loss.soft,
+        soft_heads=loss.soft_targets,
     )
 
 

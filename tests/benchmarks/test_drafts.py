@@ -63,7 +63,7 @@ def test_variants_have_the_settings_of_their_names() -> None:
     configs = {
         case.name: config_of(case.stages[-1]) for case in cases_of(parse_arguments(["--compare", *drafts.VARIANTS]))
     }
-    settings = {name: cfg.drafted.settings for name, cfg in configs.items()}
+    settings = {name: cfg.draft_config.settings for name, cfg in configs.items()}
     assert [settings[name]["prefix_layer"] for name in ("hydra", "hydra++")] == [False, True]
     assert [configs[name].drafted.loss.soft for name in ("hydra", "hydra++")] == [0.0, 1.0]
     assert [settings[name]["mlp_size"] for name in ("kangaroo", "kangaroo-published")] == [640, 0]
@@ -106,7 +106,7 @@ def fake_training(words: Sequence[str]) -> None:
     run.mkdir(parents=True)
     backbone = Backbone.load(cfg.base_model, dtype="float32")
     torch.manual_seed(1)
-    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.drafted.settings)
+    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -103,7 +103,7 @@ def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> 
 def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_where_to_put_it(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seed_sets, "file_from_hub", lambda repo, filename: None)
+    monkeypatch.setattr(seed_sets, "fetch_dataset_file", lambda repo, filename: None)
     result = runner.invoke(app, ["--seed", "sharegpt"])
     assert result.exit_code == 1
     assert "data/tiny (the embedded tiny backbone), seeds sharegpt" in result.output.splitlines()[0]

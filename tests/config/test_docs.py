@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from medusa_train.cli.train import app
-from medusa_train.config.docs import SCHEMA, json_schema, show_config
+from medusa_train.config.docs import SCHEMA, format_config, json_schema
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.schema import FOREIGN_KEYS, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
+from medusa_train.config.schema import IGNORED_AXOLOTL_KEYS, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
 from medusa_train.config.yaml_lines import read_yaml_file
 
 SHIPPED = sorted((PROJECT_ROOT / "configs").glob("*.yaml"))
@@ -144,7 +144,7 @@ def test_a_missing_backbone_is_refused(schema: dict[str, Any]) -> None:
 
 def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:
     keys = schema["properties"]
-    assert set(keys) == {*TrainConfig.model_fields, *FOREIGN_KEYS}
+    assert set(keys) == {*TrainConfig.model_fields, *IGNORED_AXOLOTL_KEYS}
     assert all(entry["description"] for entry in keys.values())
     assert keys["medusa_num_heads"]["default"] == 5
     assert "title" not in json.dumps(keys)
@@ -186,7 +186,7 @@ def lines(text: str) -> dict[str, tuple[str, str]]:
 
 def test_every_key_shows_its_value_and_its_origin(config_file: Path) -> None:
     cfg = load_config(TrainConfig, config_file, ["seed=7", "datasets.0.path=b.jsonl"], flags={"output_dir": "runs/y"})
-    shown = lines(show_config(cfg))
+    shown = lines(format_config(cfg))
     assert list(shown) == list(TrainConfig.model_fields)
     assert shown["base_model"] == ("some/model", f"{config_file}:1")
     assert shown["learning_rate"] == ("0.001", f"{config_file}:6")
@@ -206,7 +206,7 @@ def test_every_key_shows_its_value_and_its_origin(config_file: Path) -> None:
 def test_what_is_shown_can_be_read_again_and_says_the_same(config_file: Path, tmp_path: Path) -> None:
     cfg = load_config(TrainConfig, config_file, ["warmup_ratio=0.1", "deepspeed={zero_optimization: {stage: 2}}"])
     again = tmp_path / "again.yaml"
-    again.write_text(show_config(cfg))
+    again.write_text(format_config(cfg))
     assert load_config(TrainConfig, again).model_dump() == cfg.model_dump()
 
 

@@ -17,10 +17,10 @@ def train(*overrides: str) -> TrainConfig:
 
 
 def test_medusas_flat_keys_are_its_section() -> None:
-    section = train("medusa_num_heads=3", "medusa_soft_targets=0.5").drafted
+    section = train("medusa_num_heads=3", "medusa_soft_targets=0.5").draft_config
     assert section.settings == {"num_heads": 3, "num_layers": 1, "share_lm_head": False, "vocab_size": None}
-    assert section.loss == HeadsLoss(0.8, 0.5)
-    section = train("medusa_vocab_size=1024").drafted
+    assert section.heads_loss == HeadsLoss(0.8, 0.5)
+    section = train("medusa_vocab_size=1024").draft_config
     assert section.settings["vocab_size"] == 1024
     assert section.describe() == "5 Medusa heads x 1 layer over 1,024 tokens"
 
@@ -28,31 +28,31 @@ def test_medusas_flat_keys_are_its_section() -> None:
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_a_draft_without_a_section_has_its_defaults(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     cfg = train(f"draft={kind}")
-    assert cfg.drafted == SECTIONS[kind]()
+    assert cfg.draft_config == SECTIONS[kind]()
     assert cfg.recipe == "medusa1"
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(cfg))
-    assert load_config(TrainConfig, path).drafted == cfg.drafted
+    assert load_config(TrainConfig, path).draft_config == cfg.draft_config
     assert "medusa_num_heads" not in path.read_text()
 
 
 def test_the_papers_settings_of_hydra() -> None:
-    section = train("draft=hydra", "hydra.num_heads=3").drafted
+    section = train("draft=hydra", "hydra.num_heads=3").draft_config
     assert section.settings == {"num_heads": 3, "num_layers": 4, "prefix_layer": True, "dropout": 0.2}
-    assert section.loss == HeadsLoss(1.0, 1.0)  # the teacher alone, unweighted
+    assert section.heads_loss == HeadsLoss(1.0, 1.0)  # the teacher alone, unweighted
     assert section.describe() == "3 Hydra++ heads x 4 layers"
 
 
 def test_the_papers_settings_of_kangaroo() -> None:
-    section = train("draft=kangaroo").drafted
+    section = train("draft=kangaroo").draft_config
     assert section.settings == {"num_heads": 6, "exit_layer": 2, "threshold": 0.6, "mlp_size": 0}
-    assert section.loss == HeadsLoss(1.0, 1.0)
+    assert section.heads_loss == HeadsLoss(1.0, 1.0)
     assert section.describe() == "Kangaroo's exit after 2 layers, drafting up to 6 tokens"
 
 
 def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
-    loss = train("draft=amphista", "amphista.alignment_weight=0.6", "amphista.label_weight=0.2").drafted.loss
-    assert loss.soft == pytest.approx(0.75)
+    loss = train("draft=amphista", "amphista.alignment_weight=0.6", "amphista.label_weight=0.2").draft_config.heads_loss
+    assert loss.soft_targets == pytest.approx(0.75)
     assert loss.weight == pytest.approx(0.8)
 
 

@@ -7,8 +7,8 @@ import pytest
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import (
-    FOREIGN_KEYS,
-    SELF_ANSWERED_KEYS,
+    AUTOMATIC_KEYS,
+    IGNORED_AXOLOTL_KEYS,
     EvalConfig,
     ExportConfig,
     SelfDistillConfig,
@@ -38,8 +38,8 @@ def train(*overrides: str) -> TrainConfig:
 
 def test_every_promised_key_exists() -> None:
     assert set(KNOWN) <= set(TrainConfig.model_fields)
-    assert not FOREIGN_KEYS & set(TrainConfig.model_fields)
-    assert set(SELF_ANSWERED_KEYS) <= set(TrainConfig.model_fields)
+    assert not IGNORED_AXOLOTL_KEYS & set(TrainConfig.model_fields)
+    assert set(AUTOMATIC_KEYS) <= set(TrainConfig.model_fields)
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, EvalConfig, SelfDistillConfig, ExportConfig])
@@ -73,8 +73,8 @@ def test_other_drafts_learn_at_the_learning_rate(kind: str) -> None:
 
 
 def test_every_foreign_key_is_taken_whatever_it_holds() -> None:
-    cfg = train(*(f"{name}={{odd: [1]}}" for name in FOREIGN_KEYS))
-    assert set(cfg.ignored) == FOREIGN_KEYS
+    cfg = train(*(f"{name}={{odd: [1]}}" for name in IGNORED_AXOLOTL_KEYS))
+    assert set(cfg.ignored) == IGNORED_AXOLOTL_KEYS
 
 
 @pytest.mark.parametrize(

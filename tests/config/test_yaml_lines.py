@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.config.yaml_lines import read_yaml, read_yaml_file, spell
+from medusa_train.config.yaml_lines import format_path, read_yaml, read_yaml_file
 from medusa_train.errors import ConfigError
 
 TEXT = """\
@@ -36,7 +36,7 @@ def test_an_absent_key_is_placed_at_its_parent_or_the_file() -> None:
 
 def test_duplicates_name_both_lines_at_every_depth() -> None:
     source = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n", "x.yaml")
-    found = {spell(path): why for path, why in source.problems}
+    found = {format_path(path): why for path, why in source.problems}
     assert found == {
         "a": "is set twice, on lines 1 and 3; keep one",
         "b.c": "is set twice, on lines 2 and 2; keep one",
@@ -89,4 +89,4 @@ def test_a_binary_file_says_so(tmp_path: Path) -> None:
 
 
 def test_a_key_path_is_spelled_as_users_write_it() -> None:
-    assert spell(("datasets", 0, "path")) == "datasets[0].path"
+    assert format_path(("datasets", 0, "path")) == "datasets[0].path"

@@ -68,7 +68,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def judge(server: Server) -> Judge:
-    return Judge(OpenAIClient(server.url, timeout=5.0, patience=0.5), "judge-1")
+    return Judge(OpenAIClient(server.url, timeout=5.0, retry_seconds=0.5), "judge-1")
 
 
 QUESTIONS = [

@@ -73,7 +73,7 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
+    monkeypatch.setattr(benches, "hub_is_unreachable", lambda: False)
     return tmp_path
 
 
@@ -203,7 +203,7 @@ def test_a_known_bench_that_is_not_here_says_which_file_to_put_where(
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
-    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr(benches, "hub_is_unreachable", lambda: True)
     with pytest.raises(DataError) as caught:
         find_bench("specbench")
     message = str(caught.value)
@@ -222,8 +222,8 @@ def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, mo
 
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
-    monkeypatch.setattr(benches, "file_from_hub", fetch)
-    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: False)
+    monkeypatch.setattr(benches, "fetch_dataset_file", fetch)
+    monkeypatch.setattr(benches, "hub_is_unreachable", lambda: False)
     told: list[str] = []
     assert load_bench("mtbench", told.append) == Bench("mtbench", fetched, read_questions(fetched))
     assert "HuggingFaceH4/mt_bench_prompts" in told[0]
@@ -242,8 +242,8 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
 
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
-    monkeypatch.setattr(benches, "hub_is_out_of_reach", lambda: out_of_reach)
-    monkeypatch.setattr("medusa_train.hub.hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr(benches, "hub_is_unreachable", lambda: out_of_reach)
+    monkeypatch.setattr("medusa_train.hub.hub_is_unreachable", lambda: out_of_reach)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     told: list[str] = []
     with pytest.raises(DataError, match="could not be fetched"):

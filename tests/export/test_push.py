@@ -59,7 +59,7 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent(tmp_path: Path) 
 
 
 def test_no_network_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.export.push.hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr("medusa_train.export.push.hub_is_unreachable", lambda: True)
     with pytest.raises(MedusaError, match="can't be reached"):
         push(tmp_path, "me/x", private=True)
 

@@ -32,8 +32,8 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def engine(url: str, concurrency: int = 4, patience: float = 60.0) -> OpenAIEngine:
-    server = OpenAIClient(url, timeout=20.0, patience=patience)
+def engine(url: str, concurrency: int = 4, retry_seconds: float = 60.0) -> OpenAIEngine:
+    server = OpenAIClient(url, timeout=20.0, retry_seconds=retry_seconds)
     return OpenAIEngine(server, "served", ServerSampling(0.5, 64, 0.9), concurrency)
 
 
@@ -202,7 +202,7 @@ def test_a_run_given_up_by_a_dead_server_goes_on_where_it_was(tmp_path: Path, re
     run(out, seeds(20), engine(restarted.url))
     restarted.kill()
     with pytest.raises(ServerError, match="no answer"):
-        run(out, seeds(40), engine(restarted.url, patience=0.2))
+        run(out, seeds(40), engine(restarted.url, retry_seconds=0.2))
     with FakeServer(restarted.port) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         tally = run(out, seeds(40), engine(server.url))

@@ -33,15 +33,15 @@ def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_say
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "file_from_hub", lambda repo, filename: None)
-    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: False)
+    monkeypatch.setattr(module, "fetch_dataset_file", lambda repo, filename: None)
+    monkeypatch.setattr(module, "hub_is_unreachable", lambda: False)
     notes: list[str] = []
     with pytest.raises(DataError, match=r"put it at data/seeds/sharegpt\.json"):
         find_seeds("sharegpt", notes.append)
     assert "asking the Hugging Face hub" in notes[0]
 
     downloaded = jsonl(tmp_path / "cached.json", {"turns": ["a"]})
-    monkeypatch.setattr(module, "file_from_hub", lambda repo, filename: downloaded)
+    monkeypatch.setattr(module, "fetch_dataset_file", lambda repo, filename: downloaded)
     assert find_seeds("sharegpt") == Files((downloaded,))
 
     (tmp_path / "data" / "seeds").mkdir(parents=True)
@@ -60,8 +60,8 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
         raise OSError("nowhere")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: out_of_reach)
-    monkeypatch.setattr("medusa_train.hub.hub_is_out_of_reach", lambda: out_of_reach)
+    monkeypatch.setattr(module, "hub_is_unreachable", lambda: out_of_reach)
+    monkeypatch.setattr("medusa_train.hub.hub_is_unreachable", lambda: out_of_reach)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     told: list[str] = []
     with pytest.raises(DataError, match="could not be fetched"):
@@ -81,7 +81,7 @@ def test_ultrachat_names_its_split_and_where_to_put_it(tmp_path: Path, monkeypat
             raise DataError("nobody there")
         return rows
 
-    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr(module, "hub_is_unreachable", lambda: True)
     monkeypatch.setattr(module, "open_source", hub)
     assert find_seeds("ultrachat") == rows
     with pytest.raises(DataError, match=r"parquet files of the split train_sft .* put them into the directory data/"):
@@ -92,7 +92,7 @@ def test_ultrachat_names_its_split_and_where_to_put_it(tmp_path: Path, monkeypat
 def test_a_hub_name_is_asked_for_with_its_split_and_a_file_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr(module, "hub_is_unreachable", lambda: True)
     monkeypatch.setattr(module, "open_source", lambda entry: (entry.path, entry.split))
     assert find_seeds("somebody/chats", split="test") == ("somebody/chats", "test")
     assert short_name("somebody/chats") == "chats"

@@ -47,7 +47,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(kind, make_dra
     held_out = [record for record in records if record["kind"] == "eval"][-1]
     assert len(held_out["head_top1"]) == 2
     assert f"{kind.capitalize()}" in console.file.getvalue()
-    assert load_config(TrainConfig, out / "config.yaml").drafted.num_heads == 2
+    assert load_config(TrainConfig, out / "config.yaml").draft_config.num_heads == 2
     subject = load_with_draft(resolve_model(str(out), None, None), "float32")
     assert subject.draft is not None
     assert not subject.draft.training  # dropout would change what it guesses
@@ -101,7 +101,7 @@ def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make
 def test_memory_is_estimated_from_shapes(kind, make_draft_config):
     cfg = make_draft_config(kind)
     backbone = Backbone.load(cfg.base_model)
-    draft = DRAFTS[kind].from_backbone(backbone, **cfg.drafted.settings)
+    draft = DRAFTS[kind].from_backbone(backbone, **cfg.draft_config.settings)
     learnt = sum(parameter.numel() for parameter in draft.parameters())
     found = estimate_memory(cfg, backbone.model.config, rows=2, width=64, dtype=torch.float32, device="cpu")
     assert found.trained == learnt

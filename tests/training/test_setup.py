@@ -144,7 +144,7 @@ def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare)
 @pytest.mark.parametrize("offline", [True, False])
 def test_the_tokenizer_asks_no_hub_that_is_out_of_reach(make_config, monkeypatch, offline):
     asked = {}
-    monkeypatch.setattr(prepare, "hub_is_out_of_reach", lambda: offline)
+    monkeypatch.setattr(prepare, "hub_is_unreachable", lambda: offline)
     monkeypatch.setattr(prepare.AutoTokenizer, "from_pretrained", lambda where, **keys: asked.update(keys))
     load_tokenizer(make_config(), "owner/name")
     assert asked["local_files_only"] is offline

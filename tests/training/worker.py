@@ -80,7 +80,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     torch.manual_seed(7)
     precision = choose_precision(cfg.bf16, world.device)
     backbone = Backbone.load(cfg.base_model, dtype=precision.dtype, quantization="nf4" if cfg.load_in_4bit else None)
-    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.drafted.settings, dtype=torch.float32)
+    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings, dtype=torch.float32)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
     recipe = build_backbone_recipe(cfg, backbone, precision)
@@ -96,12 +96,14 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     strategy: Strategy = LocalStrategy(trained, optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
         strategy = _deepspeed(case, cfg, draft, recipe, optimizer, scheduler, world)
-    loss = cfg.drafted.loss
+    loss = cfg.draft_config.heads_loss
     lm: Literal["kl", "ce"] | None = "kl" if recipe.adapter else "ce" if recipe.joint else None
     return Trainer(
         recipe=recipe,
         draft=draft,
-        objective=Objective(draft, loss.decay, lm=lm, heads_coefficient=0.5, soft_heads=loss.soft, weight=loss.weight),
+        objective=Objective(
+            draft, loss.decay, lm=lm, heads_coefficient=0.5, soft_heads=loss.soft_targets, weight=loss.weight
+        ),
         strategy=strategy,
         loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
