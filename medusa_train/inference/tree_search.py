@@ -20,7 +20,7 @@ SIZES = (0, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM takes 6
 
 _LATENCY_TOKENS = 48
 
-_LATENCY_ROUNDS = 5
+LATENCY_ROUNDS = 5
 
 NOISE = 0.02  # share of tokens per second by which measured latencies make equal trees differ
 
@@ -89,11 +89,20 @@ class Calibration:
         )
 
 
-def measure_step_latency(backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int]) -> list[float]:
+def measure_step_latency(
+    backbone: Backbone,
+    draft: Draft,
+    trees: Sequence[Tree],
+    prompt: list[int],
+    on_measured: Callable[[], None] | None = None,
+) -> list[float]:
     """Median milliseconds of a decoding step with each of `trees`, measured in turns so that drift hits all alike.
 
     All share one cache, so that a large backbone needs room for one only. Trees are filled whole: a draft that stops
     early takes less, and accepts less than the ranks of its guesses say.
+
+    Args:
+        on_measured: called after each of the (LATENCY_ROUNDS + 1) * len(trees) continuations.
 
     Raises:
         MedusaError: `prompt` leaves no room for `_LATENCY_TOKENS` tokens in the context.
@@ -103,12 +112,14 @@ def measure_step_latency(backbone: Backbone, draft: Draft, trees: Sequence[Tree]
     cache = backbone.new_cache(len(prompt) + _LATENCY_TOKENS + max(tree.size for tree in trees) + 1)
     decoders = [Decoder(backbone, draft, tree, cache) for tree in trees]
     times: list[list[float]] = [[] for _ in trees]
-    for round_ in range(_LATENCY_ROUNDS + 1):
+    for round_ in range(LATENCY_ROUNDS + 1):
         for decoder, seen in zip(decoders, times, strict=True):
             with draft.no_early_exit():
                 out = decoder.generate(prompt, _LATENCY_TOKENS, eos_ids=())
             if round_:  # the first round warms up
                 seen.append(1000 * (out.seconds - out.prefill_seconds) / max(out.steps, 1))
+            if on_measured is not None:
+                on_measured()
     return [statistics.median(seen) for seen in times]
 
 
@@ -128,6 +139,7 @@ def calibrate(
     token_budget: int = 6000,
     sizes: Sequence[int] = SIZES,
     on_answer: Callable[[int], None] | None = None,
+    on_measured: Callable[[], None] | None = None,
 ) -> Calibration:
     """Find the tree with the most expected tokens per second for `draft` on this machine.
 
@@ -148,7 +160,7 @@ def calibrate(
     prompt = median_prompt(backbone, prompts)
 
     def timed(trees: Sequence[Tree]) -> list[TreeCandidate]:
-        latency = measure_step_latency(backbone, draft, trees, prompt)
+        latency = measure_step_latency(backbone, draft, trees, prompt, on_measured)
         return [
             TreeCandidate(tree, tokens_per_step(held_out, tree), ms) for tree, ms in zip(trees, latency, strict=True)
         ]

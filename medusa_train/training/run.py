@@ -222,6 +222,7 @@ def fit_tree(
                 max_new_tokens=min(ANSWER, max(8, token_budget // 8)),
                 token_budget=token_budget,
                 on_answer=phase.advance,
+                on_measured=lambda: phase.update(phase.completed, "timing trees"),
             )
     except MedusaError as reason:
         console.print(f"no tree was made: {reason}", style="yellow", markup=False)
