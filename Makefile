@@ -30,7 +30,7 @@ demo: install ## train Medusa heads for the embedded backbone, then measure the 
 	$(BIN)/medusa-train configs/tiny_m1.yaml output_dir=runs/demo overwrite_output_dir=true
 	$(BIN)/medusa-eval --bench tiny --model runs/demo
 
-bench: install ## measure decoding, training and peers on this machine (15 minutes on two cores; BENCH= for everything)
+bench: install ## measure decoding, training and peers on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)
 	$(BIN)/python benchmarks/train.py $(BENCH) --parts loss step shape7b
 	@if ls runs/*/heads/medusa_lm_head.safetensors >/dev/null 2>&1; then $(BIN)/python benchmarks/peers.py $(BENCH); \

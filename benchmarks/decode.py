@@ -4,7 +4,7 @@
     python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16
 
 Times a plain step, passes over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
-the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, at several contexts and batch sizes,
+the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, for single rows at several contexts,
 over dtypes and settings, all in turns. Settings: `stock` weights; weights `prepacked` for oneDNN, attention for few
 rows; `compiled` passes of single rows. The floor of a step is its bytes of weights and cache over the measured read
 bandwidth, or its operations over the measured matrix rate, whichever takes longer. Writes decode.md and decode.json to
@@ -29,8 +29,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
 from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, random_model, time_call  # noqa: E402
-from shared import MAX_JSON_BYTES, machine_facts, machine_line, table, to_json, warn_if_busy, write_result  # noqa: E402
-from torch import Tensor  # noqa: E402
+from shared import machine_facts, machine_line, table, warn_if_busy, write_result  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
@@ -42,7 +41,6 @@ from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.compiled import block_end  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState  # noqa: E402
 from medusa_train.models.precision import free_memory  # noqa: E402
-from medusa_train.trees.kv_cache import BatchCache, TreeCache  # noqa: E402
 from medusa_train.trees.masks import TreeMask  # noqa: E402
 from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
@@ -55,7 +53,6 @@ MEMORY_SHARE = 0.9  # of the free memory that may be used
 BURST = 3  # calls in a row that are timed, after one that is not: a step finds in the caches what the last one left
 MAX_OVERTIME = 3  # times --seconds, after which few calls have to do
 SLOW_SECONDS = 0.1  # from which a call leaves nothing useful in any cache
-TABLE_ROWS = 32
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,22 +60,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/decode"), metavar="DIR")
-    parser.add_argument("--quick", action="store_true", help="few shapes, contexts and trees, batch 1, 5 seconds")
+    parser.add_argument("--quick", action="store_true", help="two shapes, few trees, 5 seconds")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"tiny, {', '.join(SHAPES)}, or a model directory")
-    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024 3968")
-    parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 4 8 16 32 64 128")
-    parser.add_argument("--batch", nargs="+", type=int, metavar="B", help="1 4 8")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024")
+    parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 8 16 32 64")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all; on a GPU stock compiled")
     parser.add_argument("--threads", type=int, metavar="N", help="on a CPU; all cores")
-    parser.add_argument("--seconds", type=float, help="per shape, batch and context (20)")
+    parser.add_argument("--seconds", type=float, help="per shape and context (20)")
     args = parser.parse_args(arguments)
     quick = args.quick
     if args.shapes is None:
         args.shapes = ["tiny", "7B" if cuda else "160M"] if quick else ["tiny", *(SHAPES if cuda else ["160M"])]
-    args.contexts = args.contexts or ([128, 1024] if quick else [128, 1024, 3968])
-    args.nodes = sorted(set(args.nodes or ([1, 16, 64] if quick else [1, 4, 8, 16, 32, 64, 128])) - {0})
-    args.batch = args.batch or ([1] if quick else [1, 4, 8])
+    args.contexts = args.contexts or [128, 1024]
+    args.nodes = sorted(set(args.nodes or ([1, 16, 64] if quick else [1, 8, 16, 32, 64])) - {0})
     args.dtypes = args.dtypes or ["float32", "bfloat16"]
     wanted = args.settings or (("stock", "compiled") if cuda else SETTINGS)
     args.settings = [setting for setting in SETTINGS if setting in wanted]
@@ -124,13 +119,12 @@ class Shape:
         config = AutoConfig.from_pretrained(directory).get_text_config()
         return cls(directory.name, directory, config, Sizes.of(config))
 
-    def bytes_needed(self, dtype: str, setting: str, cpu: bool, context: int, batch: int, nodes: int) -> int:
-        """Estimate bytes for weights, heads and caches; on a CPU other settings than stock copy the weights."""
-        rows = 1 if setting == "compiled" else batch
-        positions = (context + nodes + 1) * rows + (3 * (context + LOOP_TOKENS + nodes) if rows == 1 else 0)
+    def bytes_needed(self, dtype: str, setting: str, cpu: bool, positions: int) -> int:
+        """Estimate bytes of weights, heads and caches; on a CPU, settings other than stock copy the weights."""
         heads = self.sizes.head_weights(HEADS, shared=False)
         copied = heads + self.sizes.read if setting != "stock" and cpu else 0
-        return (self.sizes.total + heads + copied + self.sizes.cached(positions, 1)) * getattr(torch, dtype).itemsize
+        caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
+        return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
 
     def load(self, dtype: str, setting: str, device: torch.device) -> Loaded:
         """Load backbone and heads; compiled passes are for torch's current number of threads.
@@ -167,23 +161,17 @@ Model = tuple[str, str]  # dtype and setting
 
 
 def models_together(shape: Shape, args: argparse.Namespace, device: torch.device) -> Iterator[tuple[list[Model], str]]:
-    """Group models that fit into memory together, to be timed in turns; an obstacle for one that does not fit."""
-    free, cpu, most = free_memory(device), device.type == "cpu", max(args.nodes)
-    group: list[Model] = []
-    used = 0.0
-    for dtype, setting in itertools.product(args.dtypes, args.settings):
-        least = shape.bytes_needed(dtype, setting, cpu, min(args.contexts), min(args.batch), most)
-        if free is not None and least > MEMORY_SHARE * free:
-            yield [(dtype, setting)], f"does not fit: needs {least / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-            continue
-        needed = shape.bytes_needed(dtype, setting, cpu, max(args.contexts), max(args.batch), most)
-        if group and free is not None and used + needed > MEMORY_SHARE * free:
-            yield group, ""
-            group, used = [], 0.0
-        group.append((dtype, setting))
-        used += needed
-    if group:
-        yield group, ""
+    """Yield all models if they fit into memory together, else one by one; or the obstacle of one that does not fit."""
+    free, positions = free_memory(device), max(args.contexts) + max(args.nodes) + LOOP_TOKENS
+    limit = float("inf") if free is None else MEMORY_SHARE * free
+    models = list(itertools.product(args.dtypes, args.settings))
+    sizes = {model: shape.bytes_needed(*model, device.type == "cpu", positions) for model in models}
+    for model, size in sizes.items():
+        if size > limit:
+            yield [model], f"does not fit: needs {size / 1e9:.1f} GB, {(free or 0) / 1e9:.1f} GB are free"
+    fitting = [model for model in models if sizes[model] <= limit]
+    together = sum(sizes[model] for model in fitting) <= limit
+    yield from (([*group], "") for group in ([fitting] if together else [[model] for model in fitting]))
 
 
 # --- What is timed ----------------------------------------------------------------------------------------------------
@@ -194,7 +182,6 @@ class Setup:
     """A row of the result: what all its figures were measured with."""
 
     shape: str
-    batch: int
     context: int
     dtype: str
     setting: str
@@ -230,38 +217,30 @@ def likely_tree(nodes: int, depth: int = HEADS, width: int = 10) -> Tree:
 
 
 class Context:
-    """A cache of `length` positions in `batch` rows, and verification passes over it that leave it unchanged.
+    """A cache of `length` positions, and verification passes over it that leave it unchanged.
 
     A pass is what `Decoder` runs between two proposals: backbone, logits, acceptance with its transfer to the host,
     compaction of the cache. Tensors are created in inference mode, since compiled passes specialize on it.
     """
 
     @torch.inference_mode()
-    def __init__(self, backbone: Backbone, length: int, batch: int, max_nodes: int) -> None:
-        self.backbone, self.length, self.batch = backbone, length, batch
-        capacity = length + max_nodes + 1
-        self.cache: TreeCache = (
-            backbone.new_cache(capacity) if batch == 1 else BatchCache(backbone.num_layers, capacity)
-        )
+    def __init__(self, backbone: Backbone, length: int, max_nodes: int) -> None:
+        self.backbone, self.length = backbone, length
+        self.cache = backbone.new_cache(length + max_nodes + 1)
         config = backbone.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (batch, config.num_key_value_heads, length, size)
+        shape = (1, config.num_key_value_heads, length, size)
         states = torch.randn(shape, device=backbone.device, dtype=backbone.dtype)  # random: faster than a prefill
         for layer in range(backbone.num_layers):
             self.cache.write(layer, states, states)
-        if isinstance(self.cache, BatchCache):
-            self.cache.commit_rows([length] * batch)
-        else:
-            self.cache.commit(length)
+        self.cache.commit(length)
 
     @torch.inference_mode()
     def step(self, tree: Tree) -> Callable[[], None]:
         """Return a pass over the root and the nodes of `tree`."""
         backbone, cache = self.backbone, self.cache
         tree = tree.to(backbone.device)
-        tokens = distinct_tokens(backbone, self.batch, tree.size + 1)
-        if isinstance(cache, BatchCache):
-            return self._batched_step(tree, tokens, cache)
+        tokens = torch.arange(tree.size + 1, device=backbone.device)[None] % backbone.vocab_size
         depths = tree.depths[None]
         masks = TreeMask(tree, cache.capacity, backbone.dtype, backbone.device)
         compiled = backbone.compiled
@@ -282,38 +261,13 @@ class Context:
 
         return run
 
-    def _batched_step(self, tree: Tree, tokens: Tensor, cache: BatchCache) -> Callable[[], None]:
-        backbone = self.backbone
-        block = torch.zeros(tree.ancestors.shape, dtype=backbone.dtype, device=backbone.device)
-        block.masked_fill_(~tree.ancestors, float("-inf"))
 
-        @torch.inference_mode()
-        def run() -> None:
-            positions = tree.depths + torch.tensor(cache.lengths, device=backbone.device)[:, None]
-            # built every time, as in the loop, where rows have different lengths
-            prefix = torch.zeros(self.batch, cache.length, dtype=backbone.dtype, device=backbone.device)
-            prefix.masked_fill_(cache.gaps(backbone.device), float("-inf"))
-            rows = (prefix[:, None, None].expand(-1, -1, len(block), -1), block.expand(self.batch, 1, -1, -1))
-            feats = backbone.run(tokens, positions=positions, mask=torch.cat(rows, dim=-1), cache=cache)
-            accepted = accept(None, tokens, backbone.logits(feats.hidden), tree)
-            cache.keep_rows([path for path, _ in accepted])
-            cache.lengths, cache.length = [self.length] * self.batch, self.length
-
-        return run
-
-
-def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree, batch: int) -> Callable[[], object]:
-    """Return `draft.propose` for one state in each row."""
+def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
+    """Return `draft.propose` for one state."""
     tree = tree.to(backbone.device)
-    hidden = torch.randn(batch, backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
-    state = MedusaState(hidden, draft.stacked())
-    roots = distinct_tokens(backbone, batch, 1)[:, 0]
+    hidden = torch.randn(1, backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
+    state, roots = MedusaState(hidden, draft.stacked()), torch.zeros(1, dtype=torch.long, device=backbone.device)
     return torch.inference_mode()(lambda: draft.propose(state, roots, tree))
-
-
-def distinct_tokens(backbone: Backbone, rows: int, count: int) -> Tensor:
-    """Return token ids [rows, count] that differ within a row, as siblings do."""
-    return torch.arange(rows * count, device=backbone.device).view(rows, count) % backbone.vocab_size
 
 
 class Loop:
@@ -339,25 +293,25 @@ class Loop:
 
 
 def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates) -> Iterator[Timed]:
-    """List passes, heads and, for a single row, loop steps of one setup, with their floors."""
+    """List passes, heads and loop steps of one setup, with their floors."""
     sizes, itemsize = shape.sizes, one.backbone.dtype.itemsize
-    read = sizes.read + sizes.cached(setup.context, setup.batch)
-    context = Context(one.backbone, setup.context, setup.batch, max(nodes))
+    read = sizes.read + sizes.cached(setup.context, 1)
+    context = Context(one.backbone, setup.context, max(nodes))
     trees = {0: Tree.empty(), **{count: likely_tree(count) for count in nodes}}
 
     def floor(weights: int, operations: int) -> float:
         return rates.floor(weights * itemsize, operations, setup.dtype)
 
     for count, tree in trees.items():
-        operations = sizes.step_operations(count + 1, setup.context, setup.batch)
+        operations = sizes.step_operations(count + 1, setup.context, 1)
         name = f"tree {count}" if count else "plain"
         yield Timed(setup, name, context.step(tree), floor=floor(read, operations))
     largest = trees[max(trees)]
     for name, draft in one.drafts.items():
         weights = sizes.head_weights(largest.max_depth, shared=name == SHARED_ROW)
-        least = floor(weights, sizes.head_operations(largest.max_depth, setup.batch))
-        yield Timed(setup, name, proposal(one.backbone, draft, largest, setup.batch), floor=least)
-    if setup.batch > 1 or setup.context + LOOP_TOKENS > one.backbone.max_context:
+        least = floor(weights, sizes.head_operations(largest.max_depth, 1))
+        yield Timed(setup, name, proposal(one.backbone, draft, largest), floor=least)
+    if setup.context + LOOP_TOKENS > one.backbone.max_context:
         return
     for count in (0, *(n for n in LOOP_NODES if n in trees)):
         tree = trees[count]
@@ -369,16 +323,16 @@ def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], r
 
 
 def cases_of(
-    shape: Shape, models: Mapping[Model, Loaded], args: argparse.Namespace, batch: int, context: int, rates: Rates
+    shape: Shape, models: Mapping[Model, Loaded], nodes: Sequence[int], context: int, rates: Rates
 ) -> list[Timed]:
-    """List everything that is timed at one batch size and context; a `Timed` with an obstacle for what cannot run."""
+    """List everything that is timed at one context; a `Timed` with an obstacle for what cannot run."""
     cases: list[Timed] = []
     for (dtype, setting), one in models.items():
-        setup = Setup(shape.name, batch, context, dtype, setting)
-        obstacle = _obstacle(shape, one.backbone, setup, max(args.nodes))
+        setup, limit = Setup(shape.name, context, dtype, setting), one.backbone.max_context
+        obstacle = "" if context + max(nodes) <= limit else f"not run: the model has {limit:,} positions"
         calls: list[Timed] = []
         try:
-            calls = [] if obstacle else list(timed_calls(one, shape, setup, args.nodes, rates))
+            calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
             for case in calls if one.backbone.compiled is not None else []:  # compile before anything is timed
                 case.prepare()
                 case.call()
@@ -389,18 +343,6 @@ def cases_of(
             release_memory()
         cases += calls or [Timed(setup, "plain", lambda: None, obstacle=obstacle)]
     return cases
-
-
-def _obstacle(shape: Shape, backbone: Backbone, setup: Setup, nodes: int) -> str:
-    if setup.context + nodes > backbone.max_context:
-        return f"not run: the model has {backbone.max_context:,} positions"
-    if backbone.compiled is not None and setup.batch > 1:
-        return "not run: passes are compiled for single rows"
-    free = free_memory(backbone.device)
-    size = shape.sizes.cached(setup.context + nodes, setup.batch) * backbone.dtype.itemsize
-    if free is not None and size > MEMORY_SHARE * free:
-        return f"does not fit: its cache needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-    return ""
 
 
 def time_in_turns(
@@ -473,47 +415,26 @@ def rows_of(cases: Sequence[Timed]) -> list[Row]:
     return list(rows.values())
 
 
-def fastest_rows(rows: Sequence[Row], count: int) -> list[Row]:
-    """Keep the `count` rows with the fastest plain step of every shape, batch size and context."""
-    kept: list[Row] = []
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.setup.shape, row.setup.batch, row.setup.context), []).append(row)
-    for group in groups.values():
-        kept += sorted(group, key=lambda row: row.ms.get("plain", float("inf")))[:count]
-    return kept
-
-
 def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
-    """Write decode.md and decode.json, the fastest rows where there are too many; returns the page."""
-    for count in range(len(rows), 0, -1):
-        kept = fastest_rows(rows, count)
-        content = [{**asdict(row.setup), **_milliseconds(row)} for row in kept]
-        record = {"machine": machine, "rates": asdict(rates), "rows": content}
-        if len(to_json(record)) <= MAX_JSON_BYTES:
-            break
+    """Write decode.md and decode.json; returns the page."""
+    content = []
+    for row in rows:
+        figures = {name: [round(ms, 3), round(row.floor_ms[name], 3)] for name, ms in row.ms.items()}
+        content.append({**asdict(row.setup), **({"ms_and_floor": figures} if figures else {"obstacle": row.obstacle})})
     page = markdown(machine, rates, rows)
-    write_result(out, "decode", record, page)
+    write_result(out, "decode", {"machine": machine, "rates": asdict(rates), "rows": content}, page)
     return page
-
-
-def _milliseconds(row: Row) -> dict[str, Any]:
-    if not row.ms:
-        return {"obstacle": row.obstacle}
-    return {key: {name: round(ms, 3) for name, ms in getattr(row, key).items()} for key in ("ms", "floor_ms")}
 
 
 def markdown(machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
     """Format the page; trees as multiples of the plain step of their row, heads in milliseconds."""
-    places = len({(row.setup.shape, row.setup.batch, row.setup.context) for row in rows})
-    shown = fastest_rows(rows, max(1, TABLE_ROWS // max(1, places)))
     names = list(dict.fromkeys(name for row in rows for name in row.ms if name not in ("plain", "loop, plain")))
-    titles = ["shape", "batch", "context", "dtype", "setting", "plain ms", "floor / plain"]
+    titles = ["shape", "context", "dtype", "setting", "plain ms", "floor / plain"]
     titles += [f"{name} ms" if name in (HEADS_ROW, SHARED_ROW) else name for name in names]
     lines = []
-    for row in shown:
+    for row in rows:
         at = row.setup
-        first = [at.shape, str(at.batch), f"{at.context:,}", at.dtype, at.setting]
+        first = [at.shape, f"{at.context:,}", at.dtype, at.setting]
         if "plain" not in row.ms:
             lines.append([*first, row.obstacle, *[""] * (len(names) + 1)])
             continue
@@ -524,9 +445,7 @@ def markdown(machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> s
         f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and loops with trees: over "
         "the plain step or loop of the same row. A floor above the plain step was read from caches."
     )
-    if len(shown) < len(rows):
-        note += f" The fastest {len(shown)} of {len(rows)} rows."
-    parts = ["# Latency of decoding steps", machine_line(machine), note, table(titles, lines, 5)]
+    parts = ["# Latency of decoding steps", machine_line(machine), note, table(titles, lines, 4)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -541,7 +460,7 @@ def _cell(row: Row, name: str) -> str:
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
-    """Measure one shape; yields rows after every batch size and context."""
+    """Measure one shape; yields rows after every context."""
     for models, obstacle in list(models_together(shape, args, device)):
         loaded: dict[Model, Loaded] = {}
         for dtype, setting in models:
@@ -550,9 +469,9 @@ def measure_shape(shape: Shape, args: argparse.Namespace, device: torch.device, 
                     raise Unsupported(obstacle)
                 loaded[dtype, setting] = shape.load(dtype, setting, device)
             except Unsupported as error:
-                yield [Row(Setup(shape.name, 0, 0, dtype, setting), obstacle=str(error))]
-        for batch, context in itertools.product(args.batch if loaded else [], args.contexts):
-            cases = cases_of(shape, loaded, args, batch, context, rates)
+                yield [Row(Setup(shape.name, 0, dtype, setting), obstacle=str(error))]
+        for context in args.contexts if loaded else ():
+            cases = cases_of(shape, loaded, args.nodes, context, rates)
             time_in_turns(cases, device, args.seconds)
             yield rows_of(cases)
             del cases

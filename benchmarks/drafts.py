@@ -232,7 +232,7 @@ def describe(case: Case, args: argparse.Namespace) -> Record:
     runs = [args.out / "runs" / stage.name for stage in case.stages]
     settings = {
         "stages": [[stage.config, *stage.overrides] for stage in case.stages],
-        "weights": weight_files(runs[-1]),
+        "files": run_files(runs[-1]),
         "nodes": args.nodes,
         "tree_tokens": args.tree_tokens,
         "gsm8k": str(args.gsm8k),
@@ -245,7 +245,8 @@ def describe(case: Case, args: argparse.Namespace) -> Record:
         loaded = load_with_draft(paths, "float32", pack=False)
         draft, backbone = loaded.draft, loaded.backbone
         assert draft is not None
-        logged = [[line for line in read_metrics(run) if line["kind"] == "train"] for run in runs]
+        logged = [(run / "metrics.jsonl").read_text(encoding="utf-8").splitlines() for run in runs]
+        stages = [[line for line in map(json.loads, lines) if line["kind"] == "train"] for lines in logged]
         return {
             "name": case.name,
             "title": case.title,
@@ -253,8 +254,8 @@ def describe(case: Case, args: argparse.Namespace) -> Record:
             "depth": draft.num_heads,
             "parameters": sum(parameter.numel() for parameter in draft.parameters()),
             "backbone_parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
-            "tokens": [lines[-1]["tokens"] for lines in logged],
-            "training_tokens_per_s": [statistics.median(line["tokens_per_s"] for line in lines) for lines in logged],
+            "tokens": [lines[-1]["tokens"] for lines in stages],
+            "training_tokens_per_s": [statistics.median(line["tokens_per_s"] for line in lines) for lines in stages],
             EQUAL: [list(path) for path in equal_tree(paths, loaded, args).paths],
             "coverage": vocabulary_coverage(runs[-1]) if case.name.startswith("vocab") else None,
             "quality": backbone_quality(runs[-1], paths, args) if paths.adapter is not None else None,
@@ -263,15 +264,10 @@ def describe(case: Case, args: argparse.Namespace) -> Record:
     return cached(args.out / "cases" / f"{case.name}.json", settings, compute)
 
 
-def weight_files(run: Path) -> list[Any]:
-    """Identify a run's weights by name, size and time."""
-    files = sorted((run / "heads").glob("*.safetensors"))
+def run_files(run: Path) -> list[Any]:
+    """Identify a run's weights and tree by name, size and time."""
+    files = [*sorted((run / "heads").glob("*.safetensors")), *run.glob("tree.json")]
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-def read_metrics(run: Path) -> list[Record]:
-    """Read metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def equal_tree(paths: ModelPaths, loaded: LoadedModel, args: argparse.Namespace) -> Tree:
@@ -294,9 +290,8 @@ def vocabulary_coverage(run: Path) -> dict[str, float]:
     token_map = read_heads(run / "heads").token_map
     assert token_map is not None
     texts = dict(zip(("training", "held-out"), datasets_of(cfg), strict=True))
-    size = (
-        int(max(int(token_map.max()), *(int(one.tokens.max()) for text in texts.values() for one in text.examples))) + 1
-    )
+    tokens = (one.tokens for text in texts.values() for one in text.examples)
+    size = max(int(token_map.max()), *(int(ids.max()) for ids in tokens)) + 1
     shares = {name: coverage(token_counts(text, size), token_map) for name, text in texts.items()}
     return {**shares, "megabytes": sum(path.stat().st_size for path in heads_files(run / "heads")) / 1e6}
 
@@ -445,7 +440,6 @@ class Session:
             "questions": hashlib.sha256(questions.encode()).hexdigest(),
             "max_new_tokens": self._args.max_new_tokens,
             "drafts": [[draft["name"], draft["settings"], draft[EQUAL]] for draft in self._drafts],
-            "trees": [(self._runs / draft["name"] / "tree.json").read_text() for draft in self._drafts],
         }
         if phase == TIMES:
             settings |= {"dtype": self._args.dtype, "threads": torch.get_num_threads()}
@@ -569,8 +563,9 @@ def summary(drafts: Sequence[Record], results: Mapping[str, Mapping[str, Record]
 
 def ratio(first: Mapping[str, Sequence[int]], second: Mapping[str, Sequence[int]]) -> list[Any] | None:
     """Return how many times more tokens per step the second draft takes, with its paired bootstrap interval."""
+    counts = [{name: Counts(*pair) for name, pair in part.items()} for part in (first, second)]
     try:
-        one = compare_rates(*({name: Counts(*pair) for name, pair in part.items()} for part in (first, second)))
+        one = compare_rates(counts[0], counts[1])
     except DataError:
         return None  # too few questions
     return [one.ratio, one.ratio_interval]
@@ -590,9 +585,9 @@ def decoding_table(rows: Mapping[str, Record], benches: Sequence[str], reference
         for bench in benches:
             one = row[bench]
             own, equal, chain = one[OWN], one[EQUAL], one[CHAIN]
-            line += [f"{equal['tokens_per_step']:.2f}", with_interval(*(equal.get("ratio") or (None, None)), ".3f")]
-            line += [str(own["nodes"]), f"{own['tokens_per_step']:.2f}", with_interval(own.get("overhead"), None)]
-            line.append(with_interval(*own.get("speedup", (None, None))))
+            line += [f"{equal['tokens_per_step']:.2f}", with_interval(equal.get("ratio"), ".3f"), str(own["nodes"])]
+            line += [f"{own['tokens_per_step']:.2f}", with_interval([own.get("overhead"), None])]
+            line.append(with_interval(own.get("speedup")))
             if bench == benches[0]:
                 shares = [*chain["ctar"], *[0.0] * WINDOWS[-1]]
                 line += [f"{chain['tokens_per_step']:.2f}", " ".join(f"{shares[w - 1]:.2f}" for w in WINDOWS)]
@@ -687,7 +682,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases_of(args):
             drafts.append(describe(case, args))
             page = write_report(args, machine, drafts, {})
-        session, results = Session(args, drafts), {}
+        session = Session(args, drafts)
+        results: dict[str, dict[str, Record]] = {}
         benches = [load_bench(name, print).limited(limit) for name, limit in zip(args.bench, args.limit, strict=True)]
         for phase in (COUNTS, TIMES):
             for bench in benches:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import MedusaError  # noqa: E402
 from medusa_train.evaluation.choose_dtype import choose_dtype  # noqa: E402
+from medusa_train.evaluation.metrics import acceleration_rate, tokens_per_second  # noqa: E402
 from medusa_train.evaluation.questions import load_bench  # noqa: E402
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord  # noqa: E402
 from medusa_train.evaluation.run_metadata import short_path  # noqa: E402
@@ -149,50 +150,30 @@ def vllm_answerers(
     return engines
 
 
-@dataclass
-class DecoderStats:
-    """Sums of one decoder over all rounds and questions.
-
-    Attributes:
-        seconds: prefill included. steps: passes after the prefill, 0 if unknown.
-        same: answers that equal plain decoding's, token for token.
-    """
-
-    answers: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    same: int = 0
-
-    def add(self, answer: TimedAnswer, plain: TimedAnswer) -> None:
-        """Count an answer, beside plain decoding's to the same prompt."""
-        self.answers += 1
-        self.tokens += len(answer.tokens)
-        self.seconds += answer.seconds
-        self.steps += answer.steps
-        self.same += answer.tokens == plain.tokens
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / max(self.seconds, 1e-9)
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Tokens per step, each answer's first left out since it comes from the prefill."""
-        return (self.tokens - self.answers) / self.steps if self.steps else None
-
-
-def sum_by_decoder(records: Sequence[TurnRecord]) -> dict[str, DecoderStats]:
-    """Sum all turns by decoder, in the order of the table."""
-    stats: dict[str, DecoderStats] = {}
+def answers_by_decoder(records: Sequence[TurnRecord]) -> dict[str, list[TimedAnswer]]:
+    """Collect all answers by decoder, in the order of the table."""
+    answers: dict[str, list[TimedAnswer]] = {}
     for record in records:
         generate = replace(record.generate, steps=len(record.generate.tokens) - 1)  # one token at a time
-        answers = {TREE: record.tree, PLAIN: record.plain, GENERATE: generate, **record.others}
-        for name, answer in answers.items():
+        for name, answer in {TREE: record.tree, PLAIN: record.plain, GENERATE: generate, **record.others}.items():
             if answer is not None:
-                stats.setdefault(name, DecoderStats()).add(answer, record.plain)
-    return stats
+                answers.setdefault(name, []).append(answer)
+    return answers
+
+
+def figures(answers: Mapping[str, Sequence[TimedAnswer]]) -> dict[str, dict[str, Any]]:
+    """Sum each decoder's answers; `equal`: how many are plain decoding's, token for token."""
+    return {
+        name: {
+            "answers": len(some),
+            "tokens": sum(len(answer.tokens) for answer in some),
+            "seconds": sum(answer.seconds for answer in some),
+            "tokens_per_s": tokens_per_second(some),
+            "tokens_per_step": acceleration_rate(some) if any(answer.steps for answer in some) else None,
+            "equal": sum(one.tokens == plain.tokens for one, plain in zip(some, answers[PLAIN], strict=True)),
+        }
+        for name, some in answers.items()
+    }
 
 
 def title(name: str, assistant: str | None, transformers: str) -> str:
@@ -204,20 +185,16 @@ def title(name: str, assistant: str | None, transformers: str) -> str:
 
 
 def markdown(
-    machine: Mapping[str, Any], run: Mapping[str, Any], stats: Mapping[str, DecoderStats], notes: Sequence[str]
+    machine: Mapping[str, Any], run: Mapping[str, Any], decoders: Mapping[str, Any], notes: Sequence[str]
 ) -> str:
     """Format the page."""
-    rows = [
-        [
-            title(name, run["assistant"], machine["transformers"]),
-            f"{one.rate:,.1f}",
-            "" if one.tokens_per_step is None else f"{one.tokens_per_step:.2f}",
-            f"{one.rate / stats[PLAIN].rate:.2f}x",
-            f"{one.rate / stats[GENERATE].rate:.2f}x",
-            f"{one.same} of {one.answers}",
-        ]
-        for name, one in stats.items()
-    ]
+    rows = []
+    for name, one in decoders.items():
+        rate, steps = one["tokens_per_s"], one["tokens_per_step"]
+        row = [title(name, run["assistant"], machine["transformers"]), f"{rate:,.1f}"]
+        row.append("" if steps is None else f"{steps:.2f}")
+        row += [f"{rate / decoders[base]['tokens_per_s']:.2f}x" for base in (PLAIN, GENERATE)]
+        rows.append([*row, f"{one['equal']} of {one['answers']}"])
     titles = ["decoder", "tokens/s", "tokens per step", "over plain", "over generate", "equal to plain decoding"]
     what = (
         f"{run['model']} on {run['bench']}: {run['questions']} questions, {run['turns']} answers of up to "
@@ -287,15 +264,10 @@ def run(args: argparse.Namespace, machine: Mapping[str, Any]) -> None:
         "assistant": args.assistant,
         "tree_nodes": None if subject.tree is None else subject.tree.size,
     }
-    stats = sum_by_decoder(records)
-    decoders = [
-        {"name": name, **asdict(one), "tokens_per_s": one.rate, "tokens_per_step": one.tokens_per_step}
-        for name, one in stats.items()
-    ]
-    page = markdown(machine, about, stats, notes)
-    write_result(
-        args.out, "peers", rounded({"machine": machine, "run": about, "decoders": decoders, "notes": notes}), page
-    )
+    decoders = figures(answers_by_decoder(records))
+    page = markdown(machine, about, decoders, notes)
+    record = {"machine": machine, "run": about, "decoders": decoders, "notes": notes}
+    write_result(args.out, "peers", rounded(record), page)
     print(f"\n{page}\nwrote {args.out}/peers.md, peers.json")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import decode
 import pytest
 import torch
-from decode import LOOP_TOKENS, Context, Loop, Row, Setup, Timed, Unsupported, likely_tree, markdown, models_together
+from decode import LOOP_TOKENS, Context, Loop, Row, Setup, Timed, Unsupported, likely_tree, models_together
 from shapes import (
     SHAPES,
     Rates,
@@ -27,14 +27,13 @@ from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
 
 CPU = torch.device("cpu")
 SMALL = llama_config(32, 48, 2, 4, 2, 61)
 RATES = Rates(1e9, {"float32": 1e10, "bfloat16": 4e10})
-SETUP = Setup("tiny", 1, 128, "float32", "stock")
+SETUP = Setup("tiny", 128, "float32", "stock")
 
 
 def small_backbone() -> Backbone:
@@ -62,9 +61,9 @@ def test_sizes_are_those_of_the_model(backbone: Backbone, draft: MedusaDraft) ->
     weights = sum(parameter.numel() for parameter in backbone.model.parameters())
     assert (sizes.read, sizes.total) == (weights - 61 * 32, weights)
     assert sizes.head_weights(3, shared=False) == sum(parameter.numel() for parameter in draft.parameters())
-    context = Context(backbone, 10, 2, 4)
+    context = Context(backbone, 10, 4)
     assert context.cache._storage is not None
-    assert sizes.cached(15, 2) == context.cache._storage.numel()
+    assert sizes.cached(15, 1) == context.cache._storage.numel()
     billions = {name: Sizes.of(llama_config(*shape)).total / 1e9 for name, shape in SHAPES.items()}
     assert billions == pytest.approx({"160M": 0.162, "1B": 1.100, "7B": 6.738, "13B": 13.016}, abs=0.001)
 
@@ -107,9 +106,8 @@ def test_trees_have_as_many_nodes_as_asked_for(nodes: int) -> None:
         likely_tree(4, 1, 3)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_pass_leaves_the_context_as_it_was(backbone: Backbone, batch: int) -> None:
-    context = Context(backbone, 20, batch, 8)
+def test_a_pass_leaves_the_context_as_it_was(backbone: Backbone) -> None:
+    context = Context(backbone, 20, 8)
     assert context.cache._storage is not None
     before = context.cache._storage[:, :, :, :, :20].clone()
     for tree in (Tree.empty(), likely_tree(8, 3)):
@@ -118,15 +116,13 @@ def test_a_pass_leaves_the_context_as_it_was(backbone: Backbone, batch: int) -> 
         step()
     assert context.cache.length == 20
     assert torch.equal(context.cache._storage[:, :, :, :, :20], before)
-    if isinstance(context.cache, BatchCache):
-        assert context.cache.lengths == [20] * batch
 
 
 def test_a_pass_computes_what_the_backbone_does_along_a_path(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last node of a chain attends to all before it, as without a mask."""
-    context = Context(backbone, 20, 1, 8)
+    context = Context(backbone, 20, 8)
     seen: list[torch.Tensor] = []
     plain = backbone.logits
     monkeypatch.setattr(backbone, "logits", lambda hidden: seen.append(hidden) or plain(hidden))  # type: ignore[func-returns-value]
@@ -140,10 +136,10 @@ def test_a_pass_computes_what_the_backbone_does_along_a_path(
 def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     own = small_backbone()
     trees = (Tree.empty(), likely_tree(8, 3), Tree.chain(2))
-    plain = Context(own, 123, 1, 8)
+    plain = Context(own, 123, 8)
     plain_steps = [plain.step(tree) for tree in trees]
     own.compile_passes()
-    compiled = Context(own, 123, 1, 8)
+    compiled = Context(own, 123, 8)
     assert (plain.cache.capacity, compiled.cache.capacity) == (132, 2 * BLOCK + 1)
     assert plain.cache._storage is not None
     assert compiled.cache._storage is not None
@@ -203,7 +199,7 @@ def test_random_models_are_made_in_their_dtype_and_in_4_bits() -> None:
 
 
 def test_models_that_do_not_fit_together_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = decode.parse_arguments(["--shapes", "7B", "--contexts", "128", "--nodes", "16", "--batch", "1"])
+    args = decode.parse_arguments(["--shapes", "7B", "--contexts", "128", "--nodes", "16"])
     args.settings = ["stock"]
     shape = decode.Shape.of("7B")  # 30.1 GB in float32 and 15.1 in bfloat16, heads included
 
@@ -241,17 +237,15 @@ def row(context: int, setting: str, plain: float) -> Row:
     return Row(replace(SETUP, context=context, setting=setting), ms, floors)
 
 
-def test_the_page_shows_ratios_and_the_fastest_rows(tmp_path: Path) -> None:
-    rows = [row(128, "stock", 4.0), row(128, "compiled", 2.0), Row(SETUP, obstacle="does not fit")]
-    machine = decode.machine_facts("decode.py", [])
-    text = markdown(machine, RATES, rows)
-    assert "| tiny | 1 | 128 | float32 | compiled | 2.000 | 0.50 | 1.50 | 0.500 | 1.25 |" in text
-    assert "| tiny | 1 | 128 | float32 | stock | does not fit |" in text
+def test_the_page_shows_ratios(tmp_path: Path) -> None:
+    rows = [row(128, "stock", 4.0), Row(SETUP, obstacle="does not fit")]
+    text = decode.write_report(tmp_path, decode.machine_facts("decode.py", []), RATES, rows)
+    assert "| tiny | 128 | float32 | stock | 4.000 | 0.50 | 1.50 | 0.500 | 1.25 |" in text
+    assert "| tiny | 128 | float32 | stock | does not fit |" in text
     assert "Not run on a GPU" in text
-    many = [row(context, setting, context) for context in range(1, 51) for setting in ("stock", "compiled")]
-    decode.write_report(tmp_path, machine, RATES, many)
-    assert (tmp_path / "decode.json").stat().st_size <= decode.MAX_JSON_BYTES
-    assert len(json.loads((tmp_path / "decode.json").read_text())["rows"]) == 50
+    first, second = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert first["ms_and_floor"]["tree 16"] == [6.0, 3.0]
+    assert second["obstacle"] == "does not fit"
 
 
 @pytest.mark.usefixtures("as_if_compiled")
@@ -259,17 +253,15 @@ def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
     monkeypatch.setattr(prepack, "_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")
-    words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16", "--batch", "1", "2"]
+    words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16"]
     assert decode.main([*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]) == 0
     record = json.loads((tmp_path / "out" / "decode.json").read_text())
     assert record["machine"]["command"].startswith("python benchmarks/decode.py --quick")
-    rows = {(one["setting"], one["batch"], one["context"]): one for one in record["rows"]}
+    rows = {(one["setting"], one["context"]): one for one in record["rows"]}
     passes = ["plain", "tree 2", "tree 16", "heads", "heads, shared lm_head"]
     for setting in ("stock", "compiled"):
-        assert list(rows[setting, 1, 32]["ms"]) == [*passes, "loop, plain", "loop, tree 16"]
-    assert list(rows["stock", 2, 32]["ms"]) == passes
-    assert rows["compiled", 2, 32]["obstacle"] == "not run: passes are compiled for single rows"
-    assert rows["stock", 1, 300]["obstacle"] == "not run: the model has 256 positions"
-    assert rows["prepacked", 0, 0]["obstacle"].startswith("not prepacked")
+        assert list(rows[setting, 32]["ms_and_floor"]) == [*passes, "loop, plain", "loop, tree 16"]
+    assert rows["stock", 300]["obstacle"] == "not run: the model has 256 positions"
+    assert rows["prepacked", 0]["obstacle"].startswith("not prepacked")
     with pytest.raises(SystemExit):
         decode.parse_arguments(["--shapes", "8B"])

@@ -279,7 +279,7 @@ def test_the_page_shows_ratios_coverage_and_quality(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(1.2, abs=0.01)
     assert found[1][0] > 1.1  # questions are drawn in pairs
     assert "ratio" not in rows["medusa1"]["b"]["equal"]
-    assert ratio({"1": (2, 1)}, {"1": (3, 1)}) is None
+    assert ratio({"1": (2, 1)}, {"1": (3, 1)}) is None  # one question has no interval
 
 
 @pytest.mark.slow

@@ -33,12 +33,13 @@ def test_figures_are_sums_over_turns() -> None:
         TurnRecord(n, "sums", 1, (5,), TimedAnswer((1, 2, 3, 4), 2.0, 1.0, 1, (2,)), plain, plain, others={"x": other})
         for n in range(2)
     ]
-    stats = peers.sum_by_decoder(records)
-    assert list(stats) == ["tree", "plain", "generate", "x"]
-    tree = stats["tree"]
-    assert (tree.answers, tree.tokens, tree.rate, tree.tokens_per_step, tree.same) == (2, 8, 2.0, 3.0, 2)
-    assert stats["plain"].tokens_per_step == 1.0
-    assert (stats["x"].rate, stats["x"].tokens_per_step, stats["x"].same) == (3.0, None, 0)
+    figures = peers.figures(peers.answers_by_decoder(records))
+    assert list(figures) == ["tree", "plain", "generate", "x"]
+    tree, lookup = figures["tree"], figures["x"]
+    assert (tree["answers"], tree["tokens"], tree["equal"]) == (2, 8, 2)
+    assert (tree["tokens_per_s"], tree["tokens_per_step"]) == (2.0, 3.0)
+    assert figures["plain"]["tokens_per_step"] == figures["generate"]["tokens_per_step"] == 1.0
+    assert (lookup["tokens_per_s"], lookup["tokens_per_step"], lookup["equal"]) == (3.0, None, 0)
 
 
 @pytest.mark.skipif(VLLM_INSTALLED, reason="checks that vLLM is skipped")
@@ -48,11 +49,11 @@ def test_the_whole_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assistant = json.loads((run / "heads" / "config.json").read_text())["base_model_name_or_path"]
     assert peers.main([*words, "--assistant", assistant, "--out", str(tmp_path / "out")]) == 0
     record = json.loads((tmp_path / "out" / "peers.json").read_text())
-    assert [one["name"] for one in record["decoders"]] == ["tree", "plain", "generate", "assisted", "prompt_lookup"]
-    for one in record["decoders"]:
-        assert (one["answers"], one["same"]) == (8, 8)  # four turns fit, in two rounds
+    assert list(record["decoders"]) == ["tree", "plain", "generate", "assisted", "prompt_lookup"]
+    for one in record["decoders"].values():
+        assert (one["answers"], one["equal"]) == (8, 8)  # four turns fit, in two rounds
         assert one["tokens_per_s"] > 0
-    by_name = {one["name"]: one for one in record["decoders"]}
+    by_name = record["decoders"]
     assert by_name["plain"]["tokens_per_step"] == 1.0
     assert by_name["tree"]["tokens_per_step"] >= 1.0
     assert by_name["generate"]["tokens_per_step"] == 1.0

@@ -98,13 +98,6 @@ def test_cases_that_are_compared_differ_in_the_method_alone() -> None:
     assert {naive.what for naive, _ in pairs} >= {"loss", "tiny1", "tiny2", "shape1"}
 
 
-def test_results_of_processes_are_merged() -> None:
-    one, two = Result(True, [1.0, 3.0], peak=5, accumulating=9), Result(True, [2.0], peak=7, accumulating=8)
-    both = one.merged(two)
-    assert (both.median, both.peak, both.accumulating) == (2.0, 7, 9)
-    assert not one.merged(Result(False, [])).fits
-
-
 def test_the_report_shows_shares_rates_and_what_does_not_fit(tmp_path: Path) -> None:
     naive = Result(True, [10.0], peak=1_000_000_000, accumulating=2_000_000_000)
     ours = Result(True, [8.0], peak=50_000_000, accumulating=400_000_000)
