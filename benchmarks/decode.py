@@ -242,7 +242,7 @@ class Context:
         tree = tree.to(backbone.device)
         tokens = torch.arange(tree.size + 1, device=backbone.device)[None] % backbone.vocab_size
         depths = tree.depths[None]
-        masks = TreeMask(tree, cache.capacity, backbone.dtype, backbone.device)
+        masks = TreeMask(additive_mask(tree.ancestors, backbone.dtype), cache.capacity)
         compiled = backbone.compiled
 
         @torch.inference_mode()

@@ -1,18 +1,17 @@
-"""Decoding of several sequences at once, each as if it were alone. Knows no text, no training, no report."""
+"""Decode several sequences in the same passes, each with the tokens that it would get alone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from medusa_train.inference.accept import Accepted, Rule, accept
+from medusa_train.inference.accept import Rule
 from medusa_train.inference.generate import (
     Decoder,
+    DecodingSession,
     Generation,
     check_tree,
     finish_reason,
@@ -20,19 +19,18 @@ from medusa_train.inference.generate import (
     truncate_at_stop,
 )
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
-from medusa_train.models.features import PLAIN, Features
-from medusa_train.trees.kv_cache import BatchCache, mask_behind
+from medusa_train.models.drafts.base import Draft
+from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A prompt that is to be continued in a batch.
+    """A prompt to be continued in a batch.
 
     Attributes:
-        request_id: by which its answer is told from the others. prompt: token ids.
-        generator: for `Sampling`; what the row draws comes from it alone.
+        request_id: returned with the answer. prompt: token ids.
+        generator: for `Sampling`; the only source of the row's random numbers.
     """
 
     request_id: int
@@ -40,38 +38,26 @@ class PendingRequest:
     generator: torch.Generator | None = None
 
 
-@dataclass
-class _Row:
-    """One sequence under way; `started` is a reading of the clock."""
-
-    request_id: int
-    out: Generation
-    room: int
-    generator: torch.Generator | None
-    started: float
-
-
 class BatchDecoder:
-    """The rounds of `Decoder` for many rows in one pass: they accept unlike lengths and end at different times.
+    """Generate answers to several prompts at once.
 
-    A row that is done leaves the batch; those that remain go on in a smaller one, or others join them. What a row says
-    does not depend on the others, up to the rounding of products of another shape.
+    Rows accept paths of different lengths and finish at different times. A finished row leaves the batch, which goes
+    on with fewer rows, and new ones may join. The tokens of a row do not depend on the other rows, except that matrix
+    products of another shape round differently.
 
     Args:
-        backbone: who decides. draft: who guesses. tree: which guesses are verified; the empty tree by default.
+        backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default the empty tree.
 
     Attributes:
-        passes: how many verification passes there were so far, in all batches; `Generation.steps` counts a row's.
+        passes: verification passes so far over all batches; `Generation.steps` counts those of one row.
     """
 
     def __init__(self, backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None) -> None:
         self.backbone = backbone
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
-        self.need = draft.needs if draft is not None and self.tree.size else PLAIN
         self.passes = 0
-        self._one = Decoder(backbone, draft, tree)
-        self._blocks: dict[int, tuple[Tree, Tensor]] = {}  # by identity, since comparing trees takes their paths
+        self._single = Decoder(backbone, draft, tree)
 
     @torch.inference_mode()
     def generate_batch(
@@ -82,52 +68,52 @@ class BatchDecoder:
         rule: Rule = None,
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Generation]:
-        """Continue every prompt; each answer ends as `Decoder.stream` says, at its own time.
+        """Generate an answer to every prompt; each ends as described in `Decoder.stream`.
 
-        All prompts are held at once: keys and values for the longest prompt and answer times their number.
+        All rows are in memory at the same time: their number times the longest prompt and answer.
 
         Args:
-            prompts: token ids, of any lengths. max_new_tokens: of each answer.
-            eos_ids: tokens that end an answer; the backbone's own by default, empty for none.
-            rule: greedy by default; see `accept`.
-            generators: one per prompt, for `Sampling`; what a row draws comes from its own alone.
+            prompts: token ids, of any lengths. max_new_tokens: limit of each answer.
+            eos_ids: tokens that end an answer; by default the backbone's, empty for none.
+            rule: acceptance rule, greedy by default; see `accept`.
+            generators: one per prompt, for `Sampling`.
 
         Returns:
-            In the order of `prompts`. `seconds` of each is the time until it was done, beside the others.
+            The answers in the order of `prompts`. `seconds` of each is the time until it was complete.
 
         Raises:
             MedusaError: a prompt is empty or longer than the model's context.
         """
         if generators is not None and len(generators) != len(prompts):
-            raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts")
-        each: list[torch.Generator | None] = [*generators] if generators is not None else [None] * len(prompts)
+            raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
+        row_generators: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
         if len(prompts) < 2 or not self.can_batch:
-            return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, each)
+            return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, row_generators)
         batch = self.begin(max_new_tokens, eos_ids, rule)
-        batch.add_requests([PendingRequest(i, prompt, each[i]) for i, prompt in enumerate(prompts)])
+        batch.add_requests([PendingRequest(i, prompt, row_generators[i]) for i, prompt in enumerate(prompts)])
         answers: dict[int, Generation] = {}
         while len(answers) < len(prompts):
             answers.update(batch.step())
         return [answers[i] for i in range(len(prompts))]
 
     def begin(self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None) -> Batch:
-        """A batch without rows, which may join at any time; arguments are those of `generate_batch`.
+        """Return an empty batch, to which requests can be added at any time; arguments as in `generate_batch`.
 
         Raises:
-            ValueError: this backbone can't decode in batches, see `batches`.
+            ValueError: this backbone can't decode in batches, see `can_batch`.
         """
         if not self.can_batch:
-            raise ValueError("the longest row of a pass would set the angles of all; decode them one by one")
+            raise ValueError("longrope models can't decode in batches: the longest row would set the angles of all")
         return Batch(self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule)
 
     @property
     def can_batch(self) -> bool:
-        """Whether rows share passes: not where the longest one would set the angles of all (longrope)."""
+        """Whether rows may share a pass: not with longrope, where the longest row would set the angles of all."""
         return self.backbone.rope_switch is None
 
     @property
     def uses_draft(self) -> bool:
-        """Whether there is anything to verify but the backbone's own tokens."""
+        """Whether there are guesses to verify."""
         return self.draft is not None and self.tree.size > 0
 
     def _one_by_one(
@@ -139,167 +125,128 @@ class BatchDecoder:
         generators: Sequence[torch.Generator | None],
     ) -> list[Generation]:
         for prompt in prompts:
-            max_answer_length(self.backbone, prompt, max_new_tokens)  # mistakes are told before work is done
-        made = [
-            self._one.generate(prompt, max_new_tokens, eos_ids, rule, generator)
+            max_answer_length(self.backbone, prompt, max_new_tokens)  # fail before the first answer
+        answers = [
+            self._single.generate(prompt, max_new_tokens, eos_ids, rule, generator)
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
-        self.passes += sum(out.steps for out in made)
-        return made
+        self.passes += sum(out.steps for out in answers)
+        return answers
 
-    def mask(self, tree: Tree, cache: BatchCache) -> Tensor:
-        """What each node sees: its own row's committed positions, its ancestors and itself, [B, 1, n + 1, S]."""
-        return mask_behind(cache, self._block(tree))
 
-    def _block(self, tree: Tree) -> Tensor:
-        """What the nodes of `tree` see of each other, additive [n + 1, n + 1]."""
-        if id(tree) not in self._blocks:
-            block = torch.zeros(tree.ancestors.shape, dtype=self.backbone.dtype, device=self.backbone.device)
-            self._blocks[id(tree)] = tree, block.masked_fill_(~tree.ancestors, float("-inf"))
-        return self._blocks[id(tree)][1]
+@dataclass
+class _Row:
+    """One sequence being decoded.
+
+    Attributes:
+        limit: maximum number of new tokens. started: clock reading when the request was added.
+    """
+
+    request_id: int
+    out: Generation
+    limit: int
+    generator: torch.Generator | None
+    started: float
 
 
 class Batch:
-    """Rows under way: `join` adds some, `step` takes all of them on. See `BatchDecoder.begin`.
+    """Rows that share passes: `add_requests` adds some, `step` extends all. Created by `BatchDecoder.begin`.
 
     Attributes:
-        active: the rows that are not done, in the order of the cache's.
+        active: the rows that are not finished, in the order of the cache's rows.
     """
 
     def __init__(self, decoder: BatchDecoder, max_new_tokens: int, stops: Collection[int], rule: Rule) -> None:
+        self.active: list[_Row] = []
         self._decoder = decoder
-        self._backbone = decoder.backbone
         self._max_new_tokens = max_new_tokens
         self._stops = stops
         self._rule = rule
-        self.active: list[_Row] = []
-        self._done: list[tuple[int, Generation]] = []
-        self._cache = BatchCache(0, 0)  # until somebody joins
-        self._state: Any = None
+        self._finished: list[tuple[int, Generation]] = []
+        self._session: DecodingSession | None = None
+        self._cache = BatchCache(0, 0)
 
     @torch.inference_mode()
     def add_requests(self, requests: Sequence[PendingRequest]) -> None:
-        """Read the prompts of `requests` (at least one) in one pass, and let them go on with the others.
+        """Prefill the prompts of `requests` (at least one) in one pass and add them to the batch.
 
-        A draft's states can't be joined: with one, rows may only join a batch whose rows are all done.
+        Draft states can't be merged, so with a draft requests can only be added when no row is active.
 
         Raises:
-            MedusaError: a prompt is empty or longer than the model's context; nobody has joined then.
-            ValueError: a draft is in the middle of other rows.
+            MedusaError: a prompt is empty or longer than the model's context; no request is added then.
+            ValueError: there is a draft and rows are active.
         """
         if self.active and self._decoder.uses_draft:
-            raise ValueError("a draft's rows begin together; none can join those under way")
+            raise ValueError("requests can't be added while rows with a draft are active")
         now = time.perf_counter()
+        limits = [max_answer_length(self._decoder.backbone, one.prompt, self._max_new_tokens) for one in requests]
         rows = [
-            _Row(one.request_id, Generation([]), self._room(one.prompt), one.generator, started=now) for one in requests
+            _Row(one.request_id, Generation([]), limit, one.generator, started=now)
+            for one, limit in zip(requests, limits, strict=True)
         ]
         prompts = [one.prompt for one in requests]
-        ends = (len(prompt) + row.room for prompt, row in zip(prompts, rows, strict=True))
-        capacity = max(ends) + self._decoder.tree.size + 1
+        total = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        capacity = total + self._decoder.tree.size + 1
         if not self.active:
-            self._cache = self._prefill(rows, prompts, capacity)
+            self._session, self._cache = self._prefill(rows, prompts, capacity)
         else:
-            self._cache.join(self._prefill(rows, prompts, max(map(len, prompts))), capacity)
+            self._cache.join(self._prefill(rows, prompts, max(map(len, prompts)))[1], capacity)
         self.active += rows
         self._retire()
 
-    def _room(self, prompt: list[int]) -> int:
-        return max_answer_length(self._backbone, prompt, self._max_new_tokens)
-
-    def _prefill(self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int) -> BatchCache:
-        """One causal pass over the prompts, padded behind, where no token of a prompt looks."""
-        lengths = [len(prompt) for prompt in prompts]
-        cache = BatchCache(self._backbone.num_layers, capacity)
-        padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-        prompt_tokens = torch.tensor(padded, device=self._backbone.device)
-        feats = self._backbone.run(prompt_tokens, cache=cache, need=self._decoder.need)
-        cache.commit_rows(lengths)
-        # each prompt's last token is a root with nothing below it
-        last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
-        logits = self._backbone.logits(hidden_at_positions(feats, [length - 1 for length in lengths]))
-        accepted = accept(self._rule, last, logits[:, None], Tree.empty(), _generators(rows))
-        if self._decoder.uses_draft:
-            assert self._decoder.draft is not None
-            self._state = self._decoder.draft.start(feats, prompt_tokens, lengths, cache)
+    def _prefill(
+        self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int
+    ) -> tuple[DecodingSession, BatchCache]:
+        decoder = self._decoder
+        cache = BatchCache(decoder.backbone.num_layers, capacity)
+        session = DecodingSession(decoder.backbone, decoder.draft, decoder.tree, cache, self._rule)
+        first = session.prefill(prompts, _generators(rows))
         now = time.perf_counter()
-        for row, (_, tokens) in zip(rows, accepted, strict=True):
-            row.out.tokens = tokens[-1:]
+        for row, token in zip(rows, first, strict=True):
+            row.out.tokens = [token]
             row.out.prefill_seconds = now - row.started
-        return cache
+        session.start_draft()
+        return session, cache
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:
-        """Propose, verify and accept for every row; the answers that are done, with their tickets.
+        """Extend every row by one step; return the finished answers with their request ids.
 
-        `seconds` of an answer is the time since its row joined, beside the others.
+        `seconds` of an answer is the time since its request was added.
         """
         if self.active:
-            self._advance()
-        done, self._done = self._done, []
-        return done
-
-    def _advance(self) -> None:
-        proposal = self._propose()
-        feats, accepted = self._verify(proposal)
-        self._decoder.passes += 1
-        paths = [path for path, _ in accepted]
-        self._cache.keep_rows(paths)
-        if self._decoder.uses_draft:
-            assert self._decoder.draft is not None
-            self._state = self._decoder.draft.advance(self._state, feats, proposal, paths)
-        for row, (path, tokens) in zip(self.active, accepted, strict=True):
-            kept = truncate_at_stop(tokens[1:], self._stops, row.room - len(row.out.tokens))
-            row.out.tokens += kept
-            row.out.steps += 1
-            row.out.accepted.append(min(len(path) - 1, len(kept)))
-        self._retire()
-
-    def _propose(self) -> Proposal:
-        roots = torch.tensor([row.out.tokens[-1] for row in self.active], device=self._backbone.device)
-        if not self._decoder.uses_draft:
-            return Proposal(roots[:, None], self._decoder.tree)
-        assert self._decoder.draft is not None
-        return self._decoder.draft.propose(self._state, roots, self._decoder.tree)
-
-    def _verify(self, proposal: Proposal) -> tuple[Features, list[Accepted]]:
-        """One pass over all nodes of all rows; a node's position id is its own row's length + depth."""
-        lengths = torch.tensor(self._cache.lengths, device=self._backbone.device)
-        positions = proposal.tree.depths + lengths[:, None]
-        # nodes past the context are never kept; no position table must be asked for them either
-        positions = positions.clamp(max=self._backbone.max_context - 1)
-        feats = self._backbone.run(
-            proposal.tokens,
-            positions=positions,
-            mask=self._decoder.mask(proposal.tree, self._cache),
-            cache=self._cache,
-            need=self._decoder.need,
-            early=proposal.early,
-        )
-        logits = self._backbone.logits(feats.hidden)
-        return feats, accept(self._rule, proposal.tokens, logits, proposal.tree, _generators(self.active))
+            assert self._session is not None
+            accepted = self._session.step([row.out.tokens[-1] for row in self.active], _generators(self.active))
+            self._decoder.passes += 1
+            for row, (path, tokens) in zip(self.active, accepted, strict=True):
+                new = truncate_at_stop(tokens[1:], self._stops, row.limit - len(row.out.tokens))
+                row.out.tokens += new
+                row.out.steps += 1
+                row.out.accepted.append(min(len(path) - 1, len(new)))
+            self._retire()
+        finished, self._finished = self._finished, []
+        return finished
 
     def _retire(self) -> None:
-        """Let the rows that are done go; the last of the others take their places."""
-        done = [row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.room for row in self.active]
+        """Remove finished rows. Rows from the end of the batch fill the gaps, so that few keys and values move."""
+        done = [row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.limit for row in self.active]
         if not any(done):
             return
-        for row, over in zip(self.active, done, strict=True):
-            if over:
+        for row, is_done in zip(self.active, done, strict=True):
+            if is_done:
                 row.out.seconds = time.perf_counter() - row.started
                 row.out.finish = finish_reason(row.out.tokens, self._stops, self._max_new_tokens)
-                self._done.append((row.request_id, row.out))
-        staying = [i for i, over in enumerate(done) if not over]
-        size = len(staying)
-        movers = [i for i in staying if i >= size]
-        places = [i if not done[i] else movers.pop() for i in range(size)]
-        self.active = [self.active[i] for i in places]
+                self._finished.append((row.request_id, row.out))
+        remaining = [i for i, is_done in enumerate(done) if not is_done]
+        size = len(remaining)
+        movable = [i for i in remaining if i >= size]
+        order = [i if not done[i] else movable.pop() for i in range(size)]
+        self.active = [self.active[i] for i in order]
         if self.active:
-            self._cache.take(places)
-            if self._decoder.uses_draft:
-                assert self._decoder.draft is not None
-                self._state = self._decoder.draft.select_rows(self._state, places)
+            assert self._session is not None
+            self._session.select_rows(order)
 
 
 def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:
-    found = [row.generator for row in rows if row.generator is not None]
-    return found or None
+    """The rows' generators; None where they have none."""
+    return [row.generator for row in rows if row.generator is not None] or None

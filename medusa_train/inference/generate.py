@@ -1,21 +1,22 @@
-"""One decoding loop for every draft; plain decoding is the empty tree. Knows no text, no training, no report."""
+"""Decode with a draft: prefill, then steps of propose, verify, accept and commit. Plain decoding is the empty tree."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import block_end
-from medusa_train.models.drafts.base import Draft, Proposal
+from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.features import PLAIN, Features
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.kv_cache import BatchCache, TreeCache, mask_behind
 from medusa_train.trees.masks import TreeMasks
 from medusa_train.trees.tree import Tree
 
@@ -23,10 +24,10 @@ FinishReason = Literal["eos", "length", "context"]
 
 
 class Step(NamedTuple):
-    """What one pass added to an answer.
+    """The tokens that one pass added to an answer.
 
     Attributes:
-        tokens: ids in order, nothing behind an eos. accepted: how many of them, from the first on, were drafted.
+        tokens: token ids, cut after an end-of-text token. accepted: how many of them, from the first on, were drafted.
     """
 
     tokens: list[int]
@@ -35,13 +36,13 @@ class Step(NamedTuple):
 
 @dataclass
 class Generation:
-    """An answer and what it cost.
+    """An answer with its step counts and times.
 
     Attributes:
-        tokens: generated ids, the closing eos included.
-        steps: verification passes; the prefill, which gives the first token, is not a step.
-        accepted: per step, how many drafted tokens were accepted and kept.
-        seconds: wall time in all; prefill_seconds: of that, until the first token.
+        tokens: generated ids, the closing end-of-text token included.
+        steps: verification passes; the prefill, which gives the first token, is not counted.
+        accepted: per step, the number of drafted tokens that were accepted and kept.
+        seconds: wall time in total; prefill_seconds: the part of it until the first token.
         finish: "eos", "length" (max_new_tokens) or "context" (the model's positions are used up).
     """
 
@@ -54,22 +55,23 @@ class Generation:
 
     @property
     def acceleration_rate(self) -> float:
-        """Tokens per decoding step, 1.0 for plain decoding (Medusa, section 3, "acceleration rate")."""
+        """Tokens per decoding step; 1.0 for plain decoding (Medusa, Experiments, "acceleration rate")."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
 
 
 class Decoder:
-    """Decoding of one sequence: prefill, then rounds of propose, verify, accept.
+    """Generate answers one prompt at a time; `BatchDecoder` takes several at once.
 
-    Without a draft, or with the empty tree, each round verifies the root alone and no head is computed: plain
-    decoding with the same loop, which is what speedups are measured against.
-
-    A round transfers once from the device to the host, when the accepted tokens are asked for. The decoder answers
-    one prompt at a time; `BatchDecoder` answers several at once.
+    Without a draft, or with the empty tree, each step verifies the root alone and no head is computed. This is plain
+    decoding by the same loop, and the baseline of every reported speedup. A step synchronises with the device once,
+    when the accepted tokens are read.
 
     Args:
-        backbone: who decides. draft: who guesses. tree: which guesses are verified; the empty tree by default.
-        cache: memory to use for keys and values; by default the decoder makes its own, and keeps it between answers.
+        backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default the empty tree.
+        cache: memory for keys and values; by default the decoder allocates its own and reuses it between answers.
+
+    Raises:
+        MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
     """
 
     def __init__(
@@ -82,10 +84,8 @@ class Decoder:
         self.backbone = backbone
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
-        self._need = draft.needs if draft is not None and self.tree.size else PLAIN
-        self._nothing = Tree.empty().to(backbone.device)
         self._cache = cache
-        self._answers = 0  # how many were begun
+        self._answers = 0  # started so far; tells an abandoned stream that its cache is in use again
 
     def generate(
         self,
@@ -95,7 +95,7 @@ class Decoder:
         rule: Rule = None,
         generator: torch.Generator | None = None,
     ) -> Generation:
-        """Continue `prompt`; arguments and errors are those of `stream`."""
+        """Generate a whole answer; see `stream` for arguments and errors."""
         started = time.perf_counter()
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
         out = Generation([])
@@ -119,145 +119,202 @@ class Decoder:
         rule: Rule = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Step]:
-        """Continue `prompt`, step by step: the first one is the prefill, which gives one token.
+        """Generate an answer step by step. The first step is the prefill, which gives one token.
 
-        Generation ends after the first eos (kept), after `max_new_tokens` tokens, or where the model's context
-        ends: the last token then stands at position max_context, predicted but never read. It may be left off at
-        any step.
+        The answer ends after the first end-of-text token (kept), after `max_new_tokens` tokens, or at the end of the
+        model's context: the last token is then predicted at position max_context but never read. The iterator may be
+        abandoned at any step.
 
         Args:
             prompt: at least one token id. max_new_tokens: at least 1.
-            eos_ids: tokens that end the answer; the backbone's own by default, empty for none.
-            rule: greedy by default; see `accept`. generator: for `Sampling`.
+            eos_ids: tokens that end the answer; by default the backbone's, empty for none.
+            rule: acceptance rule, greedy by default; see `accept`. generator: for `Sampling`.
 
         Raises:
-            MedusaError: the prompt is empty or longer than the model's context; or another answer was begun before
-                this one was done.
+            MedusaError: the prompt is empty or longer than the model's context; or another answer was started on this
+                decoder before this one was complete.
         """
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
-        room = max_answer_length(self.backbone, prompt, max_new_tokens)
+        limit = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
-        cache = self._fresh_cache(len(prompt) + room + self.tree.size + 1)
-        masks = TreeMasks(cache.capacity, self.backbone.dtype, self.backbone.device)
+        cache = self._empty_cache(len(prompt) + limit + self.tree.size + 1)
+        session = DecodingSession(self.backbone, self.draft, self.tree, cache, rule)
         answer = self._answers = self._answers + 1
 
-        tokens = torch.tensor([prompt], device=self.backbone.device)
-        feats = self.backbone.run(tokens, cache=cache, need=self._need)
-        cache.commit(len(prompt))
-        # the prompt's last token is a root with nothing below it
-        logits = self.backbone.logits(feats.hidden[:, -1:])
-        root = accept(rule, tokens[:, -1:], logits, Tree.empty(), generators)[0].tokens[-1]
+        (root,) = session.prefill([prompt], generators)
         yield Step([root], 0)
-        state = None
-        if self.draft is not None and self.tree.size:
-            state = self.draft.start(feats, tokens, [len(prompt)], cache)
+        session.start_draft()
 
         count = 1
-        while not (root in stops or count >= room):
+        while root not in stops and count < limit:
             if answer != self._answers:
-                raise MedusaError("this decoder has begun another answer; it keeps one at a time")
-            proposal = self._propose(state, root, cache.length)
-            feats, accepted = self._verify(proposal, cache, masks, rule, generators)
-            cache.keep(accepted.path)
-            if self.draft is not None and self.tree.size:
-                state = self.draft.advance(state, feats, proposal, [accepted.path])
-            kept = truncate_at_stop(accepted.tokens[1:], stops, room - count)
-            count += len(kept)
-            root = kept[-1]
-            yield Step(kept, min(len(accepted.path) - 1, len(kept)))
+                raise MedusaError("another answer was started on this decoder; it holds one at a time")
+            ((path, tokens),) = session.step([root], generators)
+            tokens = truncate_at_stop(tokens[1:], stops, limit - count)
+            count += len(tokens)
+            root = tokens[-1]
+            yield Step(tokens, min(len(path) - 1, len(tokens)))
 
-    def _propose(self, state: object, root: int, prefix: int) -> Proposal:
-        roots = torch.tensor([root], device=self.backbone.device)
-        if self.draft is None or not self.tree.size or self._straddles_rope_switch(prefix):
-            return Proposal(roots[:, None], self._nothing)
-        return self.draft.propose(state, roots, self.tree)
-
-    def _straddles_rope_switch(self, prefix: int) -> bool:
-        """Whether a tree behind `prefix` positions would make a longrope model switch before the root gets there."""
-        switch = self.backbone.rope_switch
-        return switch is not None and prefix < switch <= prefix + self.tree.max_depth
-
-    def _verify(
-        self,
-        proposal: Proposal,
-        cache: TreeCache,
-        masks: TreeMasks,
-        rule: Rule,
-        generators: list[torch.Generator] | None,
-    ) -> tuple[Features, Accepted]:
-        """One pass over all nodes; a node's position id is prefix length + depth."""
-        positions = proposal.tree.depths[None] + cache.length
-        if cache.length + self.tree.max_depth >= self.backbone.max_context:
-            # nodes past the context are never kept; no position table must be asked for them either
-            positions = positions.clamp(max=self.backbone.max_context - 1)
-        compiled = self.backbone.compiled
-        count = proposal.tree.size + 1
-        upto = block_end(cache.length + count)
-        if compiled is not None and self._need == PLAIN and upto < cache.capacity:
-            mask = masks.at(proposal.tree, cache.length, upto)
-            hidden, logits = compiled(proposal.tokens, positions, mask, cache.expect(count), cache.length)
-            feats = Features(hidden)
-        else:
-            feats = self.backbone.run(
-                proposal.tokens,
-                positions=positions,
-                mask=masks.at(proposal.tree, cache.length) if proposal.tree.size else None,
-                cache=cache,
-                need=self._need,
-                early=proposal.early,
-            )
-            logits = self.backbone.logits(feats.hidden)
-        return feats, accept(rule, proposal.tokens, logits, proposal.tree, generators)[0]
-
-    def _fresh_cache(self, capacity: int) -> TreeCache:
-        """The cache of the last question where it is large enough, else a new one."""
+    def _empty_cache(self, capacity: int) -> TreeCache:
+        """The previous answer's cache if it is large enough, else a new one."""
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = self.backbone.new_cache(capacity)
         self._cache.reset()
         return self._cache
 
 
+class DecodingSession:
+    """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `Batch` share.
+
+    Rows differ between the two in the cache, in the mask, and in that only a single row's pass may be compiled.
+
+    Args:
+        tree: from `check_tree`. cache: empty; a `BatchCache` where there may be several rows.
+    """
+
+    def __init__(
+        self, backbone: Backbone, draft: Draft | None, tree: Tree, cache: TreeCache, rule: Rule = None
+    ) -> None:
+        self.cache = cache
+        self._backbone = backbone
+        self._draft = draft if tree.size else None  # plain decoding computes no head
+        self._tree = tree
+        self._root_only = Tree.empty().to(backbone.device) if tree.size else tree
+        self._needs = PLAIN if self._draft is None else self._draft.needs
+        self._rule = rule
+        self._masks = TreeMasks(cache.capacity, backbone.dtype, backbone.device)
+        self._prompts: tuple[Features, Tensor, list[int]] | None = None
+        self._draft_state: Any = None
+
+    def prefill(self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator] | None = None) -> list[int]:
+        """Run the prompts in one causal pass, padded behind, and return the first token of each answer."""
+        lengths = [len(prompt) for prompt in prompts]
+        padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+        tokens = torch.tensor(padded, device=self._backbone.device)
+        feats = self._backbone.run(tokens, cache=self.cache, need=self._needs)
+        self.cache.commit_rows(lengths)
+        self._prompts = feats, tokens, lengths
+        # accepting a tree without guesses gives the token after its root, here the prompt's last token
+        last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
+        logits = self._backbone.logits(hidden_at_positions(feats, [length - 1 for length in lengths]))
+        accepted = accept(self._rule, last, logits[:, None], Tree.empty(), generators)
+        return [tokens[-1] for _, tokens in accepted]
+
+    def start_draft(self) -> None:
+        """Give the draft the prompts. Apart from `prefill`, so that the first token does not wait for it."""
+        assert self._prompts is not None
+        if self._draft is not None:
+            self._draft_state = self._draft.start(*self._prompts, self.cache)
+        self._prompts = None
+
+    def step(self, roots: Sequence[int], generators: Sequence[torch.Generator] | None = None) -> list[Accepted]:
+        """Propose a tree below each row's root, verify it in one pass, accept a path, and commit it."""
+        proposal = self._propose(roots)
+        feats, logits = self._verify(proposal)
+        accepted = accept(self._rule, proposal.tokens, logits, proposal.tree, generators)
+        paths = [path for path, _ in accepted]
+        self.cache.keep_rows(paths)
+        if self._draft is not None:
+            self._draft_state = self._draft.advance(self._draft_state, feats, proposal, paths)
+        return accepted
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, in this order; see `BatchCache.take`."""
+        assert isinstance(self.cache, BatchCache)
+        self.cache.take(rows)
+        if self._draft is not None:
+            self._draft_state = self._draft.select_rows(self._draft_state, rows)
+
+    def _propose(self, roots: Sequence[int]) -> Proposal:
+        root_tokens = torch.tensor(roots, device=self._backbone.device)
+        if self._draft is None or self._straddles_rope_switch():
+            return Proposal(root_tokens[:, None], self._root_only)
+        return self._draft.propose(self._draft_state, root_tokens, self._tree)
+
+    def _straddles_rope_switch(self) -> bool:
+        """Whether the tree's deeper nodes would make a longrope model switch its angles before the root does."""
+        switch = self._backbone.rope_switch
+        return switch is not None and self.cache.length < switch <= self.cache.length + self._tree.max_depth
+
+    def _verify(self, proposal: Proposal) -> tuple[Features, Tensor]:
+        """One pass over all nodes of all rows: features and logits [B, n + 1, V].
+
+        A node's position id is the length of its row + its depth.
+        """
+        backbone, cache, tree = self._backbone, self.cache, proposal.tree
+        positions = tree.depths[None] + cache.row_lengths(backbone.device)
+        if cache.length + tree.max_depth >= backbone.max_context:
+            # nodes past the context are never accepted, but the model's position table must cover their ids
+            positions = positions.clamp(max=backbone.max_context - 1)
+        compiled = None if isinstance(cache, BatchCache) or self._needs != PLAIN else backbone.compiled
+        end = block_end(cache.length + tree.size + 1)
+        if compiled is not None and end < cache.capacity:
+            mask = self._masks.at(tree, cache.length, end)
+            slots = cache.expect(tree.size + 1)
+            hidden, logits = compiled(proposal.tokens, positions, mask, slots, cache.length)
+            return Features(hidden), logits
+        feats = backbone.run(
+            proposal.tokens,
+            positions=positions,
+            mask=self._mask(tree),
+            cache=cache,
+            need=self._needs,
+            early=proposal.early,
+        )
+        return feats, backbone.logits(feats.hidden)
+
+    def _mask(self, tree: Tree) -> Tensor | None:
+        """What each node attends to: its row's committed positions, its ancestors and itself.
+
+        [B, 1, n + 1, S], additive. A single row's root alone needs none. A single row's mask is updated in place;
+        that of several is rebuilt in each step, since their lengths differ.
+        """
+        if isinstance(self.cache, BatchCache):
+            return mask_behind(self.cache, self._masks.block(tree))
+        return self._masks.at(tree, self.cache.length) if tree.size else None
+
+
 def check_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> Tree:
-    """The tree to decode with, on the backbone's device: empty without a draft.
+    """Return the tree to decode with, on the backbone's device; the empty tree without a draft.
 
     Raises:
-        MedusaError: it is deeper than the draft, or wider than the vocabulary of either.
+        MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
     """
     tree = tree if tree is not None and draft is not None else Tree.empty()
     if draft is not None and tree.max_depth > draft.num_heads:
-        raise MedusaError(f"the tree is {tree.max_depth} deep, the draft has {draft.num_heads} heads")
-    known = backbone.vocab_size if draft is None or draft.draft_vocab_size is None else draft.draft_vocab_size
-    if tree.width > known:
-        raise MedusaError(f"the tree reads rank {tree.width - 1} of {known} tokens")
+        raise MedusaError(f"the tree is {tree.max_depth} deep, but the draft has {draft.num_heads} heads")
+    vocab_size = (None if draft is None else draft.draft_vocab_size) or backbone.vocab_size
+    if tree.width > vocab_size:
+        raise MedusaError(f"the tree uses guesses up to rank {tree.width - 1} of a vocabulary of {vocab_size} tokens")
     return tree.to(backbone.device)
 
 
 def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
-    """How many tokens may be generated: the last one is not read, so it may lie one past the context.
+    """Return how many tokens fit: the last one is never read, so it may lie one position past the context.
 
     Raises:
         MedusaError: the prompt is empty or longer than the model's context, or `max_new_tokens` is below 1.
     """
     if not prompt:
-        raise MedusaError("the prompt is empty: decoding needs at least one token to start from")
+        raise MedusaError("the prompt is empty; decoding needs at least one token")
     if max_new_tokens < 1:
-        raise MedusaError(f"max_new_tokens is {max_new_tokens}; it has to be 1 or more")
+        raise MedusaError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     limit = backbone.max_context - len(prompt) + 1
     if limit < 1:
-        raise MedusaError(f"the prompt has {len(prompt)} tokens, the model reads {backbone.max_context} at most")
+        raise MedusaError(f"the prompt has {len(prompt)} tokens, but the model's context is {backbone.max_context}")
     return min(max_new_tokens, limit)
 
 
-def truncate_at_stop(tokens: list[int], stops: Collection[int], room: int) -> list[int]:
-    """Cut freshly accepted tokens after the first eos and at the room left, so that nothing leaks past either."""
-    for i, token in enumerate(tokens[:room]):
+def truncate_at_stop(tokens: list[int], stops: Collection[int], limit: int) -> list[int]:
+    """Cut accepted tokens after the first end-of-text token and at `limit`."""
+    for i, token in enumerate(tokens[:limit]):
         if token in stops:
             return tokens[: i + 1]
-    return tokens[:room]
+    return tokens[:limit]
 
 
 def finish_reason(tokens: list[int], stops: Collection[int], max_new_tokens: int) -> FinishReason:
-    """Why an answer that is done ends where it does."""
+    """Return why a complete answer ended."""
     if tokens[-1] in stops:
         return "eos"
     return "length" if len(tokens) >= max_new_tokens else "context"

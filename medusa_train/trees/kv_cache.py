@@ -132,6 +132,18 @@ class TreeCache(Cache):
         self.length += count
         self._pending = 0
 
+    def commit_rows(self, lengths: Sequence[int]) -> None:
+        """`commit` for the single row, with the signature of `BatchCache.commit_rows`."""
+        self.commit(lengths[0])
+
+    def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
+        """`keep` for the single row, with the signature of `BatchCache.keep_rows`."""
+        self.keep(paths[0])
+
+    def row_lengths(self, device: torch.device) -> int | Tensor:
+        """Committed positions per row: a number for the single row, which costs no transfer; else long [B, 1]."""
+        return self.length
+
     def reset(self) -> None:
         """Forget everything, keep the memory."""
         self.length = 0
@@ -258,6 +270,10 @@ class BatchCache(TreeCache):
         grown[:, :, :own, :, : self.length] = self._memory[:, :, :own, :, : self.length]
         self._memory = grown
         return grown
+
+    def row_lengths(self, device: torch.device) -> Tensor:
+        """Committed positions per row, long [B, 1]."""
+        return torch.tensor(self.lengths, device=device)[:, None]
 
     def gaps(self, device: torch.device) -> Tensor:
         """Where nobody may look: bool [B, length], true behind each row's own end."""

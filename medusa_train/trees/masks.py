@@ -8,22 +8,29 @@ from torch import Tensor
 from medusa_train.trees.tree import Tree
 
 
-class TreeMask:
-    """The additive mask of a tree pass, updated in place: [1, 1, n + 1, capacity]."""
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible` (bool, any shape) is true, else -inf."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
-    def __init__(self, tree: Tree, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._block = torch.zeros(tree.ancestors.shape, dtype=dtype)
-        self._block.masked_fill_(~tree.ancestors, float("-inf"))
-        self._block = self._block.to(device)
-        # what lies behind the nodes is never seen
-        self._mask = torch.full((1, 1, tree.size + 1, capacity), float("-inf"), dtype=dtype, device=device)
+
+class TreeMask:
+    """The additive mask of a tree pass, updated in place: [1, 1, n + 1, capacity].
+
+    Args:
+        block: the mask among the nodes themselves, additive [n + 1, n + 1].
+    """
+
+    def __init__(self, block: Tensor, capacity: int) -> None:
+        self._block = block
+        # columns after the nodes stay masked
+        self._mask = block.new_full((1, 1, len(block), capacity), float("-inf"))
         self._clean = 0  # columns up to here are all zero
 
     def at(self, prefix: int, upto: int | None = None) -> Tensor:
-        """The mask [1, 1, n + 1, S] for nodes behind `prefix` cached positions, which never shrink.
+        """The mask [1, 1, n + 1, S] for nodes after `prefix` cached positions, which must never decrease.
 
         Args:
-            upto: S; by default prefix + n + 1. What lies behind the nodes is masked.
+            upto: S; by default prefix + n + 1. Columns after the nodes are masked.
         """
         end = prefix + len(self._block)
         self._mask[..., self._clean : prefix] = 0
@@ -33,17 +40,30 @@ class TreeMask:
 
 
 class TreeMasks:
-    """The masks of the trees that proposals come with: nearly always the one that was asked for."""
+    """The masks of all trees that occur in an answer, built once per tree.
+
+    A draft may cut the tree it is asked for, so there can be several.
+    """
 
     def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._options = (capacity, dtype, device)
-        self._made: dict[int, tuple[Tree, TreeMask]] = {}  # by identity, since comparing trees takes their paths
+        self._capacity = capacity
+        self._dtype = dtype
+        self._device = device
+        # by identity, since comparing trees compares their paths; holding the tree keeps its id from being reused
+        self._blocks: dict[int, tuple[Tree, Tensor]] = {}
+        self._masks: dict[int, TreeMask] = {}
+
+    def block(self, tree: Tree) -> Tensor:
+        """The mask among the nodes of `tree`: itself and its ancestors, additive [n + 1, n + 1]."""
+        if id(tree) not in self._blocks:
+            self._blocks[id(tree)] = tree, additive_mask(tree.ancestors.to(self._device), self._dtype)
+        return self._blocks[id(tree)][1]
 
     def at(self, tree: Tree, prefix: int, upto: int | None = None) -> Tensor:
-        """The mask of `tree`, see `TreeMask.at`."""
-        if id(tree) not in self._made:
-            self._made[id(tree)] = tree, TreeMask(tree, *self._options)  # keeps the tree, and so its identity
-        return self._made[id(tree)][1].at(prefix, upto)
+        """The mask of `tree` after `prefix` cached positions, see `TreeMask.at`."""
+        if id(tree) not in self._masks:
+            self._masks[id(tree)] = TreeMask(self.block(tree), self._capacity)
+        return self._masks[id(tree)].at(prefix, upto)
 
 
 def packing_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:

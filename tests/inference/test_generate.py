@@ -261,7 +261,7 @@ def test_usage_errors_are_for_people() -> None:
     backbone = random_backbone("llama")
     with pytest.raises(MedusaError, match="empty"):
         Decoder(backbone).generate([], 5)
-    with pytest.raises(MedusaError, match="max_new_tokens is 0"):
+    with pytest.raises(MedusaError, match="max_new_tokens must be at least 1, got 0"):
         Decoder(backbone).generate([1], 0)
     with pytest.raises(MedusaError, match="6 deep"):
         Decoder(backbone, MedusaDraft.from_backbone(backbone), Tree.chain(6))

@@ -11,7 +11,7 @@ from medusa_train.data.batch import Batch, collate
 from medusa_train.data.targets import IGNORE, shift
 from medusa_train.data.tokenize import Example
 from medusa_train.models.backbone import Backbone
-from medusa_train.trees.masks import TreeMask, TreeMasks, packing_mask
+from medusa_train.trees.masks import TreeMask, TreeMasks, additive_mask, packing_mask
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
@@ -113,7 +113,7 @@ def expected(tree: Tree, prefix: int, upto: int) -> torch.Tensor:
 
 def test_nodes_see_the_prefix_their_ancestors_and_themselves() -> None:
     tree = Tree.cartesian([2, 2])
-    mask = TreeMask(tree, 40, torch.float32, torch.device("cpu"))
+    mask = TreeMask(additive_mask(tree.ancestors, torch.float32), 40)
     for prefix in (3, 4, 4, 6, 12, 13):
         end = prefix + tree.size + 1
         assert torch.equal(seen(mask.at(prefix)), expected(tree, prefix, end))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from medusa_train.models.drafts.layers import gather_paths
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.masks import additive_mask
 from medusa_train.trees.tree import Levels, Tree
 
 
@@ -42,17 +43,12 @@ class KangarooState:
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Keep the prompts, `lengths[b]` positions of each row, in the adapter's cache."""
-        if isinstance(self.own, BatchCache):
-            self.own.commit_rows(lengths)
-        else:
-            self.own.commit(lengths[0])
+        self.own.commit_rows(lengths)
 
     @property
     def lengths(self) -> int | Tensor:
         """Committed positions: of the only row, or long [B, 1]."""
-        if isinstance(self.cache, BatchCache):
-            return torch.tensor(self.cache.lengths, device=self.device)[:, None]
-        return self.cache.length
+        return self.cache.row_lengths(self.device)
 
     @property
     def behind_count(self) -> int:
@@ -73,7 +69,7 @@ class KangarooState:
     def block(self, levels: Levels, dtype: torch.dtype) -> Tensor:
         """What the nodes of a tree see of each other, additive [n + 1, n + 1]."""
         if (-1, dtype) not in self._blocks:
-            self._blocks[-1, dtype] = _additive(levels.tree.ancestors, dtype)
+            self._blocks[-1, dtype] = additive_mask(levels.tree.ancestors, dtype)
         return self._blocks[-1, dtype]
 
     def own_block(self, levels: Levels, dtype: torch.dtype) -> Tensor:
@@ -89,7 +85,7 @@ class KangarooState:
             n = len(levels.inner)
             sees = torch.ones(m + n, m + n, dtype=torch.bool, device=levels.inner.device).tril()
             sees[m:, m:] = levels.tree.ancestors[levels.inner][:, levels.inner]
-            self._blocks[m, dtype] = _additive(sees, dtype)[None]
+            self._blocks[m, dtype] = additive_mask(sees, dtype)[None]
         block = self._blocks[m, dtype]
         if all(own == m for own in self.missing):
             return block
@@ -118,10 +114,7 @@ class KangarooState:
             nodes = path if read else path[:-1]
             kept.append([*range(m - own, m), *(m + (columns[node] or 0) for node in nodes)])
             missing.append(0 if read else 1)
-        if isinstance(self.own, BatchCache):
-            self.own.keep_rows(kept)
-        else:
-            self.own.keep(kept[0])
+        self.own.keep_rows(kept)
         self.missing, self.behind = missing, None
         if any(missing):
             self.behind = gather_paths(early, [path[-1:] for path in paths])
@@ -133,7 +126,3 @@ class KangarooState:
         self.missing = [self.missing[row] for row in rows]
         self.behind = self.behind[list(rows)] if self.behind is not None and any(self.missing) else None
         return self
-
-
-def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
