@@ -41,7 +41,7 @@ from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.compiled import block_end  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState  # noqa: E402
 from medusa_train.models.precision import free_memory  # noqa: E402
-from medusa_train.trees.masks import TreeMask  # noqa: E402
+from medusa_train.trees.masks import TreeMask, additive_mask  # noqa: E402
 from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
 SETTINGS = ("stock", "prepacked", "compiled")
