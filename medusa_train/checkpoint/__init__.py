@@ -1,1 +1,1 @@
-"""Nothing lost: training checkpoints written whole or not at all, and head files in the layouts that others read."""
+"""Training checkpoints, run directories, and draft heads in the file layouts of other programs."""

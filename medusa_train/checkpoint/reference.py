@@ -1,11 +1,11 @@
-"""The layout of Medusa heads that the public code and TGI read, as a pure map of names. Knows no files and no model.
+"""Map the weights of Medusa heads to and from the names that the public code and TGI use.
 
-{i}.{j}.linear.weight|bias   residual block j of head i (0-based), d x d
-{i}.{n}.weight               the head's own unembedding, V x d; n = number of blocks
-{i}.{n}.bias                 only where the backbone's lm_head has one; our extension, others skip it
+{i}.{j}.linear.weight|bias   residual block j of head i (0-based), [d, d] and [d]
+{i}.{n}.weight               lm_head of head i, [V, d]; n = number of blocks
+{i}.{n}.bias                 [V], only if the backbone's lm_head has a bias; other readers ignore it
 
-"Version 2" has no {i}.{n}.weight: its heads share the backbone's lm_head.
-token_map, [N], stands in our own files alone: of heads over a reduced vocabulary, whose matrices are N x d.
+Heads that share the backbone's lm_head ("version 2") have no {i}.{n}.weight. Heads with a reduced vocabulary have
+matrices [N, d] and `token_map` [N], which only this program reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from medusa_train.errors import CheckpointError
 
 TOKEN_MAP = "token_map"
-"""Which token each of the N rows of a reduced vocabulary stands for: the name in our files and in vLLM's."""
+"""Name of the tensor [N] with the token id of each row of a reduced vocabulary, in our files and in vLLM's."""
 
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -30,14 +30,15 @@ _OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """The weights of a Medusa draft without a model.
+    """The weights of Medusa heads, without a backbone.
 
     Attributes:
-        num_heads: K. num_layers: residual blocks per head.
-        state: `MedusaDraft`'s own state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`, and
-            `token_map` where the vocabulary is reduced.
-        base_model: the backbone that they were trained on, as config.json names it.
-        backbone_tokens: V as config.json says, for a reduced vocabulary, of which the tensors know only N.
+        num_heads: number of heads, K.
+        num_layers: residual blocks per head.
+        state: `MedusaDraft`'s state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`, and
+            `token_map` if the vocabulary is reduced.
+        base_model: the backbone that they were trained on, as named in config.json.
+        backbone_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows only.
     """
 
     num_heads: int
@@ -48,36 +49,36 @@ class HeadTensors:
 
     @property
     def token_map(self) -> Tensor | None:
-        """Long [N], the tokens that the heads know; None: all."""
+        """Token ids [N] of the reduced vocabulary, int64; None for the full vocabulary."""
         return self.state.get(TOKEN_MAP)
 
     @property
     def shared(self) -> bool:
-        """Whether the heads use the backbone's lm_head ("version 2")."""
+        """Whether the heads share the backbone's lm_head ("version 2")."""
         return "lm_heads.0.weight" not in self.state
 
     @property
     def hidden_size(self) -> int:
-        """d."""
+        """Hidden size, d."""
         return self.state["blocks.0.0.linear.weight" if self.shared else "lm_heads.0.weight"].shape[1]
 
     @property
     def vocab_size(self) -> int | None:
-        """V of the backbone; None where nothing says it, since its lm_head is shared."""
+        """Vocabulary size V of the backbone; None if unknown because its lm_head is shared."""
         if self.token_map is not None:
             return self.backbone_tokens
         return None if self.shared else self.state["lm_heads.0.weight"].shape[0]
 
     def with_base_model(self, name: str | None) -> HeadTensors:
-        """The same heads for the backbone `name`."""
+        """Return the same heads with `name` as their backbone."""
         return replace(self, base_model=name)
 
 
 def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """A `MedusaDraft`'s state dict under the reference's names, the very same tensors.
+    """Rename the tensors of a `MedusaDraft`'s state dict to the public code's names.
 
     Raises:
-        CheckpointError: a name that is none of a Medusa draft's.
+        CheckpointError: a name that Medusa heads don't have.
     """
     renamed = {}
     for name, tensor in state.items():
@@ -87,22 +88,28 @@ def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tens
         match = _OURS.fullmatch(name)
         if match is None:
             raise CheckpointError(f"{name}: no such weight in Medusa heads")
-        head, block, block_kind, own, own_kind = match.groups()
-        key = f"{own}.{num_layers}.{own_kind}" if own is not None else f"{head}.{block}.linear.{block_kind}"
-        renamed[key] = tensor
+        head, block, block_kind, lm_head, lm_head_kind = match.groups()
+        if lm_head is not None:
+            renamed[f"{lm_head}.{num_layers}.{lm_head_kind}"] = tensor
+        else:
+            renamed[f"{head}.{block}.linear.{block_kind}"] = tensor
     return renamed
 
 
 def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file") -> HeadTensors:
-    """Read the reference's names; the numbers of heads and blocks are those of the tensors.
+    """Rename tensors with the public code's names to a `MedusaDraft`'s; heads and blocks are counted from the names.
 
-    A prefix `medusa_head.` or `medusa_heads.`, which some writers leave before them, is taken off.
+    A prefix `medusa_head.` or `medusa_heads.`, which some writers add, is removed.
+
+    Args:
+        tensors: by name, as read from the file.
+        source: name of the file for error messages.
 
     Raises:
-        CheckpointError: unknown, missing or misshapen tensors; `source` is named in the message.
+        CheckpointError: unknown or missing tensors, or tensors of a wrong shape.
     """
     state: dict[str, Tensor] = {}
-    tops: dict[str, int] = {}
+    lm_head_index: dict[str, int] = {}  # of each head: its number of blocks
     for full_name, tensor in tensors.items():
         name = _PREFIX.sub("", full_name)
         if match := _BLOCK.fullmatch(name):
@@ -110,25 +117,26 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
         elif name == TOKEN_MAP:
             state[name] = tensor
         elif match := _HEAD.fullmatch(name):
-            if tops.setdefault(match[1], int(match[2])) != int(match[2]):
-                raise CheckpointError(f"{source}: {full_name}: a head has its unembedding in two places")
+            if lm_head_index.setdefault(match[1], int(match[2])) != int(match[2]):
+                raise CheckpointError(f"{source}: {full_name}: a head has two lm_head matrices")
             state[f"lm_heads.{match[1]}.{match[3]}"] = tensor
         else:
-            raise CheckpointError(f"{source}: {full_name} is no weight of Medusa heads in the reference's layout")
-    if len(set(tops.values())) > 1:
-        raise CheckpointError(f"{source}: the heads have different numbers of blocks: {sorted(set(tops.values()))}")
-    return complete_heads(state, source, next(iter(tops.values()), None))
+            raise CheckpointError(f"{source}: {full_name} is not a weight of Medusa heads in the public code's layout")
+    if len(counts := sorted(set(lm_head_index.values()))) > 1:
+        raise CheckpointError(f"{source}: the heads have different numbers of blocks: {counts}")
+    return checked_heads(state, source, counts[0] if counts else None)
 
 
-def complete_heads(state: dict[str, Tensor], source: str, num_layers: int | None = None) -> HeadTensors:
-    """Heads from a state dict of ours, whose numbers of heads and blocks are counted.
+def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None = None) -> HeadTensors:
+    """Build `HeadTensors` from a state dict, with heads and blocks counted and all weights checked.
 
     Args:
-        state: see `HeadTensors`. source: where it is from, for messages.
-        num_layers: blocks per head where the file says so itself; by default as many as some head has.
+        state: see `HeadTensors`.
+        source: name of the file for error messages.
+        num_layers: blocks per head, if the file states it; defaults to the largest number that a head has.
 
     Raises:
-        CheckpointError: a weight is missing, belongs to no head, or has another shape than its like.
+        CheckpointError: a weight is missing, belongs to no head, or has a wrong shape.
     """
     blocks = [match for name in state if (match := _OURS.fullmatch(name)) and match[1] is not None]
     numbers = {match[1] for match in blocks} | {name.split(".")[1] for name in state if name.startswith("lm_heads.")}
@@ -137,7 +145,7 @@ def complete_heads(state: dict[str, Tensor], source: str, num_layers: int | None
     if num_layers is None:
         num_layers = len({match[2] for match in blocks})
     if TOKEN_MAP in state:
-        state[TOKEN_MAP] = _checked_tokens(state, source)
+        state[TOKEN_MAP] = _checked_token_map(state, source)
     heads = HeadTensors(len(numbers), num_layers, state)
     _check_complete(heads, source)
     _check_shapes(heads, source)
@@ -145,9 +153,9 @@ def complete_heads(state: dict[str, Tensor], source: str, num_layers: int | None
 
 
 def shared_block_warning(heads: HeadTensors) -> str | None:
-    """What is lost when the public Medusa loader reads these heads; None when nothing is.
+    """Warn that the public Medusa loader computes something else with these heads; None if it doesn't.
 
-    It builds one block object per head and repeats it, so of several distinct blocks only the last one counts.
+    It builds one block per head and repeats it, so of several distinct blocks only the last one is used.
     """
     distinct = any(
         not torch.equal(heads.state[f"blocks.{i}.0.linear.{kind}"], heads.state[f"blocks.{i}.{j}.linear.{kind}"])
@@ -159,22 +167,22 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
         return None
     return (
         f"these heads have {heads.num_layers} distinct blocks each; the public Medusa loader shares one block among "
-        "all layers of a head and will not compute what was trained (TGI does)"
+        "all layers of a head, so it does not compute what was trained (TGI does)"
     )
 
 
 def _check_complete(heads: HeadTensors, source: str) -> None:
     with_bias = any(name.startswith("lm_heads.") and name.endswith(".bias") for name in heads.state)
-    own = any(name.startswith("lm_heads.") for name in heads.state)
-    wanted = {f"lm_heads.{i}.weight" for i in range(heads.num_heads) if own}
-    wanted |= {f"lm_heads.{i}.bias" for i in range(heads.num_heads) if with_bias}
+    has_lm_heads = any(name.startswith("lm_heads.") for name in heads.state)
+    expected = {f"lm_heads.{i}.weight" for i in range(heads.num_heads) if has_lm_heads}
+    expected |= {f"lm_heads.{i}.bias" for i in range(heads.num_heads) if with_bias}
     for i in range(heads.num_heads):
         for j in range(heads.num_layers):
-            wanted |= {f"blocks.{i}.{j}.linear.weight", f"blocks.{i}.{j}.linear.bias"}
-    missing = list(to_reference(dict.fromkeys(sorted(wanted - set(heads.state)), torch.empty(0)), heads.num_layers))
+            expected |= {f"blocks.{i}.{j}.linear.weight", f"blocks.{i}.{j}.linear.bias"}
+    missing = list(to_reference(dict.fromkeys(sorted(expected - set(heads.state)), torch.empty(0)), heads.num_layers))
     if missing:
         raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
-    if extra := set(heads.state) - wanted - {TOKEN_MAP}:
+    if extra := set(heads.state) - expected - {TOKEN_MAP}:
         names = to_reference({name: heads.state[name] for name in sorted(extra)}, heads.num_layers)
         raise CheckpointError(f"{source}: weights that belong to no head: {', '.join(names)}")
 
@@ -184,7 +192,7 @@ def _check_shapes(heads: HeadTensors, source: str) -> None:
     first = heads.state[name]
     if first.dim() != 2:
         (key,) = to_reference({name: first}, heads.num_layers)
-        raise CheckpointError(f"{source}: {key} is no matrix: {list(first.shape)}")
+        raise CheckpointError(f"{source}: {key} is not a matrix: shape {list(first.shape)}")
     vocab, width = first.shape
     for name, tensor in heads.state.items():
         if name == TOKEN_MAP:
@@ -196,15 +204,15 @@ def _check_shapes(heads: HeadTensors, source: str) -> None:
             raise CheckpointError(f"{source}: {key} is {list(tensor.shape)}, expected {list(shape)}")
 
 
-def _checked_tokens(state: Mapping[str, Tensor], source: str) -> Tensor:
-    """The token map as long [N], each token once, beside matrices of N rows."""
+def _checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
+    """Return the token map as int64 [N] after checking it: unique token ids, as many as the matrices have rows."""
     tokens = state[TOKEN_MAP]
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool or not len(tokens):
-        raise CheckpointError(f"{source}: {TOKEN_MAP} is no list of tokens: {list(tokens.shape)} of {tokens.dtype}")
+        raise CheckpointError(f"{source}: {TOKEN_MAP} is not a list of token ids ({list(tokens.shape)} {tokens.dtype})")
     tokens = tokens.long()
     if int(tokens.min()) < 0 or len(tokens.unique()) < len(tokens):
-        raise CheckpointError(f"{source}: {TOKEN_MAP} names a token twice, or one below 0")
-    own = state.get("lm_heads.0.weight")
-    if own is not None and len(own) != len(tokens):
-        raise CheckpointError(f"{source}: {TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(own)} rows")
+        raise CheckpointError(f"{source}: {TOKEN_MAP} has duplicate or negative token ids")
+    lm_head = state.get("lm_heads.0.weight")
+    if lm_head is not None and len(lm_head) != len(tokens):
+        raise CheckpointError(f"{source}: {TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(lm_head)} rows")
     return tokens

@@ -1,4 +1,7 @@
-"""The run directory: may a run begin or go on there, and its config.yaml. Knows nothing of training; no torch."""
+"""Prepare the run directory: check `output_dir` and the inputs before training, and write config.yaml.
+
+Imports no torch, so that a configuration is refused before anything loads.
+"""
 
 from __future__ import annotations
 
@@ -22,60 +25,60 @@ ADAPTER = "adapter"
 MODEL = "model"
 TREE = "tree.json"
 CHECKPOINTS = "checkpoints"
-#: What a run was for; never removed unless the user says so.
+#: Results of a run, deleted only by overwrite_output_dir.
 RESULTS = (HEADS, ADAPTER, MODEL)
-#: What belongs to a run; nothing else in its directory is ever removed.
-OWN = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", "export", "tensorboard", "wandb")
-#: Values of `resume_from_checkpoint` that mean the newest checkpoint of `output_dir`.
+#: Everything that a run writes; nothing else in its directory is ever deleted.
+RUN_FILES = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", "export", "tensorboard", "wandb")
+#: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
 
 
 def check_output_dir(cfg: TrainConfig) -> None:
-    """Refuse an `output_dir` that holds a run, unless the config says what is to become of it.
+    """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites the run in it.
 
     Raises:
-        ConfigError: it can't be made or written to, or holds a run that is neither to be overwritten nor resumed.
-        CheckpointError: `resume_from_checkpoint` names no checkpoint, or there is none beside the run's results.
+        ConfigError: it cannot be created or written to, or holds a run that is neither resumed nor overwritten.
+        CheckpointError: `resume_from_checkpoint` does not exist, or the run has results but no checkpoint.
     """
     out = Path(cfg.output_dir).expanduser()
-    there = next((path for path in (out, *out.parents) if path.exists()), Path())
-    if not there.is_dir():
-        raise ConfigError(f"output_dir: {there} is a file; a run needs a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir: {there} can't be written to: permission denied")
+    existing = next((path for path in (out, *out.parents) if path.exists()), Path())
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir: {existing} is a file; a run needs a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir: {existing} cannot be written to: permission denied")
     resume = cfg.resume_from_checkpoint
-    named = named_checkpoint(cfg)
-    found = [name for name in OWN if (out / name).exists()]
-    if not found or cfg.overwrite_output_dir:
+    checkpoint = named_checkpoint(cfg)
+    files = [name for name in RUN_FILES if (out / name).exists()]
+    if not files or cfg.overwrite_output_dir:
         return
     if resume is None:
         raise ConfigError(
-            f"output_dir: {out} already holds a run ({', '.join(found)}). Choose one:\n"
+            f"output_dir: {out} already holds a run ({', '.join(files)}). Choose one:\n"
             f"  output_dir=OTHER                a new run elsewhere\n"
-            f"  resume_from_checkpoint=auto     go on with this run from its newest checkpoint\n"
-            f"  overwrite_output_dir=true       delete this run and start anew"
+            f"  resume_from_checkpoint=auto     resume this run from its newest checkpoint\n"
+            f"  overwrite_output_dir=true       delete this run and start again"
         )
-    if named is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
+    if checkpoint is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
         check_nothing_is_lost(cfg)
-    if named is not None and not named.resolve().is_relative_to(out.resolve()):
+    if checkpoint is not None and not checkpoint.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
-            f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another; "
+            f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another run; "
             "set output_dir to that run's directory, or to a new one"
         )
 
 
 def named_checkpoint(cfg: TrainConfig) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; None where it names none, or means the newest.
+    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the newest.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the checkpoint does not exist.
     """
     resume = cfg.resume_from_checkpoint
     if resume is None or resume in NEWEST:
         return None
     path = resolve_path(resume)
     if path is None or not path.is_dir():
-        others = _checkpoints_of(Path(cfg.output_dir).expanduser())
+        others = _list_checkpoints(Path(cfg.output_dir).expanduser())
         raise CheckpointError(
             f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
             "`resume_from_checkpoint=auto` takes the newest one in output_dir"
@@ -84,35 +87,35 @@ def named_checkpoint(cfg: TrainConfig) -> Path | None:
 
 
 def check_nothing_is_lost(cfg: TrainConfig) -> None:
-    """Refuse to start anew over results; asked where a run is to go on and no checkpoint was found.
+    """Check that resuming without any checkpoint would not overwrite the results of an earlier run.
 
     Raises:
         CheckpointError: `output_dir` holds heads, an adapter or a model.
     """
     out = Path(cfg.output_dir).expanduser()
-    if kept := [f"{name}/" for name in RESULTS if (out / name).exists()]:
+    if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
-            f"resume_from_checkpoint: nothing to go on from: {out} holds {', '.join(kept)} but no whole checkpoint. "
-            "Choose one in place of resume_from_checkpoint:\n"
+            f"resume_from_checkpoint: no checkpoint to resume from: {out} holds {', '.join(results)} but no complete "
+            "checkpoint. Replace resume_from_checkpoint by one of:\n"
             "  output_dir=OTHER                a new run elsewhere\n"
-            "  overwrite_output_dir=true       starts anew, and deletes what is there"
+            "  overwrite_output_dir=true       delete this run and start again"
         )
 
 
 def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
-    """Make `output_dir` ready for a run that goes on after `step` (0: a new one).
+    """Create `output_dir` for a new run (`step` 0) or one resumed after `step`.
 
-    A new run removes an earlier one that it was told to overwrite; a resumed one removes checkpoints of later
-    steps, which belong to a future that will not come. Nothing but a run's own files is touched.
+    A new run deletes the files of the run that it overwrites; a resumed one deletes checkpoints of later steps. Other
+    files in the directory are kept.
 
     Raises:
-        CheckpointError: it can't be written to.
+        CheckpointError: the directory cannot be written to.
     """
     out = Path(cfg.output_dir).expanduser()
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        doomed = [out / name for name in OWN] if step == 0 else list(_later_checkpoints(out, step))
-        for path in doomed:
+        stale = [out / name for name in RUN_FILES] if step == 0 else _later_checkpoints(out, step)
+        for path in stale:
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -121,12 +124,12 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration, what it names locally by absolute paths, so that the run can be moved about.
+    """Write the resolved configuration as config.yaml, with local paths made absolute.
 
     Raises:
-        CheckpointError: `out` can't be written to; an earlier config.yaml is as it was.
+        CheckpointError: `out` cannot be written to; an earlier config.yaml is unchanged.
     """
-    lasting = {
+    update = {
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
         "datasets": [source.model_copy(update={"path": _absolute(source.path)}) for source in cfg.datasets],
@@ -135,12 +138,12 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
         "overwrite_output_dir": False,
     }
     with writing(out):
-        replace_text(out / CONFIG, dump_config(cfg.model_copy(update=lasting)))
+        replace_text(out / CONFIG, dump_config(cfg.model_copy(update=update)))
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Within, a write that fails is told as a CheckpointError that names the run directory `out`."""
+    """Raise failing writes in the block as a CheckpointError that names the run directory `out`."""
     try:
         yield
     except WRITE_ERRORS as error:
@@ -153,26 +156,22 @@ def _absolute(name: str) -> str:
 
 
 def _later_checkpoints(out: Path, step: int) -> list[Path]:
-    found = []
-    for path in (out / CHECKPOINTS).glob("step-*"):
-        number = path.name.removeprefix("step-")
-        if number.isdigit() and int(number) > step:
-            found.append(path)
-    return found
+    steps = {path: path.name.removeprefix("step-") for path in (out / CHECKPOINTS).glob("step-*")}
+    return [path for path, number in steps.items() if number.isdigit() and int(number) > step]
 
 
-def _checkpoints_of(out: Path) -> str:
+def _list_checkpoints(out: Path) -> str:
     names = sorted(path.name for path in (out / CHECKPOINTS).glob("step-*"))
     return f" ({out / CHECKPOINTS} holds {', '.join(names)})" if names else ""
 
 
 def check_inputs(cfg: TrainConfig) -> None:
-    """Refuse a configuration of which several inputs are missing, all of them at once and before anything loads.
+    """Check that not several inputs are missing, so that all of them are reported at once.
 
-    A single one is left to whoever reads it, who has more to say about it.
+    A single missing input is left to the code that reads it, which reports it in more detail.
 
     Raises:
-        MedusaError: two or more are missing.
+        MedusaError: two or more inputs are missing.
     """
     missing = missing_inputs(cfg)
     if len(missing) > 1:
@@ -180,7 +179,7 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
-    """Name every file or directory of this machine that is not there; names that the hub might know are left out."""
+    """List local files and directories of the configuration that do not exist; names of the hub are not checked."""
     missing = []
     if resolve_path(cfg.base_model) is None and looks_like_path(cfg.base_model):
         missing.append(f"base_model: {cfg.base_model}: no such directory")

@@ -1,8 +1,11 @@
-"""The layout of Medusa heads that vLLM loads: its names, its config.json, and the rules of its loader.
+"""Map the weights of Medusa heads to and from vLLM's names and config.json, and check them by its loader's rules.
 
-Knows no files and no model. blocks.{i}.layers.{j}.weight|bias, lm_heads.{i}.weight; heads on the backbone's own lm_head
-("version 2") say `original_lm_head: true` and carry that one matrix as lm_heads.0.weight. Heads over a reduced
-vocabulary say `truncated_vocab_size: N`, less than `vocab_size`, and carry token_map [N] beside matrices of N rows.
+blocks.{i}.layers.{j}.weight|bias   residual block j of head i
+lm_heads.{i}.weight                 lm_head of head i
+
+Heads that share the backbone's lm_head ("version 2") set `original_lm_head: true` and store that matrix once, as
+lm_heads.0.weight. Heads with a reduced vocabulary set `truncated_vocab_size: N` < `vocab_size`; they store matrices
+[N, d] and `token_map` [N].
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.reference import TOKEN_MAP, HeadTensors, complete_heads
+from medusa_train.checkpoint.reference import TOKEN_MAP, HeadTensors, checked_heads
 from medusa_train.errors import CheckpointError
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -24,16 +27,17 @@ _SHARED = "lm_heads.0.weight"
 
 
 def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The very same tensors under vLLM's names, and its config.json.
+    """Rename the tensors of heads to vLLM's names, and build its config.json.
 
-    Biases of the unembeddings stay out: vLLM has no place for them.
+    Biases of the lm_heads are dropped, since vLLM cannot store them.
 
     Args:
-        heads: what to write. lm_head: the backbone's matrix [V, d], for heads that share it.
+        heads: what to convert.
+        lm_head: the backbone's lm_head weight [V, d], for heads that share it.
 
     Raises:
-        CheckpointError: heads that share lm_head, and none is given; or a reduced vocabulary, and nothing says of how
-            many tokens.
+        CheckpointError: the heads share an lm_head that is not given; or their vocabulary is reduced and the full
+            vocabulary's size is unknown.
     """
     tensors = {}
     for name, tensor in heads.state.items():
@@ -43,7 +47,7 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
             tensors[name] = tensor
     if heads.shared:
         if lm_head is None:
-            raise CheckpointError("the heads share the backbone's lm_head, which vLLM wants beside them")
+            raise CheckpointError("the heads share the backbone's lm_head, which vLLM's layout contains")
         tensors[_SHARED] = lm_head
     vocab_size = tensors[_SHARED].shape[0]
     if heads.token_map is not None:
@@ -51,7 +55,7 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
             tensors[_SHARED] = tensors[_SHARED][heads.token_map]
         elif heads.vocab_size is None:
             raise CheckpointError(
-                "config.json does not say to how many tokens (vocab_size) the heads' token_map points"
+                "the heads have a token_map, but config.json has no vocab_size (size of the full vocabulary)"
             )
         else:
             vocab_size = heads.vocab_size
@@ -61,7 +65,7 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
         "hidden_size": heads.hidden_size,
         "vocab_size": vocab_size,
         "truncated_vocab_size": tensors[_SHARED].shape[0],
-        # no other key may hold "num" and "heads" (or "layers"): the loader would take it for one of these two
+        # no other key may contain "num" and "heads" (or "layers"): the loader would read it as one of these two
         "num_heads": heads.num_heads,
         "num_hidden_layers": heads.num_layers,
         "medusa_fc_bias": True,
@@ -73,13 +77,19 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
 
 
 def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> HeadTensors:
-    """Read vLLM's names; the numbers of heads and blocks are those of the tensors.
+    """Rename tensors with vLLM's names to a `MedusaDraft`'s; heads and blocks are counted from the names.
 
-    Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros, which is the same. A token_map counts only
-    where `truncated_vocab_size` is less than `vocab_size`; of whole matrices beside it its rows are taken.
+    Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros. A token_map is used only if
+    `truncated_vocab_size` is less than `vocab_size`; its rows are then selected from full matrices.
+
+    Args:
+        tensors: by name, as read from the files.
+        config: content of config.json.
+        source: name of the file for error messages.
 
     Raises:
-        CheckpointError: unknown, missing or misshapen tensors, or a token_map that is missing or of another size.
+        CheckpointError: unknown or missing tensors, tensors of a wrong shape, or a token_map that is missing or has
+            another size.
     """
     state: dict[str, Tensor] = {}
     for full_name, tensor in tensors.items():
@@ -89,26 +99,26 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
         elif _HEAD.fullmatch(name) or name == TOKEN_MAP:
             state[name] = tensor
         else:
-            raise CheckpointError(f"{source}: {full_name} is no weight of Medusa heads in vLLM's layout")
+            raise CheckpointError(f"{source}: {full_name} is not a weight of Medusa heads in vLLM's layout")
     if config.get("original_lm_head") is True:
         state.pop(_SHARED, None)
-    _reduce(state, config, source)
+    _apply_token_map(state, config, source)
     if not config.get("medusa_fc_bias", False):
         weights = [name for name in state if name.startswith("blocks.") and name.endswith(".weight")]
-        for name in weights:  # the loader drops biases then, whether the file has them or not
+        for name in weights:  # the loader ignores biases of the file in this case
             state[name.removesuffix("weight") + "bias"] = state[name].new_zeros(len(state[name]))
-    return complete_heads(state, source)
+    return checked_heads(state, source)
 
 
-def _reduce(state: dict[str, Tensor], config: Mapping[str, Any], source: str) -> None:
-    """Make of the matrices and token_map what the loader would: a reduced vocabulary, or none."""
+def _apply_token_map(state: dict[str, Tensor], config: Mapping[str, Any], source: str) -> None:
+    """Reduce the matrices to the rows of token_map, or remove an unused token_map, as the loader does."""
     size = _reduced_size(config)
     tokens = state.pop(TOKEN_MAP, None)
     if size is None:
         return
     if tokens is None or len(tokens) != size:
-        found = "there is no token_map" if tokens is None else f"token_map has {len(tokens)}"
-        raise CheckpointError(f"{source}: config.json says truncated_vocab_size: {size}, but {found}")
+        problem = "there is no token_map" if tokens is None else f"token_map has {len(tokens)} tokens"
+        raise CheckpointError(f"{source}: config.json says truncated_vocab_size: {size}, but {problem}")
     for name in [name for name in state if _HEAD.fullmatch(name)]:
         if len(state[name]) > size:
             state[name] = state[name][tokens.long()]
@@ -116,30 +126,30 @@ def _reduce(state: dict[str, Tensor], config: Mapping[str, Any], source: str) ->
 
 
 def _reduced_size(config: Mapping[str, Any]) -> int | None:
-    """N; None where the heads know all tokens."""
-    size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
-    return size if isinstance(size, int) and isinstance(whole, int) and size < whole else None
+    """Return N; None for the full vocabulary."""
+    size, full = config.get("truncated_vocab_size"), config.get("vocab_size")
+    return size if isinstance(size, int) and isinstance(full, int) and size < full else None
 
 
 def loader_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[str]:
-    """What vLLM's loader would do with a directory other than load all of it, in words; empty: it loads as it is.
+    """List what vLLM's loader would not load as intended; empty if it loads everything.
 
-    The rules are those of vLLM's `MedusaConfig.from_pretrained` and `Medusa.load_weights`: keys that hold "num" and
-    "heads" or "layers" are renamed, unknown tensors dropped and missing ones left as they happen to be, in silence.
+    The rules are those of vLLM's `MedusaConfig.from_pretrained` and `Medusa.load_weights`: keys that contain "num" and
+    "heads" or "layers" are renamed, unknown tensors are dropped and missing ones stay uninitialized, without an error.
     """
-    seen = config_as_loaded(config)
+    loaded = config_as_loaded(config)
     problems = []
-    for wanted, found in (("model_type", "medusa"), ("architectures", ["MedusaModel"])):
-        if config.get(wanted) != found:
-            problems.append(f"config.json: {wanted} is {config.get(wanted)!r}, not {found!r}")
+    for key, value in (("model_type", "medusa"), ("architectures", ["MedusaModel"])):
+        if config.get(key) != value:
+            problems.append(f"config.json: {key} is {config.get(key)!r}, not {value!r}")
     for key in ("num_heads", "num_hidden_layers"):
-        if seen.get(key) != config.get(key):
-            problems.append(f"config.json: {key} becomes {seen.get(key)!r} by the renaming of a like-named key")
+        if loaded.get(key) != config.get(key):
+            problems.append(f"config.json: {key} becomes {loaded.get(key)!r} when a similar key is renamed")
     if problems:
         return problems
-    expected = expected_tensors(seen)
+    expected = expected_tensors(loaded)
     names = {name.replace("medusa_heads.", ""): tensor for name, tensor in tensors.items()}
-    problems += [f"{name}: dropped in silence" for name in sorted(set(names) - set(expected))]
+    problems += [f"{name}: dropped without a warning" for name in sorted(set(names) - set(expected))]
     problems += [f"{name}: missing, it would stay random" for name in sorted(set(expected) - set(names))]
     for name in sorted(set(names) & set(expected)):
         if tuple(names[name].shape) != expected[name]:
@@ -148,18 +158,18 @@ def loader_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 
 def config_as_loaded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json after vLLM's renaming of keys."""
-    seen = dict(config)
+    """Return config.json after vLLM's renaming of keys."""
+    loaded = dict(config)
     for key in config:
         if "num" in key and "heads" in key:
-            seen["num_heads"] = seen.pop(key)
+            loaded["num_heads"] = loaded.pop(key)
         elif "num" in key and "layers" in key:
-            seen["num_hidden_layers"] = seen.pop(key)
-    return seen
+            loaded["num_hidden_layers"] = loaded.pop(key)
+    return loaded
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters that vLLM's Medusa model makes from a config as it reads it."""
+    """Return names and shapes of the parameters of vLLM's Medusa model for a config from `config_as_loaded`."""
     width, rows = config["hidden_size"], config["truncated_vocab_size"]
     expected: dict[str, tuple[int, ...]] = {}
     for i in range(config["num_heads"]):
@@ -175,7 +185,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def copy_lm_head(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
-    """Heads that share the backbone's lm_head, as heads with a copy of it each: for readers that know no sharing."""
+    """Give each head a copy of the shared lm_head (weight [V, d], bias [V]), for formats that cannot share it."""
     state = dict(heads.state)
     for i in range(heads.num_heads):
         state[f"lm_heads.{i}.weight"] = lm_head.detach().to(torch.device("cpu"))

@@ -93,9 +93,9 @@ def test_a_token_map_that_vllm_drops_does_not_count() -> None:
     [
         (reduced(token_map=None), "there is no token_map"),
         (reduced(token_map=torch.arange(3)), "token_map has 3"),
-        (reduced(token_map=torch.tensor([1, 2, 1, 4])), "twice"),
-        (reduced(token_map=torch.tensor([1, 2, -1, 4])), "below 0"),
-        (reduced(token_map=torch.rand(4)), "no list of tokens"),
+        (reduced(token_map=torch.tensor([1, 2, 1, 4])), "duplicate"),
+        (reduced(token_map=torch.tensor([1, 2, -1, 4])), "negative"),
+        (reduced(token_map=torch.rand(4)), "not a list of token ids"),
         (reduced(**{f"lm_heads.{i}.weight": torch.zeros(3, D) for i in range(3)}), "4 tokens for matrices of 3 rows"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.checkpoint.run_layout import OWN, check_output_dir, prepare_output_dir, write_config, writing
+from medusa_train.checkpoint.run_layout import RUN_FILES, check_output_dir, prepare_output_dir, write_config, writing
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
@@ -29,7 +29,7 @@ def test_a_directory_without_permission_is_named_before_anything_loads(
 ) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write anywhere
-    with pytest.raises(ConfigError, match=f"output_dir: {tmp_path} can't be written to"):
+    with pytest.raises(ConfigError, match=f"output_dir: {tmp_path} cannot be written to"):
         check_output_dir(config(tmp_path / "runs" / "mine"))
     assert asked == [tmp_path]  # the nearest one that is there
 
@@ -71,8 +71,8 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
 def test_everything_that_a_run_writes_is_its_own(tmp_path: Path) -> None:
     """So that overwriting leaves nothing of it, and nothing else goes."""
-    for name in (*OWN, "notes.txt"):
+    for name in (*RUN_FILES, "notes.txt"):
         (tmp_path / name).mkdir()
-    assert {"tensorboard", "wandb", "metrics.jsonl"} <= set(OWN)
+    assert {"tensorboard", "wandb", "metrics.jsonl"} <= set(RUN_FILES)
     prepare_output_dir(config(tmp_path), 0)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.serialize import pack, unpack
+from medusa_train.checkpoint.serialize import join_tensors, split_tensors
 from medusa_train.errors import CheckpointError
 
 
@@ -31,8 +31,8 @@ def same(left: Any, right: Any) -> bool:
 
 
 def through_json(state: Any) -> Any:
-    tensors, value = pack(state)
-    return unpack(tensors, json.loads(json.dumps(value)))
+    tensors, value = split_tensors(state)
+    return join_tensors(tensors, json.loads(json.dumps(value)))
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_ordered_dicts_come_back_in_order() -> None:
 
 @pytest.mark.parametrize("bad", [{"a": [object()]}, {"a": {1, 2}}, {("k",): 1}, {"a": print}])
 def test_what_needs_pickle_is_refused_with_its_place(bad: Any) -> None:
-    with pytest.raises(TypeError, match="can't be saved"):
-        pack(bad)
+    with pytest.raises(TypeError, match="cannot be saved"):
+        split_tensors(bad)
 
 
 def test_a_missing_tensor_is_named() -> None:
-    tensors, value = pack({"moment": torch.ones(1)})
+    tensors, value = split_tensors({"moment": torch.ones(1)})
     assert list(tensors) == ["moment"]
     with pytest.raises(CheckpointError, match="moment"):
-        unpack({}, value)
+        join_tensors({}, value)
 
 
 def make_optimizer(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,25 +225,30 @@ def test_everything_is_flushed_before_it_is_published(tmp_path: Path, monkeypatc
     assert events[at + 1 :] == ["checkpoints"]
 
 
-ENDLESS = """
-import sys, torch
-from medusa_train.checkpoint.store import CheckpointStore
-store = CheckpointStore(sys.argv[1], 2)
-for step in range(1, 100_000):
-    store.save(step, {"draft": {"w": torch.full((200_000,), float(step))}, "run": {"step": step}})
-    print(step, flush=True)
-"""
+def save_until_killed(output_dir: Path, steps: int) -> None:
+    """In a child process: save one checkpoint after the other, and write a byte to the pipe `steps` after each."""
+    try:
+        torch.set_num_threads(1)  # threads of the parent do not exist here
+        store = CheckpointStore(output_dir, 2)
+        for step in range(1, 255):
+            store.save(step, {"draft": {"w": torch.full((200_000,), float(step))}, "run": {"step": step}})
+            os.write(steps, bytes([step]))
+    finally:
+        os._exit(1)
 
 
 def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    for round_ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        for _ in range(3 + round_):
-            last = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    for attempt in range(4):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            save_until_killed(tmp_path, writing)
+        os.close(writing)
+        for _ in range(3 + attempt):
+            (last,) = os.read(reading, 1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
         store = CheckpointStore(tmp_path, 2)
         path = store.latest()
         assert path is not None

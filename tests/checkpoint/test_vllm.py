@@ -53,17 +53,17 @@ def test_names_and_config_are_vllm_s() -> None:
 @pytest.mark.parametrize(
     ("tensors", "config", "words"),
     [
-        ({"extra": torch.zeros(1)}, {}, "extra: dropped in silence"),
+        ({"extra": torch.zeros(1)}, {}, "extra: dropped without a warning"),
         ({"blocks.2.layers.0.bias": None}, {}, r"blocks.2.layers.0.bias: missing, it would stay random"),
-        ({}, {"medusa_fc_bias": False}, "blocks.0.layers.0.bias: dropped in silence"),
+        ({}, {"medusa_fc_bias": False}, "blocks.0.layers.0.bias: dropped without a warning"),
         ({}, {"medusa_num_heads": 1}, "num_heads becomes 1"),
         ({}, {"num_decoder_layers": 9}, "num_hidden_layers becomes 9"),
         ({}, {"model_type": "llama"}, "model_type is 'llama'"),
         ({}, {"architectures": ["LlamaForCausalLM"]}, "architectures"),
         ({}, {"num_heads": 4}, "lm_heads.3.weight: missing"),
         ({"lm_heads.0.weight": torch.zeros(V + 1, D)}, {}, "lm_heads.0.weight: [12, 6], expected [11, 6]"),
-        ({}, {"original_lm_head": True}, "lm_heads.1.weight: dropped in silence"),
-        ({"token_map": torch.arange(V)}, {}, "token_map: dropped in silence"),
+        ({}, {"original_lm_head": True}, "lm_heads.1.weight: dropped without a warning"),
+        ({"token_map": torch.arange(V)}, {}, "token_map: dropped without a warning"),
         ({}, {"truncated_vocab_size": V - 1}, "token_map: missing"),
     ],
 )
@@ -113,7 +113,7 @@ def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"fc.weight": torch.zeros(1)}, r"fc\.weight is no weight"),
+        ({"fc.weight": torch.zeros(1)}, r"fc\.weight is not a weight"),
         ({"lm_heads.1.weight": None}, "missing"),
         ({"blocks.1.layers.0.bias": torch.zeros(2)}, "expected"),
     ],

@@ -98,7 +98,7 @@ def test_a_resume_with_nothing_to_go_on_from_is_refused_before_anything_loads(co
     (tmp_path / "run" / "heads").mkdir(parents=True)
     result = run(config_file, "--resume")
     assert result.exit_code == 1
-    assert "nothing to go on from" in result.output
+    assert "no checkpoint to resume from" in result.output
     assert "absent-model:" not in result.output
 
 

@@ -224,7 +224,7 @@ def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(make_config, c
     for left in (None, "step-7", ".tmp-step-7"):  # no checkpoint, and two that were never finished
         if left:
             (tmp_path / "run" / "checkpoints" / left).mkdir(parents=True)
-        with pytest.raises(CheckpointError, match=f"nothing to go on from: .* holds {name}/") as caught:
+        with pytest.raises(CheckpointError, match=f"no checkpoint to resume from: .* holds {name}/") as caught:
             train(make_config(resume_from_checkpoint="auto"), console)
         assert "overwrite_output_dir=true" in str(caught.value)
         assert result.read_text() == "mine"
