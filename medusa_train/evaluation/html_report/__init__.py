@@ -1,1 +1,1 @@
-"""The report as one self-contained page; a pure function of the JSON beside it. Knows no model and no record."""
+"""Self-contained HTML pages of an evaluation, a calibration and a comparison, rendered from their JSON files."""

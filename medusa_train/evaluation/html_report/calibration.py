@@ -1,4 +1,4 @@
-"""A calibration on one page: searches for a tree over its size, like the paper's Figure 6. Knows no model."""
+"""Render calibration.html: the tree searches compared over tree size (like Medusa, Figure 6), and the chosen tree."""
 
 from __future__ import annotations
 
@@ -9,73 +9,97 @@ from typing import Any
 from medusa_train.evaluation.html_report.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.evaluation.html_report.page import document, figure, figures_table
 
-NAMES = {"joint": "joint rank paths", "independent": "independent heads", "dense": "dense", "chain": "top-1 chain"}
+#: Labels of the searches.
+NAMES = {
+    "joint": "joint rank paths",
+    "independent": "independent heads",
+    "dense": "dense",
+    "chain": "top-1 chain",
+    "named": "given tree",
+}
+BY_CONSTRUCTION = (
+    "The joint search also considers the independent tree of each size and keeps the better one on the answers that it "
+    "is fitted to. That the joint curve lies at or above the independent one is therefore partly by construction."
+)
 
 
-def calibration_page(found: Mapping[str, Any], title: str) -> str:
-    """The page of calibration.json."""
-    about = found["calibration"]
-    rests = (
-        f"{about['tokens']:,} greedy tokens in {about['answers']} answers of {about['conversations']} conversations; "
-        "every rate is of conversations that the tree was not fitted to."
+def calibration_page(calibration: Mapping[str, Any], title: str) -> str:
+    """Render the page of one calibration.
+
+    Args:
+        calibration: content of calibration.json.
+        title: title of the page.
+    """
+    data = calibration["calibration"]
+    basis = (
+        f"Simulated on {data['tokens']:,} greedy tokens in {data['answers']} answers of {data['conversations']} "
+        "conversations, with trees fitted to other conversations. A bench is other text, so its tokens per step "
+        "differ."
     )
     cards = [
         figure(
             "Acceleration rate over tree size",
-            _curves(found, "tokens_per_step"),
-            "Expected tokens per step. Ringed: where each search has its most tokens per second.",
+            _search_curves(calibration, "tokens_per_step"),
+            "Simulated tokens per step. Rings mark the size at which each search has its most tokens per second.",
         ),
         figure(
             "Speed over tree size",
-            _curves(found, "tokens_per_s"),
-            "Expected tokens per second: tokens per step over the measured latency of a step of that size.",
+            _search_curves(calibration, "tokens_per_s"),
+            "Simulated tokens per step over the measured latency of a step with a tree of that size.",
         ),
-        figure("Step latency", _latency(found), "Measured milliseconds of a decoding step over the number of nodes."),
+        figure("Step latency", _latency_curve(calibration), "Measured latency of a decoding step by number of nodes."),
         figure(
-            "Side by side",
-            bars(
-                [(NAMES.get(one["name"], one["name"]), [Bar(one["tokens_per_s"])]) for one in found["candidates"]],
-                "tokens per second of each search's best tree",
-                digits=0,
-                width=400,
-            ),
-            "Each search's best tree, timed in turns; prefill left out.",
+            "Best tree of each search",
+            _candidate_bars(calibration),
+            "Tokens per second: simulated tokens per step over the latency measured with this very tree, without "
+            "prefill.",
         ),
         figure(
-            "The tree that was chosen",
-            tree_drawing(found["medusa_choices"], found["accepted"]),
-            f"{found['nodes']} nodes, {found['tokens_per_step']:.2f} tokens per step expected; per node, the share of "
-            "the steps in which it was accepted.",
+            "The chosen tree",
+            tree_drawing(calibration["medusa_choices"], calibration["accepted"]),
+            f"{calibration['nodes']} nodes, {calibration['tokens_per_step']:.2f} tokens per step (simulated). Below "
+            "each node: the share of steps in which it was accepted.",
             wide=True,
         ),
     ]
-    rows = [_row(one) for one in found["candidates"]]
+    rows = [_row(candidate) for candidate in calibration["candidates"]]
     titles = ["search", "nodes", "tokens per step", "ms per step", "tokens /s"]
     return document(
         title,
         [
             f"<h1>{escape(title)}</h1>",
-            f"<p class=soft>{escape(rests)}</p>",
+            f"<p class=soft>{escape(basis)}</p>",
             f"<div class='cards two'>{''.join(cards)}</div>",
             figures_table(titles, rows, overall=False),
+            f"<p class=soft>{BY_CONSTRUCTION}</p>",
         ],
     )
 
 
-def _row(one: Mapping[str, Any]) -> list[str]:
-    figures = (f"{one['tokens_per_step']:.3f}", f"{one['step_ms']:.2f}", f"{one['tokens_per_s']:.1f}")
-    return [NAMES.get(one["name"], one["name"]), str(one["nodes"]), *figures]
-
-
-def _curves(found: Mapping[str, Any], key: str) -> str:
-    best = {one["name"]: float(one["nodes"]) for one in found["candidates"]}
-    drawn = [
-        Curve(NAMES.get(name, name), [(size["nodes"], size[key]) for size in sizes], [best[name]])
-        for name, sizes in found["searches"].items()
+def _row(candidate: Mapping[str, Any]) -> list[str]:
+    return [
+        NAMES.get(candidate["name"], candidate["name"]),
+        str(candidate["nodes"]),
+        f"{candidate['tokens_per_step']:.3f}",
+        f"{candidate['step_ms']:.2f}",
+        f"{candidate['tokens_per_s']:.1f}",
     ]
-    return curves(drawn, key.replace("_", " "), "nodes", from_zero=False, width=520, height=320)
 
 
-def _latency(found: Mapping[str, Any]) -> str:
-    points = [(int(nodes), ms) for nodes, ms in found["latency_ms"].items()]
-    return curves([Curve("ms", points)], "step latency", "nodes", y_text=lambda y: f"{y:g} ms")
+def _search_curves(calibration: Mapping[str, Any], key: str) -> str:
+    best = {candidate["name"]: float(candidate["nodes"]) for candidate in calibration["candidates"]}
+    series = [
+        Curve(NAMES.get(name, name), [(size["nodes"], size[key]) for size in sizes], [best[name]])
+        for name, sizes in calibration["searches"].items()
+    ]
+    return curves(series, key.replace("_", " "), "nodes", from_zero=False, width=520, height=320)
+
+
+def _candidate_bars(calibration: Mapping[str, Any]) -> str:
+    groups = [(NAMES.get(one["name"], one["name"]), [Bar(one["tokens_per_s"])]) for one in calibration["candidates"]]
+    return bars(groups, "tokens per second of each search's best tree", digits=0, width=400)
+
+
+def _latency_curve(calibration: Mapping[str, Any]) -> str:
+    points = [(int(nodes), ms) for nodes, ms in calibration["latency_ms"].items()]
+    return curves([Curve("latency", points)], "step latency", "nodes", y_text=lambda y: f"{y:g} ms")

@@ -1,4 +1,4 @@
-"""SVG in small pieces: elements, scales, ticks. Knows no chart and no figure."""
+"""Draw SVG charts: bars with intervals, columns, curves and draft trees."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-#: Colours of series and heads; more of them start anew with the first.
+#: Number of colours for series and heads; further ones reuse them from the first.
 PALETTE = 8
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear map from values `low..high` to pixels `start..end`."""
+    """A linear map from values in `low..high` to pixels in `start..end`."""
 
     low: float
     high: float
@@ -21,14 +21,14 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Pixels of a value."""
+        """Return the pixel of a value."""
         if self.high == self.low:
             return self.start
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about so many, in steps of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return about `about` round numbers from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten."""
     span = high - low
     if span <= 0:
         return [low]
@@ -41,12 +41,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A tick's text without needless zeros."""
+    """Format a number without trailing zeros."""
     return f"{value:.10g}"
 
 
 def element(name: str, content: str = "", **attributes: object) -> str:
-    """One element. Numbers are rounded to a tenth; `cls` stands for class, underscores in names for hyphens."""
+    """Render one element. Floats are rounded to 0.1; `cls` becomes class, underscores in names become hyphens."""
     shown = []
     for key, value in attributes.items():
         if value is None:
@@ -58,17 +58,17 @@ def element(name: str, content: str = "", **attributes: object) -> str:
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", cls: str = "label") -> str:
-    """A line of text; `anchor` is start, middle or end."""
+    """Render a line of text; `anchor` is start, middle or end."""
     return element("text", escape(content), x=float(x), y=float(y), text_anchor=anchor, cls=cls)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid") -> str:
-    """A straight line."""
+    """Render a straight line."""
     return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), cls=cls)
 
 
 def rect(x: float, y: float, width: float, height: float, cls: str, title: str = "") -> str:
-    """A rectangle, with a tooltip where there is one."""
+    """Render a rectangle with an optional tooltip."""
     tip = f"<title>{escape(title)}</title>" if title else ""
     return element(
         "rect", tip, x=float(x), y=float(y), width=float(max(width, 0)), height=float(max(height, 0)), rx=2, cls=cls
@@ -76,18 +76,18 @@ def rect(x: float, y: float, width: float, height: float, cls: str, title: str =
 
 
 def circle(x: float, y: float, radius: float, cls: str, title: str = "") -> str:
-    """A disc, with a tooltip where there is one."""
+    """Render a disc with an optional tooltip."""
     tip = f"<title>{escape(title)}</title>" if title else ""
     return element("circle", tip, cx=float(x), cy=float(y), r=float(radius), cls=cls)
 
 
 def polyline(points: Sequence[tuple[float, float]], cls: str) -> str:
-    """Joined line segments."""
+    """Render connected line segments."""
     return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), cls=cls)
 
 
 def drawing(width: float, height: float, parts: Iterable[str], label: str) -> str:
-    """The whole `<svg>`, as wide as its place on the page at most; `label` is read out to those who can't see it."""
+    """Render the `<svg>` element, at most `width` pixels wide; `label` is its text for screen readers."""
     body = "".join(parts)
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{width:.0f}px" role="img" '
@@ -96,19 +96,19 @@ def drawing(width: float, height: float, parts: Iterable[str], label: str) -> st
 
 
 def series(number: int) -> str:
-    """The class that gives a series its colour, counted from 0."""
+    """Return the CSS class of a series' colour; series count from 0."""
     return f"s{number % PALETTE}"
 
 
 _BAR = 15.0  # height of a bar
 _GAP = 9.0  # between two groups of bars
-_CROWDED = 24  # points of a curve beyond which they are drawn small
-_LETTER = 6.6  # width of a letter at the label size, roughly
+_CROWDED = 24  # points of a curve above which they are drawn smaller
+_LETTER = 6.6  # approximate width of a letter at the label size
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its value (None: not measured), the ends of its interval, and which colour it has."""
+    """One bar: its value (None: not measured), the bounds of its interval, and the number of its colour."""
 
     value: float | None
     interval: Sequence[float] | None = None
@@ -117,7 +117,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: its points (x, y) by rising x, and the x of those that are marked out."""
+    """One curve: points (x, y) by ascending x, and the x values that are marked with a ring."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -133,15 +133,20 @@ def bars(
     reference: float | None = None,
     width: float = 560,
 ) -> str:
-    """Horizontal bars in named groups, one below the other, their intervals as whiskers.
+    """Draw horizontal bars in named groups, with intervals as whiskers.
 
     Args:
-        groups: name and bars. label: what is shown. unit: behind every value. reference: where a dashed line stands.
+        groups: name and bars of each group, from top to bottom.
+        label: text for screen readers.
+        unit: suffix of every value.
+        digits: decimal places of every value.
+        reference: value of a dashed vertical line.
+        width: of the drawing in pixels.
     """
     left = 14 + _LETTER * max(len(name) for name, _ in groups)
     right = width - 14 - _LETTER * (digits + 4 + len(unit))
-    shown = [bar for _, group in groups for bar in group]
-    top = max([*(b.interval[1] if b.interval else b.value or 0.0 for b in shown), reference or 0.0]) or 1.0
+    ends = [bar.interval[1] if bar.interval else bar.value or 0.0 for _, group in groups for bar in group]
+    top = max([*ends, reference or 0.0]) or 1.0
     scale = Scale(0.0, top, left, right)
     height = 8 + sum(len(group) * _BAR + _GAP for _, group in groups) + 18
     bottom = height - 20
@@ -172,12 +177,12 @@ def _bar(bar: Bar, scale: Scale, y: float, name: str, unit: str, digits: int) ->
         end = max(end, high)
         whisker = [line(scale(low), middle, scale(high), middle, "whisker")]
         whisker += [line(scale(x), middle - 3, scale(x), middle + 3, "whisker") for x in (low, high)]
-    drawn = rect(scale(0), y, scale(bar.value) - scale(0), _BAR - 2, series(bar.colour), tip)
-    return [drawn, *whisker, text(scale(end) + 6, middle + 4, f"{bar.value:.{digits}f}{unit}", cls="value")]
+    body = rect(scale(0), y, scale(bar.value) - scale(0), _BAR - 2, series(bar.colour), tip)
+    return [body, *whisker, text(scale(end) + 6, middle + 4, f"{bar.value:.{digits}f}{unit}", cls="value")]
 
 
 def columns(shares: Sequence[float], label: str, x_title: str, *, width: float = 400, height: float = 230) -> str:
-    """Upright bars for shares of 1, numbered from 0, with their percentages above them."""
+    """Draw a histogram of `shares` (fractions of 1), numbered from 0, with percentages above the columns."""
     left, bottom, top = 44.0, height - 40, 22.0
     high = max([*shares, 0.01])
     scale = Scale(0.0, high, bottom, top)
@@ -195,7 +200,7 @@ def columns(shares: Sequence[float], label: str, x_title: str, *, width: float =
 
 
 def curves(
-    drawn: Sequence[Curve],
+    shown: Sequence[Curve],
     label: str,
     x_title: str,
     *,
@@ -204,12 +209,12 @@ def curves(
     width: float = 400,
     height: float = 230,
 ) -> str:
-    """Curves with a point at every value, a legend above where there is more than one, and marked points ringed."""
-    points = [point for curve in drawn for point in curve.points]
+    """Draw curves with a dot at every point and rings at marked points; several curves get a legend above."""
+    points = [point for curve in shown for point in curve.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low = 0.0 if from_zero else min(ys) - 0.08 * ((max(ys) - min(ys)) or 1.0)
     high = max(ys) + 0.06 * ((max(ys) - low) or 1.0)
-    rows = _legend(drawn, width) if len(drawn) > 1 else []
+    rows = _legend(shown, width) if len(shown) > 1 else []
     top, bottom, left = 14.0 + 17 * len(rows), height - 40, 20 + _LETTER * max(len(y_text(y)) for y in ticks(low, high))
     x_scale, y_scale = Scale(min(xs), max(xs), left + 8, width - 16), Scale(low, high, bottom, top)
     parts = [line(left, y_scale(y), width - 8, y_scale(y)) for y in ticks(low, high)]
@@ -218,52 +223,54 @@ def curves(
     parts += [text(x_scale(x), bottom + 15, short(x), "middle", "tick") for x in x_ticks]
     parts.append(text((left + width) / 2, height - 6, x_title, "middle"))
     parts += [part for row in rows for part in row]
-    for number, curve in enumerate(drawn):
-        placed = [(x_scale(x), y_scale(y)) for x, y in curve.points]
-        parts.append(polyline(placed, f"curve {series(number)}"))
-        for (x, y), (px, py) in zip(curve.points, placed, strict=True):
+    for number, curve in enumerate(shown):
+        pixels = [(x_scale(x), y_scale(y)) for x, y in curve.points]
+        parts.append(polyline(pixels, f"curve {series(number)}"))
+        for (x, y), (px, py) in zip(curve.points, pixels, strict=True):
             ringed = x in curve.marked
-            radius = 5.5 if ringed else 2.6 if len(placed) <= _CROWDED else 1.4
+            radius = 5.5 if ringed else 2.6 if len(pixels) <= _CROWDED else 1.4
             tip = f"{curve.name}: {short(x)} -> {y_text(y)}"
             parts.append(circle(px, py, radius, f"{series(number)}{' ringed' if ringed else ''}", tip))
     return drawing(width, height, parts, label)
 
 
-def _legend(drawn: Sequence[Curve], width: float) -> list[list[str]]:
-    """Rows of coloured names."""
+def _legend(shown: Sequence[Curve], width: float) -> list[list[str]]:
+    """Render the names of curves with their colours, in rows of at most `width` pixels."""
     rows: list[list[str]] = [[]]
     x = 20.0
-    for number, curve in enumerate(drawn):
-        room = 24 + _LETTER * len(curve.name)
-        if x + room > width and rows[-1]:
+    for number, curve in enumerate(shown):
+        needed = 24 + _LETTER * len(curve.name)
+        if x + needed > width and rows[-1]:
             rows.append([])
             x = 20.0
         y = 12.0 + 17 * (len(rows) - 1)
         rows[-1] += [rect(x, y - 8, 10, 10, series(number)), text(x + 14, y, curve.name, cls="tick")]
-        x += room
+        x += needed
     return rows
 
 
 _ROW = 74.0
 _MARGIN = 62.0
-_NARROWEST = 21.0  # between two leaves, so that a percentage fits
-_NARROW = 27.0  # below this the percent sign is left out
+_MIN_STEP = 21.0  # between two leaves, so that a percentage fits
+_STEP_WITH_SIGN = 27.0  # below this the percent sign is left out
 
 Path = tuple[int, ...]
 
 
 def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float] | None, width: float = 1040) -> str:
-    """Draw a tree from the root down; a row for each head, node size and edge width by the share of steps.
+    """Draw a draft tree with one row per head; node size and edge width show the share of steps.
 
     Args:
-        paths: rank paths, prefix-closed. accepted: share of steps that accept each, in the same order; None: unknown.
+        paths: rank paths of the nodes, prefix-closed.
+        accepted: share of steps that accept each node, in the same order; None if unknown.
+        width: of the drawing in pixels, if the leaves fit.
     """
     nodes = [tuple(path) for path in paths]
     share = dict(zip(nodes, accepted if accepted is not None else [0.0] * len(nodes), strict=True))
-    places = _columns(nodes)
-    leaves = 1 + max(places.values())
-    step = max(_NARROWEST, min(70.0, (width - _MARGIN - 20) / leaves))
-    at = {path: (_MARGIN + step * (place + 0.5), 26 + _ROW * len(path)) for path, place in places.items()}
+    positions = _node_columns(nodes)
+    leaves = 1 + max(positions.values())
+    step = max(_MIN_STEP, min(70.0, (width - _MARGIN - 20) / leaves))
+    at = {path: (_MARGIN + step * (column + 0.5), 26 + _ROW * len(path)) for path, column in positions.items()}
     depth = max((len(path) for path in nodes), default=0)
     parts = [
         text(4, 30 + _ROW * level, f"head {level}" if level else "backbone", cls="tick") for level in range(depth + 1)
@@ -279,35 +286,35 @@ def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float] | Non
                 stroke_width=1 + 7 * share[path],
             )
         )
-    parts.append(circle(*at[()], 8, "root", "the backbone's own next token: always accepted"))
+    parts.append(circle(*at[()], 8, "root", "next token of the backbone: always accepted"))
     for path in nodes:
         parts += _node(path, at[path], None if accepted is None else share[path], step)
-    return drawing(max(_MARGIN + step * leaves + 10, 300), 26 + _ROW * depth + 40, parts, "tree of guesses")
+    return drawing(max(_MARGIN + step * leaves + 10, 300), 26 + _ROW * depth + 40, parts, "draft tree")
 
 
-def _node(path: Path, place: tuple[float, float], share: float | None, step: float) -> list[str]:
-    x, y = place
-    tip = f"{list(path)}: guess {path[-1] + 1} of head {len(path)}"
+def _node(path: Path, center: tuple[float, float], share: float | None, step: float) -> list[str]:
+    x, y = center
+    tip = f"{list(path)}: top-{path[-1] + 1} token of head {len(path)}"
     if share is None:
         return [circle(x, y, 5, series(len(path) - 1), tip)]
     tip += f", accepted in {100 * share:.1f} % of the steps"
     radius = min(4 + 9 * share, step / 2 - 1)
     number = f"{100 * share:.0f}" if share >= 0.0095 else f"{100 * share:.1f}".replace("0.", ".")
-    shown = f"{number} %" if step >= _NARROW else number
+    shown = f"{number} %" if step >= _STEP_WITH_SIGN else number
     return [circle(x, y, radius, series(len(path) - 1), tip), text(x, y + radius + 12, shown, "middle", "node")]
 
 
-def _columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
-    """The column of every node and of the root: leaves side by side, a parent in the middle above its children."""
-    below: dict[Path, list[Path]] = {path: [] for path in ((), *nodes)}
+def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
+    """Return the column of every node and of the root: leaves side by side, parents centered above their children."""
+    children: dict[Path, list[Path]] = {path: [] for path in ((), *nodes)}
     for path in sorted(nodes):
-        below[path[:-1]].append(path)
-    places: dict[Path, float] = {}
+        children[path[:-1]].append(path)
+    columns: dict[Path, float] = {}
     leaves = 0
-    for path in sorted(below, reverse=True):  # children before their parents, the last child first
-        if below[path]:
-            places[path] = (places[below[path][0]] + places[below[path][-1]]) / 2
+    for path in sorted(children, reverse=True):  # children before their parents, the last child first
+        if children[path]:
+            columns[path] = (columns[children[path][0]] + columns[children[path][-1]]) / 2
         else:
-            places[path] = float(leaves)
+            columns[path] = float(leaves)
             leaves += 1
-    return {path: leaves - 1 - place for path, place in places.items()}
+    return {path: leaves - 1 - column for path, column in columns.items()}
