@@ -62,6 +62,7 @@ class RunProgress:
         completed: int = 0,
         ticking: bool = False,
         transient: bool = True,
+        inline: bool = False,
     ) -> Phase:
         """Return a context manager that shows one phase and records its wall time.
 
@@ -73,13 +74,19 @@ class RunProgress:
             ticking: show the elapsed time from a thread although nothing advances, for loading a model. Never for
                 a phase in which something is timed: the thread would run beside it.
             transient: remove the bar from the terminal at the end.
+            inline: the phase is part of one that is shown already: print lines in place of a bar, the first after
+                `line_seconds`.
         """
-        return Phase(self, name, total, unit, completed=completed, ticking=ticking, transient=transient)
+        return Phase(self, name, total, unit, completed=completed, ticking=ticking, transient=transient, inline=inline)
 
     def print(self, line: str, style: str | None = None) -> None:
         """Print a line of text, above the bar if there is one."""
-        self._last_line = time.perf_counter()
+        self.reset_clock()
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def reset_clock(self) -> None:
+        """Make the next progress line due in `line_seconds`."""
+        self._last_line = time.perf_counter()
 
     def print_if_due(self, line: str) -> None:
         """Print a progress line unless the last line is less than `line_seconds` old."""
@@ -100,16 +107,17 @@ class Phase:
         completed: int,
         ticking: bool,
         transient: bool,
+        inline: bool,
     ) -> None:
         self.name, self.total, self.completed = name, total, completed
-        self._progress, self._unit, self._ticking = progress, unit, ticking
+        self._progress, self._unit, self._ticking, self._inline = progress, unit, ticking, inline
         self._first, self._tokens, self._detail = completed, 0, ""
         self._started = time.perf_counter()
         self._stop = threading.Event()
         self._clock: threading.Thread | None = None
         self._bar: rich_progress.Progress | None = None
         self._last_redraw = 0.0
-        if progress.console.is_terminal:
+        if progress.console.is_terminal and not inline:
             # rich's refresh thread stays off: it would run beside what is timed.
             self._bar = rich_progress.Progress(
                 *_columns(total), console=progress.console, auto_refresh=False, transient=transient
@@ -126,7 +134,10 @@ class Phase:
         self._started = time.perf_counter()
         if self._bar is not None:
             self._bar.start()
-        self._show()
+        if self._inline:
+            self._progress.reset_clock()
+        else:
+            self._show()
         if self._ticking:
             self._clock = threading.Thread(target=self._tick, name=f"progress of {self.name}", daemon=True)
             self._clock.start()

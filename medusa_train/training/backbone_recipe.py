@@ -1,4 +1,4 @@
-"""The backbone as a recipe trains it: frozen, with an adapter, or with its last layers free. Knows no loss."""
+"""Prepare the backbone for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers (Medusa-2)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ ADAPTER_FILE = "adapter_config.json"
 
 @dataclass
 class BackboneRecipe:
-    """What runs forward in training, and what of it learns.
+    """The backbone in training, and which of its parameters are trained.
 
     Attributes:
-        backbone: the model. adapter: its LoRA, or None.
-        parameters: what is trained of it, by name; empty where it is frozen (Medusa-1).
+        backbone: the model.
+        precision: compute dtype and device.
+        adapter: its LoRA adapter, or None.
+        parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
     """
 
     backbone: Backbone
@@ -43,51 +45,55 @@ class BackboneRecipe:
 
     @property
     def joint(self) -> bool:
-        """Whether the backbone learns together with the heads (Medusa-2)."""
+        """Whether the backbone is trained together with the heads (Medusa-2)."""
         return bool(self.parameters)
 
     def train(self, mode: bool = True) -> None:
-        """Switch dropout on or off; a frozen backbone has none in either mode."""
+        """Set train or eval mode; a frozen backbone always stays in eval mode."""
         self.backbone.model.train(mode and self.joint)
 
     def features(self, batch: Batch, need: FeatureSpec = PLAIN) -> Features:
-        """One forward pass over `batch` for what a draft needs; keeps a graph only where something in it learns."""
+        """Run the backbone on `batch` for the states that a draft needs; without a graph if the backbone is frozen."""
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
             return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
     def unembedding(self) -> LMHead:
-        """lm_head as it is being trained."""
+        """Return lm_head with its current weights, LoRA branch included."""
         return self.backbone.unembedding()
 
-    def teacher(self, batch: Batch, own: Features) -> tuple[Features, LMHead]:
-        """Features and unembedding of the backbone as it was: the adapter off; the frozen backbone is its own."""
+    def teacher(self, batch: Batch, feats: Features) -> tuple[Features, LMHead]:
+        """Return features and lm_head of the teacher: the backbone with its adapter disabled.
+
+        Args:
+            batch: the micro-batch. feats: what `features` returned for it; a frozen backbone is its own teacher.
+        """
         if self.adapter is None:
-            return Features(own.hidden.detach()), self.unembedding()
+            return Features(feats.hidden.detach()), self.unembedding()
         with self.adapter.teacher():
             with self._autocast():
-                feats = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
-            return feats, self.unembedding()
+                teacher = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
+            return teacher, self.unembedding()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything of the backbone that learns."""
+        """Return the trained parameters of the backbone."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` gave.
+        """Load `state_dict`.
 
         Raises:
-            ValueError: other parameters, or other shapes.
+            ValueError: names or shapes differ.
         """
         if set(state) != set(self.parameters):
             raise ValueError(f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone differ")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if parameter.shape != state[name].shape:
-                    raise ValueError(f"{name} has shape {list(parameter.shape)}, saved is {list(state[name].shape)}")
+                    raise ValueError(f"{name}: shape {list(parameter.shape)}, saved shape {list(state[name].shape)}")
                 parameter.copy_(state[name])
 
-    def publish(self, out: Path) -> None:
-        """Write what was learned: adapter/ for LoRA, model/ (the whole backbone) where layers were trained."""
+    def save_trained(self, out: Path) -> None:
+        """Write adapter/ for LoRA, or model/ (the whole backbone) if its layers were trained."""
         if self.adapter is not None:
             self.adapter.save(out / ADAPTER)
         elif self.joint:
@@ -95,15 +101,15 @@ class BackboneRecipe:
             self.backbone.tokenizer.save_pretrained(out / MODEL)
 
     def _autocast(self) -> Any:
-        # a frozen backbone runs in its own dtype; trained parts are float32 and meet bfloat16 layers
+        # a frozen backbone computes in its weights' dtype; trained parameters are float32 beside bfloat16 ones
         return self.precision.autocast() if self.joint else torch.autocast(self.precision.device.type, enabled=False)
 
 
 def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> BackboneRecipe:
-    """Prepare `backbone` for the recipe: nothing, an adapter (fresh or from `lora_model_dir`), or free layers.
+    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen otherwise.
 
     Raises:
-        BackboneError: the adapter's targets don't fit. CheckpointError: `lora_model_dir` holds nothing to start from.
+        BackboneError: the adapter's target modules do not exist. CheckpointError: the adapter cannot be loaded.
     """
     if cfg.recipe == "medusa1":
         return BackboneRecipe(backbone, precision)
@@ -111,20 +117,20 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
     adapter = None
     if cfg.adapter is not None:
-        adapter = _adapter(cfg, backbone)
+        adapter = _build_adapter(cfg, backbone)
     else:
-        _free(backbone, cfg.medusa_num_unfreeze_layers or None)
+        _unfreeze(backbone, cfg.medusa_num_unfreeze_layers or None)
     trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
     return BackboneRecipe(backbone, precision, adapter, trained)
 
 
 def check_initial_weights(cfg: TrainConfig) -> None:
-    """Refuse a `lora_model_dir` that this run can't start from; asked before anything is loaded.
+    """Check, before anything is loaded, that this run can start from `lora_model_dir`.
 
     Raises:
         CheckpointError: it holds neither heads nor an adapter.
-        ConfigError: its heads belong to an adapter or a model of its own, and this run would train on without it; or
-            the adapter was made otherwise than the configuration says.
+        ConfigError: its heads were trained with an adapter or a backbone that this run would not use, or its adapter
+            has other settings than the configuration.
     """
     if cfg.lora_model_dir is None:
         return
@@ -133,12 +139,12 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     if home is None or (adapter is None and find_initial_heads(cfg) is None):
         raise CheckpointError(
             f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
-            f"(for example medusa-train configs/tiny_m1.yaml), or leave the key out to start from untrained heads."
+            f"(for example medusa-train configs/tiny_m1.yaml), or remove the key to start from untrained heads."
         )
     if adapter is not None and (cfg.recipe == "medusa1" or cfg.adapter is None):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the adapter in {adapter}, "
-            "and this run would drop it. Go on with recipe: medusa2 and an adapter, or name a run of heads alone"
+            "which this run would drop. Use recipe: medusa2 with an adapter, or a run that trained heads only"
         )
     if adapter is not None:
         _check_adapter(cfg, adapter)
@@ -146,51 +152,52 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the backbone in {model}, "
-            f"not to {cfg.base_model}. Set base_model: {model}, or name a run of heads alone"
+            f"not to {cfg.base_model}. Set base_model: {model}, or use a run that trained heads only"
         )
 
 
 def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
-    """Compare what the configuration says of the adapter with the one that would be trained on."""
-    made = read_adapter_config(directory)
-    targets = made.get("target_modules") or ()
+    """Compare the configuration's adapter settings with those of the adapter to start from."""
+    saved = read_adapter_config(directory)
+    targets = saved.get("target_modules") or ()
     stored = {
-        "lora_r": made.get("r"),
-        "lora_alpha": made.get("lora_alpha"),
-        "lora_dropout": made.get("lora_dropout"),
+        "lora_r": saved.get("r"),
+        "lora_alpha": saved.get("lora_alpha"),
+        "lora_dropout": saved.get("lora_dropout"),
         "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
     }
-    said = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set and getattr(cfg, key) is not None}
-    if "lora_target_modules" in said:
-        said["lora_target_modules"] = sorted(said["lora_target_modules"])
-        if cfg.lora_target_linear:
-            del said["lora_target_modules"]  # it stands above them
-    if unlike := [key for key in said if said[key] != stored[key]]:
-        theirs, ours = (", ".join(f"{key}: {of[key]}" for key in unlike) for of in (stored, said))
+    configured = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set}
+    configured = {key: value for key, value in configured.items() if value is not None}
+    if "lora_target_modules" in configured:
+        configured["lora_target_modules"] = sorted(configured["lora_target_modules"])
+        if cfg.lora_target_linear:  # which overrides them
+            del configured["lora_target_modules"]
+    if different := [key for key in configured if configured[key] != stored[key]]:
+        trained, wanted = (", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured))
         raise ConfigError(
-            f"lora_model_dir: the adapter in {directory} was made with {theirs}, the configuration asks for {ours}"
+            f"lora_model_dir: the adapter in {directory} was trained with {trained}, the configuration sets {wanted}"
         )
 
 
 def find_initial_heads(cfg: TrainConfig) -> Path | None:
-    """The heads of the run that `lora_model_dir` names, or that directory itself, whoever wrote them."""
-    return _start(cfg, HEADS, lambda path: heads_layout(path) is not None)
+    """Return the heads in `lora_model_dir` (a run, or a directory of heads in any supported layout), or None."""
+    return _find_initial(cfg, HEADS, lambda path: heads_layout(path) is not None)
 
 
 def find_initial_adapter(cfg: TrainConfig) -> Path | None:
-    """The adapter of the run that `lora_model_dir` names, or that directory itself."""
-    return _start(cfg, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
+    """Return the adapter in `lora_model_dir` (a run, or an adapter's directory), or None."""
+    return _find_initial(cfg, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
 
 
-def _start(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path | None:
+def _find_initial(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path | None:
     home = None if cfg.lora_model_dir is None else resolve_path(cfg.lora_model_dir)
     return None if home is None else next((path for path in (home / name, home) if holds(path)), None)
 
 
-def _adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    earlier = find_initial_adapter(cfg)
-    if earlier is not None:
-        return Adapter.load(backbone, earlier, trainable=True)
+def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
+    initial = find_initial_adapter(cfg)
+    if initial is not None:
+        return Adapter.load(backbone, initial, trainable=True)
     targets = tuple(cfg.lora_target_modules or ())
     spec = LoraSpec(
         r=cfg.lora_r,
@@ -202,52 +209,55 @@ def _adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
     return Adapter.attach(backbone, spec)
 
 
-def _free(backbone: Backbone, layers: int | None) -> None:
-    """Make the last `layers` decoder layers (all with None), the final norm and lm_head trainable, in float32.
+def _unfreeze(backbone: Backbone, layers: int | None) -> None:
+    """Make the last `layers` decoder layers, the final norm and lm_head trainable, in float32.
 
-    With all layers the embeddings learn too: full joint training.
+    With None the whole model is trained, embeddings included: full joint training.
 
     Raises:
-        BackboneError: the architecture keeps its layers or its norm under other names.
+        BackboneError: the architecture has no `layers` or no `norm`.
     """
     body = backbone.body
     if layers is None:
-        free: list[nn.Module] = [backbone.model]
+        modules: list[nn.Module] = [backbone.model]
     elif hasattr(body, "layers") and hasattr(body, "norm"):
-        free = [*body.layers[-layers:], body.norm, backbone.head]
+        modules = [*body.layers[-layers:], body.norm, backbone.head]
     else:
-        raise BackboneError(f"medusa_num_unfreeze_layers: the layers of {type(body).__name__} can't be told apart here")
-    for module in free:
+        raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
+    for module in modules:
         module.float().requires_grad_(True)
 
 
 def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
-    """Let `backbone` keep packed conversations apart in the fastest way that is certain to; say in one line which.
+    """Choose the fastest attention kernel that keeps packed conversations separate.
 
-    Rows of one conversation each need no mask: torch's sdpa has a flash kernel of its own for them. Packed ones do,
-    and a mask bars sdpa from that kernel; flash-attn's varlen kernel takes their bounds instead.
+    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. Packed rows need a block-diagonal
+    mask, with which sdpa cannot; flash-attn's varlen kernel takes sequence lengths instead of a mask.
 
     Args:
-        backbone: as it was loaded, before any of it is converted for training.
-        wanted: the key `flash_attention`; asked for where it can't be had, the line says why.
-        packed: whether rows hold several conversations.
+        backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
+        wanted: the key `flash_attention`.
+        packed: whether rows hold several conversations (`sample_packing`).
+
+    Returns:
+        One line that names the kernel, and the reason where it is not flash-attn's.
     """
-    plain = backbone.attention
+    attention = backbone.attention
     if not packed:
-        return f"attention: torch's {plain}, causal (rows of one conversation need no mask)"
+        return f"attention: torch {attention}, causal (one conversation per row needs no mask)"
     obstacle: str | None = "flash_attention: false"
     if wanted:
         obstacle = flash_obstacle(
             backbone.device.type,
             backbone.dtype,
-            capped=plain == "eager",
+            capped=attention == "eager",
             known=bool(getattr(backbone.model, "_supports_flash_attn", False)),
             installed=is_flash_attn_2_available(),
         )
     if obstacle is None:
         try:
             backbone.use_varlen(FLASH)
-            return "attention: flash-attn's varlen kernel, told where each conversation ends"
+            return "attention: flash-attn varlen kernel for packed rows"
         except (BackboneError, ImportError, RuntimeError, ValueError) as error:
             obstacle = str(error).partition("\n")[0]
-    return f"attention: torch's {plain} with a block-diagonal mask for packed rows ({obstacle})"
+    return f"attention: torch {attention} with a block-diagonal mask for packed rows ({obstacle})"

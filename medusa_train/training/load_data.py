@@ -29,97 +29,103 @@ SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
 @dataclass
 class TrainingData:
-    """What is trained on and what is measured on."""
+    """The tokenized data of a run.
+
+    Attributes:
+        train, validation: supervised tokens as configured (`roles_to_train`, `train_on_inputs`).
+        prompts: conversations to choose the tree on: the validation set, or the training set without one, with only
+            the assistant's tokens supervised.
+    """
 
     train: EncodedDataset
     validation: EncodedDataset
-    prompts: EncodedDataset  # the held-out set, else the training set, with the assistant's words alone marked
+    prompts: EncodedDataset
 
 
 def load_data(cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS) -> TrainingData:
-    """Find the backbone, refuse what can't be done with it, and encode the data; loads no weights.
+    """Check the configuration against the backbone's config and tokenize the data; no weights are loaded.
 
-    Several processes go on only if all of them could.
+    With several processes it raises in all of them if it fails in one.
 
     Raises:
-        BackboneError: there is no such backbone, the hub can't be reached, or it can't be trained for here.
-        ConfigError: a key means nothing where it stands, or contradicts another.
-        CheckpointError: there is nothing to start from where `lora_model_dir` says.
-        DataError: the data can't be read, or nothing in it can be learnt.
+        BackboneError: the backbone does not exist, the hub cannot be reached, or its architecture is not supported.
+        ConfigError: a key does not fit the backbone or contradicts another.
+        CheckpointError: `lora_model_dir` holds nothing to start from.
+        DataError: the data cannot be read or has no supervised tokens.
     """
-    if world.size > 1 and cfg.dataset_prepared_path is not None:
-        world.run_on_main(
-            lambda: bool(_load_data(cfg, Console(quiet=True), world.size))
-        )  # fills what the others then read
+    if world.size > 1 and cfg.dataset_prepared_path is not None:  # rank 0 fills the cache for the others
+        world.run_on_main(lambda: bool(_load_data(cfg, Console(quiet=True), world.size)))
     return world.run_on_all(lambda: _load_data(cfg, console, world.size))
 
 
 def _load_data(cfg: TrainConfig, console: Console, processes: int) -> TrainingData:
-    where, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_deepspeed(cfg, processes)
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg)
-    text = config.get_text_config()
-    check_vocabulary(cfg, text.vocab_size)
+    text_config = config.get_text_config()
+    check_vocabulary(cfg, text_config.vocab_size)
     if cfg.draft == "kangaroo":
-        check_exit(cfg.draft_config.settings["exit_layer"], text.num_hidden_layers, cfg.base_model)
-    context = context_length(text)
+        check_exit(cfg.draft_config.settings["exit_layer"], text_config.num_hidden_layers, cfg.base_model)
+    context = context_length(text_config)
     if cfg.sequence_len > context:
-        console.print(f"sequence_len: {cfg.sequence_len} is more than {cfg.base_model} reads, taking {context}")
+        console.print(
+            f"sequence_len: {cfg.sequence_len} exceeds the context length of {cfg.base_model}; using {context}"
+        )
         cfg = cfg.model_copy(update={"sequence_len": context})
-    tokenizer = load_tokenizer(cfg, where)
-    if (named := with_template(cfg, tokenizer)) is not cfg:
-        cfg = named
-        console.print(f"chat template: {cfg.chat_template}; neither the tokenizer nor the configuration names one")
+    tokenizer = load_tokenizer(cfg, resolved)
+    if (completed := with_template(cfg, tokenizer)) is not cfg:
+        cfg = completed
+        console.print(f"chat template: {cfg.chat_template} (neither the tokenizer nor the configuration sets one)")
     encoder = chat_encoder(cfg, tokenizer)
-    train, held_out = load_datasets(cfg, encoder)
+    train, validation = load_datasets(cfg, encoder)
     for line in train.report.lines():
         console.print(f"data: {line}", highlight=False)
+    prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
-        answers = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        only = load_datasets(cfg.model_copy(update=answers), encoder)
-        return TrainingData(train, held_out, only[1] if len(held_out) else only[0])
-    return TrainingData(train, held_out, held_out if len(held_out) else train)
+        answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
+        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder)
+    return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0])
 
 
-def load_tokenizer(cfg: TrainConfig, where: str) -> Any:
-    """Load the backbone's tokenizer; `where` is what `resolve_backbone` gave.
+def load_tokenizer(cfg: TrainConfig, resolved: str) -> Any:
+    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`.
 
     Raises:
-        BackboneError: it can't be loaded.
+        BackboneError: it cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(
-            where, trust_remote_code=cfg.trust_remote_code, local_files_only=hub_is_unreachable()
+            resolved, trust_remote_code=cfg.trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except (OSError, ValueError, ImportError) as error:
-        raise BackboneError(f"base_model {cfg.base_model}: its tokenizer can't be loaded: {error}") from error
+        raise BackboneError(f"base_model {cfg.base_model}: cannot load its tokenizer: {error}") from error
 
 
 def with_template(cfg: TrainConfig, tokenizer: Any) -> TrainConfig:
-    """Name the chat template that Axolotl takes for `type: sharegpt`, where neither tokenizer nor YAML has one."""
+    """Set Axolotl's default chat template for `type: sharegpt` if neither tokenizer nor configuration has one."""
     if cfg.chat_template or tokenizer.chat_template or any(entry.type != "sharegpt" for entry in cfg.datasets):
         return cfg
     return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
 
 
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
-    """Make the encoder that every data set's own is a variant of.
+    """Build the encoder from which every data set derives its own.
 
-    Where each of them names its `conversation`, any of those will do: the tokenizer needs no template of its own.
+    If every data set sets `conversation`, the tokenizer needs no template: any of theirs is used.
     """
-    named = [entry.conversation for entry in cfg.datasets]
-    return ChatEncoder(tokenizer, cfg.chat_template or (named[0] if all(named) else None))
+    templates = [entry.conversation for entry in cfg.datasets]
+    return ChatEncoder(tokenizer, cfg.chat_template or (templates[0] if all(templates) else None))
 
 
-def validation_batches(held_out: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
-    """Make a maker of one pass over the held-out set, always in the same order; None where nothing is held out."""
-    if not len(held_out):
+def validation_batches(validation: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
+    """Return a function that iterates once over the validation set in a fixed order; None if the set is empty."""
+    if not len(validation):
         return None
 
     def batches() -> Iterable[Batch]:
-        loader = BatchLoader(held_out, micro_batch_size, seed=0, shuffle=False)
+        loader = BatchLoader(validation, micro_batch_size, seed=0, shuffle=False)
         return islice(loader, loader.steps_per_epoch)
 
     return batches

@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def sigterm_like_ctrl_c() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """Within, SIGTERM raises Terminated where Ctrl-C raises KeyboardInterrupt, instead of ending the process silently.
 
     Outside of the main thread, where Python allows no handlers, nothing changes.

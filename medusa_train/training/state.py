@@ -1,10 +1,10 @@
-"""How far a run has got, as plain numbers that JSON keeps to the bit. Knows no tensors and no files."""
+"""The state of a run (counters, random generators, plan) and how a checkpoint saves and restores it."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -21,68 +21,23 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.step_metrics import Window
 from medusa_train.training.strategy import Strategy
 
 
 @dataclass
-class Window:
-    """Sums over the optimizer steps since the last log line; in checkpoints, so that a resumed run logs the same.
-
-    `lr` is no sum: it is the learning rate of the last step. `overscaled` steps changed nothing, because their float16
-    gradients were scaled too far; they count as steps and have no norm.
-    """
-
-    steps: int = 0
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    lr: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-    correct: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
-    lm_ce: float = 0.0
-    lm_kl: float = 0.0
-    lm_count: int = 0
-    overscaled: int = 0
-
-    def add_lm(self, ce: float, kl: float, count: int) -> None:
-        """Add one micro-batch's sums of the backbone's own loss, nats, over `count` targets."""
-        self.lm_ce += ce
-        self.lm_kl += kl
-        self.lm_count += count
-
-    def lm(self) -> dict[str, float]:
-        """Mean cross-entropy against the labels and KL to the teacher, nats; nothing where the backbone is frozen."""
-        if not self.lm_count:
-            return {}
-        return {"lm_loss": self.lm_ce / self.lm_count, "lm_kl": self.lm_kl / self.lm_count}
-
-    def add_heads(self, correct: Sequence[int], counts: Sequence[int], known: Sequence[int]) -> None:
-        """Add one step's right top-1 guesses, valid targets, and those of them that the vocabulary holds, per head."""
-        self.correct = _added(self.correct, correct)
-        self.counts = _added(self.counts, counts)
-        self.known = _added(self.known, known)
-
-    def outside(self) -> dict[str, float]:
-        """Share of valid targets that a reduced vocabulary lacks, so that no head learnt them; nothing if none."""
-        total, known = sum(self.counts), sum(self.known)
-        return {"outside_vocabulary": 1.0 - known / total} if known < total else {}
-
-    def top1(self) -> list[float]:
-        """Share of valid targets that each head's first guess hits; 0 where there were none."""
-        return [c / n if n else 0.0 for c, n in zip(self.correct, self.counts, strict=True)]
-
-
-@dataclass
 class TrainState:
-    """ProcessInfo in the run: `step` optimizer steps are done.
+    """Counters of a run after `step` optimizer steps, saved in every checkpoint.
 
-    `data` is the loader's own place (its `state_dict`), `best_loss` the lowest held-out objective (nats), at
-    `best_step`; `evals_since_best` serves early stopping; `evaluated` is the last step that was evaluated, `tree` the
-    content of the tree.json that it gave.
-    `tokens` and `seconds` (of training steps alone) count the whole run, and so does `skipped`: steps that changed
-    nothing because their loss or gradient was not finite.
+    Attributes:
+        step, epoch: optimizer steps done, and passes over the data.
+        data: the loader's position, its `state_dict`.
+        best_loss: lowest validation objective in nats, measured at `best_step`.
+        evals_since_best: evaluations since then, for early stopping.
+        evaluated: step of the last evaluation. tree: content of the tree.json that it gave.
+        tokens, seconds: of training steps over the whole run.
+        skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
+        window: sums since the last log line.
     """
 
     step: int = 0
@@ -98,100 +53,99 @@ class TrainState:
     skipped: int = 0
     window: Window = field(default_factory=Window)
 
-    def note_eval(self, loss: float) -> bool:
-        """Remember a held-out objective measured now; True when it is the best so far."""
+    def record_eval(self, objective: float) -> bool:
+        """Record an evaluation at the current step; return whether its objective is the lowest so far."""
         self.evaluated = self.step
-        if self.best_loss is not None and loss >= self.best_loss:
+        if self.best_loss is not None and objective >= self.best_loss:
             self.evals_since_best += 1
             return False
-        self.best_loss, self.best_step, self.evals_since_best = loss, self.step, 0
+        self.best_loss, self.best_step, self.evals_since_best = objective, self.step, 0
         return True
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers."""
+        """Return plain dicts, lists and numbers."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
-        """Take back what `to_json` gave, also after a trip through a JSON file."""
-        known = {f.name for f in fields(cls)} - {"window"}
-        return cls(
-            **{name: values[name] for name in known if name in values}, window=Window(**values.get("window", {}))
-        )
-
-
-def _added(left: list[int], right: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(left, right, strict=True)] if left else list(right)
+        """Restore `to_json`, also after a round trip through a JSON file."""
+        names = {f.name for f in fields(cls)} - {"window"}
+        present = {name: values[name] for name in names if name in values}
+        return cls(**present, window=Window(**values.get("window", {})))
 
 
 def take_snapshot(
-    draft: Draft, recipe: BackboneRecipe, strategy: Strategy, state: TrainState, world: World = SINGLE_PROCESS
+    draft: Draft,
+    recipe: BackboneRecipe,
+    strategy: Strategy,
+    state: TrainState,
+    world: World = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Collect everything that learns, optimizer, schedule, random generators and the place in the run, for saving.
+    """Collect a checkpoint's content: trained weights, optimizer, schedule, random generators and counters.
 
-    All processes of `world` take it together; rank 0's is whole.
+    All processes of `world` call it; rank 0's result is complete.
     """
-    first, *others = world.gather(rng_state())
+    main, *others = world.gather(rng_state())
     return {
         "draft": draft.state_dict(),
         "student": recipe.state_dict(),
         "engine": strategy.state_dict(),
-        "rng": first,
+        "rng": main,
         **({"rng_of_others": others} if others else {}),
         "run": state.to_json(),
     }
 
 
 def restore_weights(snapshot: dict[str, Any], draft: Draft, recipe: BackboneRecipe, where: str) -> None:
-    """Put back what was learnt, and nothing else.
+    """Load the trained weights of a snapshot.
 
     Raises:
-        CheckpointError: the snapshot is of other heads, or of something else; `where` names it.
+        CheckpointError: it does not fit this run; `where` names it.
     """
-    with _fitting(where):
+    with _matching(where):
         draft.load_state_dict(snapshot["draft"])
         recipe.load_state_dict(snapshot.get("student", {}))
 
 
-def restore_place(
+def restore_state(
     snapshot: dict[str, Any], strategy: Strategy, where: str, world: World = SINGLE_PROCESS
 ) -> TrainState:
-    """Put back the rest: optimizer, schedule, this process's random generators; return where the run stood.
+    """Load optimizer, schedule and this process's random generators; return the counters.
 
-    Where there are more processes than took the snapshot, the added ones keep the random numbers that they have.
+    With more processes than took the snapshot, the additional ones keep their current random generators.
 
     Raises:
-        CheckpointError: the snapshot is of something else; `where` names it.
+        CheckpointError: it does not fit this run; `where` names it.
     """
-    with _fitting(where):
+    with _matching(where):
         strategy.load_state_dict(snapshot["engine"])
-        generators = random_states(snapshot)
+        generators = rng_states(snapshot)
         if world.rank < len(generators):
             set_rng_state(generators[world.rank])
         return TrainState.from_json(snapshot["run"])
 
 
-def random_states(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """The random generators' states, one for each process that took the snapshot."""
+def rng_states(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the random generators' states of every process that took the snapshot."""
     return [snapshot["rng"], *snapshot.get("rng_of_others", [])]
 
 
 @contextmanager
-def _fitting(where: str) -> Iterator[None]:
+def _matching(where: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{where}: does not fit this run ({reason}).\n"
-            "A run goes on with the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size; "
-            "other drafts: their section), adapter and optimizer it began with."
+            "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size; "
+            "other drafts: their section), adapter and optimizer of the run that saved it."
         ) from error
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A run's checkpoint: where it lies, and its content."""
+    """A checkpoint's path and content."""
 
     path: Path
     snapshot: dict[str, Any]
@@ -200,27 +154,27 @@ class LoadedCheckpoint:
 def find_checkpoint(
     cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
 ) -> LoadedCheckpoint | None:
-    """Read the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run.
+    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run.
 
     Raises:
-        CheckpointError: it is damaged; or there is none, but results that a new run would overwrite.
+        CheckpointError: it is damaged, or there is none but results that a new run would overwrite.
     """
     if cfg.resume_from_checkpoint is None:
         return None
     path = world.run_on_main(lambda: named_checkpoint(cfg) or store.latest())
     if path is None:
         world.run_on_main(lambda: check_nothing_is_lost(cfg))
-        console.print(f"resume_from_checkpoint: {store.root} holds no checkpoint yet, starting anew")
+        console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
         return None
     return world.run_on_all(lambda: LoadedCheckpoint(path, store.load(path)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The step counts of a run.
+    """When a run logs, evaluates, saves and ends.
 
-    `steps_per_epoch` may be a fraction: micro-batches are gathered across the end of an epoch. The `*_every`
-    and `*_per_epoch` of one kind exclude each other; both None means at the end only.
+    `steps_per_epoch` may be a fraction: micro-batches of one step may come from two epochs. Of `eval_every` and
+    `evals_per_epoch` at most one is set, likewise for saving; with neither, it happens only after the last step.
     """
 
     total_steps: int
@@ -232,19 +186,19 @@ class Plan:
     saves_per_epoch: int | None = None
 
     def logs(self, step: int) -> bool:
-        """Whether a log line is due after `step` steps (1-based); the last step always logs."""
+        """Return whether to log after `step` steps (1-based); always after the last one."""
         return step % self.logging_steps == 0 or step >= self.total_steps
 
     def evaluates(self, step: int) -> bool:
-        """Whether a held-out evaluation is due after `step` steps; the last step always is."""
+        """Return whether to evaluate after `step` steps; always after the last one."""
         return step >= self.total_steps or self._due(step, self.eval_every, self.evals_per_epoch)
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps; the last step always is."""
+        """Return whether to save a checkpoint after `step` steps; always after the last one."""
         return step >= self.total_steps or self._due(step, self.save_every, self.saves_per_epoch)
 
     def epoch(self, step: int) -> float:
-        """Passes over the data that `step` steps make."""
+        """Return the passes over the data after `step` steps."""
         return step / self.steps_per_epoch
 
     def _due(self, step: int, every: int | None, per_epoch: int | None) -> bool:
@@ -255,10 +209,26 @@ class Plan:
         return False
 
 
+def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
+    """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says otherwise."""
+    total, per_epoch = count_steps(
+        micro_batches_per_epoch, cfg.gradient_accumulation_steps * processes, cfg.num_epochs, cfg.max_steps
+    )
+    return Plan(
+        total_steps=total,
+        steps_per_epoch=per_epoch,
+        logging_steps=cfg.logging_steps,
+        eval_every=interval(cfg.eval_steps, total),
+        evals_per_epoch=None if cfg.eval_steps else cfg.evals_per_epoch or 1,
+        save_every=interval(cfg.save_steps, total),
+        saves_per_epoch=None if cfg.save_steps else cfg.saves_per_epoch or 1,
+    )
+
+
 def count_steps(
     micro_batches_per_epoch: int, accumulation: int, num_epochs: float, max_steps: int | None
 ) -> tuple[int, float]:
-    """Optimizer steps of the run, and of one epoch; a positive `max_steps` takes the place of `num_epochs`."""
+    """Return the optimizer steps of the run and of one epoch; a positive `max_steps` overrides `num_epochs`."""
     per_epoch = micro_batches_per_epoch / accumulation
     if max_steps is not None and max_steps > 0:
         return max_steps, per_epoch
@@ -266,32 +236,32 @@ def count_steps(
 
 
 def interval(value: float | None, total_steps: int) -> int | None:
-    """`eval_steps` or `save_steps` in whole steps: a number below 1 is a share of the run."""
+    """Convert `eval_steps` or `save_steps` to whole steps: a number below 1 is a fraction of the run."""
     if not value:
         return None
     return max(1, round(value * total_steps)) if value < 1 else int(value)
 
 
 def seed_all(seed: int) -> None:
-    """Seed every generator whose state is kept, so that two runs of one configuration are the same."""
+    """Seed the random generators of Python, numpy and torch."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # it takes no more bits
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
-    """All generators' states, as tensors, tuples and numbers that `pack` can save."""
+    """Return the states of all random generators, as tensors, tuples and numbers that a checkpoint can hold."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],  # of the GPU that is in use
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],  # of the current device
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Take back what `rng_state` gave; a GPU's is left out where there is none."""
+    """Restore `rng_state`; a CUDA state is ignored without a GPU."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"][0])

@@ -1,4 +1,4 @@
-"""One optimization step: backward, clip, update, schedule, zero. Knows nothing of data, losses or logs."""
+"""Backward pass, gradient clipping, optimizer and schedule of a training step, in one process or through DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.deepspeed_config import DEFAULT, complete_config, read_deepspeed, stage_of
 from medusa_train.training.distributed import World, init_distributed
@@ -24,62 +25,67 @@ from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
-_THIS_RUNS = ("initial_lr", "weight_decay")  # of a parameter group; the others are the optimizer's own
+#: Keys of a parameter group that keep this run's values when resuming; the others are restored.
+_NOT_RESTORED = ("initial_lr", "weight_decay")
 
 
 class Strategy(Protocol):
-    """What the training loop asks of whatever holds the gradients."""
+    """How a training step computes, reduces and applies gradients.
+
+    The order is `forward` and `backward` for every micro-batch, then one `step` or `skip`. With several processes all
+    of them call every method, in the same order.
+    """
 
     @property
     def lr(self) -> float:
-        """Learning rate that the next step uses (first parameter group)."""
+        """Learning rate of the next step (first parameter group)."""
 
     @property
     def found_inf(self) -> bool:
-        """Whether the last step's gradient was too large for float16 only because it was scaled: no failure."""
+        """Whether the last step's gradient overflowed float16 because of the loss scale, which was then halved."""
 
-    def forward(self, loss: Callable[[], Tensor]) -> Tensor:
-        """Compute a micro-batch's share of the loss, where all weights can be read; `backward` takes it."""
+    def forward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
+        """Call `compute(*args)` for the loss of one micro-batch, with all weights readable."""
 
-    def with_gathered_params(self, action: Callable[[], T]) -> T:
-        """Do something that reads the weights and learns nothing."""
+    def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function(*args)`, which computes without gradients, with all weights readable."""
 
     def gathered_params(self, *, modify: bool = False) -> AbstractContextManager[None]:
-        """Within: what is trained can be read as whole tensors.
+        """Make the trained parameters available as whole tensors.
 
         Args:
-            modify: it is replaced, in all processes alike; only once the last step is done, for the optimizer may
-                keep weights of its own.
+            modify: they are replaced, alike in all processes. Allowed only after the last step, because the optimizer
+                may hold a copy of the weights.
         """
 
     def release(self) -> None:
-        """End the training: the modules have whole weights again and nothing hangs on them."""
+        """End training: all weights are whole again and all hooks are removed."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch's share of the loss; called once per micro-batch."""
+        """Accumulate the gradients of one micro-batch's loss."""
 
     def step(self) -> float:
-        """Clip, update, move the schedule on, zero the gradients.
+        """Clip the gradients, step optimizer and schedule, zero the gradients.
 
         Returns:
-            The gradient norm before clipping. When it is not finite nothing was updated, the schedule neither.
+            The gradient norm before clipping. If it is not finite, neither weights nor schedule were changed.
         """
 
     def skip(self) -> None:
-        """Let a step pass without an update: drop the gradients, if any are left, and move the schedule on.
+        """Skip a step: drop the gradients and step the schedule alone.
 
-        Called after a `step` that updated nothing, or in its place where the loss is not finite.
+        Called after a `step` that returned NaN/Inf, or instead of it where the loss is NaN/Inf.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and schedule, as nested dicts and lists of tensors and plain values."""
+        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run."""
 
 
 class LocalStrategy:
-    """One process, one device."""
+    """Train in one process, on one device."""
 
     def __init__(
         self,
@@ -89,10 +95,13 @@ class LocalStrategy:
         max_grad_norm: float,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Take over the trained parameters; `max_grad_norm` 0 measures the norm and clips nothing.
+        """Train `parameters`.
 
         Args:
-            loss_scale: for computing in float16.
+            parameters: all trained parameters.
+            optimizer, scheduler: over these parameters.
+            max_grad_norm: 0 disables clipping.
+            loss_scale: for float16.
         """
         self.parameters = list(parameters)
         self.optimizer = optimizer
@@ -103,31 +112,31 @@ class LocalStrategy:
 
     @property
     def lr(self) -> float:
-        """Learning rate that the next step uses (first parameter group)."""
+        """Learning rate of the next step (first parameter group)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def forward(self, loss: Callable[[], Tensor]) -> Tensor:
-        """Compute a micro-batch's share of the loss."""
-        return loss()
+    def forward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
+        """Call `compute(*args)` for the loss of one micro-batch."""
+        return compute(*args)
 
-    def with_gathered_params(self, action: Callable[[], T]) -> T:
-        """Do something that reads the weights."""
-        return action()
+    def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function(*args)`."""
+        return function(*args)
 
     def gathered_params(self, *, modify: bool = False) -> AbstractContextManager[None]:
-        """All tensors are whole at any time, and the only ones."""
+        """Do nothing: parameters are always whole here."""
         return nullcontext()
 
     def release(self) -> None:
-        """Nothing hangs on the modules."""
+        """Do nothing: there are no hooks."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch's share of the loss."""
+        """Accumulate the gradients of one micro-batch's loss."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
         scaled.backward()
 
     def step(self) -> float:
-        """Clip, update, move the schedule on, zero the gradients; return the norm before clipping."""
+        """Clip, step optimizer and schedule, zero the gradients; return the norm before clipping."""
         if self.loss_scale is not None:
             for grad in [p.grad for p in self.parameters if p.grad is not None]:
                 grad.div_(self.loss_scale.value)
@@ -141,72 +150,33 @@ class LocalStrategy:
         return norm
 
     def skip(self) -> None:
-        """Let a step pass without an update: drop the gradients and move the schedule on."""
+        """Drop the gradients and step the schedule alone."""
         self.optimizer.zero_grad(set_to_none=True)
         skip_scheduler_step(self.scheduler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule and loss scale, as nested dicts and lists of tensors and plain values."""
-        return {"optimizer": self.optimizer.state_dict(), **side_state(self.scheduler, self.loss_scale)}
+        """Return the state of optimizer, schedule and loss scale."""
+        return {"optimizer": self.optimizer.state_dict(), **schedule_state(self.scheduler, self.loss_scale)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; learning rates, weight decay and schedule stay those of this run.
+        """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
 
-        So a run that goes on with another learning rate has it, at the place in the schedule that was reached.
+        A run resumed with another learning rate uses it, at the step of the schedule that was reached.
         """
         load_optimizer(self.optimizer, state["optimizer"])
-        load_side_state(state, self.optimizer, self.scheduler, self.loss_scale)
-
-
-def skip_scheduler_step(scheduler: LambdaLR) -> None:
-    """Let the schedule pass a step in which the optimizer did nothing."""
-    with warnings.catch_warnings():
-        # torch takes a schedule that moves before the optimizer for a mistake; here the first step was skipped
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        scheduler.step()
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Take back an optimizer's `state_dict`, but for learning rates and weight decay, which stay those of this run."""
-    own = [{name: group[name] for name in _THIS_RUNS} for group in optimizer.param_groups]
-    optimizer.load_state_dict(saved)
-    for group, values in zip(optimizer.param_groups, own, strict=True):
-        group.update(values)
-
-
-def side_state(scheduler: LambdaLR, loss_scale: LossScale | None) -> dict[str, Any]:
-    """What a strategy keeps beside the optimizer's state."""
-    state: dict[str, Any] = {"scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}}
-    if loss_scale is not None:
-        state["loss_scale"] = loss_scale.state_dict()
-    return state
-
-
-def load_side_state(
-    state: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: LambdaLR, loss_scale: LossScale | None
-) -> None:
-    """Take back what `side_state` gave: the place that was reached in this run's own schedule, and the loss scale."""
-    done = int(state["scheduler"]["last_epoch"])
-    peaks = list(scheduler.base_lrs)
-    rates = [peak * share(done) for peak, share in zip(peaks, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    mine = {"lr_lambdas": scheduler.state_dict()["lr_lambdas"], "base_lrs": peaks, "_last_lr": rates}
-    scheduler.load_state_dict({**state["scheduler"], **mine})
-    if loss_scale is not None and "loss_scale" in state:  # a run that computed in another format has none
-        loss_scale.load_state_dict(state["loss_scale"])
+        load_schedule_state(state, self.optimizer, self.scheduler, self.loss_scale)
 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2), with torch's own constants.
+    """Dynamic loss scaling for float16, with the constants of torch's GradScaler.
 
-    The loss is multiplied by `value` before the backward pass and the gradients divided by it afterwards: small
-    gradients would be zero in float16. Where that is too much they are infinite; the step is then left out and the
-    scale halved. All values are powers of two, so scaling rounds nothing.
+    The loss is multiplied by `value` before the backward pass and the gradients are divided by it afterwards, so that
+    small gradients do not underflow. If they overflow, the step is skipped and the scale halved. All values are powers
+    of two, so scaling rounds nothing (Mixed Precision Training, arXiv 1710.03740, Loss scaling).
 
     Attributes:
-        value: the factor. good: steps in a row that went well with it.
+        value: the factor. good: successful steps in a row with it.
     """
 
     WINDOW: ClassVar[int] = 2000
@@ -215,9 +185,10 @@ class LossScale:
     good: int = 0
 
     def update(self, overflowed: bool) -> bool:
-        """Take note of a step's end; return whether the scale was to blame and another try is worth it.
+        """Update the scale after a step.
 
-        An overflow that stays when nothing is scaled any more has another cause.
+        Returns:
+            Whether an overflow was due to the scale, which is now lower. An overflow at scale 1 has another cause.
         """
         if overflowed:
             lowered = self.value > 1.0
@@ -229,12 +200,51 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return `value` and `good`."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore `state_dict`."""
         self.value, self.good = float(state["value"]), int(state["good"])
+
+
+def skip_scheduler_step(scheduler: LambdaLR) -> None:
+    """Step the schedule without an optimizer step."""
+    with warnings.catch_warnings():
+        # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step()
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's `state_dict`, keeping this run's learning rates and weight decay."""
+    kept = [{name: group[name] for name in _NOT_RESTORED} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
+
+
+def schedule_state(scheduler: LambdaLR, loss_scale: LossScale | None) -> dict[str, Any]:
+    """Return the state of schedule and loss scale, saved beside the optimizer's."""
+    state: dict[str, Any] = {"scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}}
+    if loss_scale is not None:
+        state["loss_scale"] = loss_scale.state_dict()
+    return state
+
+
+def load_schedule_state(
+    state: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: LambdaLR, loss_scale: LossScale | None
+) -> None:
+    """Restore `schedule_state`: the step that was reached in this run's schedule, and the loss scale."""
+    done = int(state["scheduler"]["last_epoch"])
+    peaks = list(scheduler.base_lrs)
+    rates = [peak * factor(done) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    current = {"lr_lambdas": scheduler.state_dict()["lr_lambdas"], "base_lrs": peaks, "_last_lr": rates}
+    scheduler.load_state_dict({**state["scheduler"], **current})
+    if loss_scale is not None and "loss_scale" in state:  # absent if the checkpoint was trained in another precision
+        loss_scale.load_state_dict(state["loss_scale"])
 
 
 def build_strategy(
@@ -246,35 +256,35 @@ def build_strategy(
     world: World,
     console: Console,
 ) -> Strategy:
-    """Make optimizer, schedule and the strategy that moves them; says in a line what is not as it was asked for.
+    """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
 
-    DeepSpeed trains wherever there are several processes, and alone where the key `deepspeed` asks for it. Under
-    ZeRO-3 the weights are split from here on, and can be read as `Strategy` says only.
+    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
+    weights are partitioned from here on and must be read through `Strategy.gathered_params`.
     """
-    given = read_deepspeed(cfg)
-    config = DEFAULT if given is None else given
-    many = world.size > 1 or given is not None
-    device, trained = recipe.precision.device, list(recipe.parameters.values())
-    name = cfg.optimizer
+    configured = read_deepspeed(cfg)
+    config = DEFAULT if configured is None else configured
+    use_deepspeed = world.size > 1 or configured is not None
     stage = stage_of(config)
-    if name in EIGHT_BIT and many and stage > 0:
-        console.print(f"optimizer: {name}'s blocks don't fit ZeRO's parts of matrices, taking adamw_torch, split")
+    name = cfg.optimizer
+    if name in EIGHT_BIT and use_deepspeed and stage > 0:
+        console.print(f"optimizer: ZeRO cannot partition the 8-bit states of {name}; using adamw_torch, partitioned")
         name = "adamw_torch"
+    trained = list(recipe.parameters.values())
     groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
-    optimizer, notice = build_optimizer(name, groups, device)
+    optimizer, notice = build_optimizer(name, groups, recipe.precision.device)
     if notice:
         console.print(notice)
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
     loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
-    if not many:
+    if not use_deepspeed:
         return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
     from medusa_train.training.deepspeed import DeepSpeedStrategy
 
     if world.size == 1:
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
-    reason = ", for the key deepspeed is not set" if given is None else ""
-    console.print(f"processes: {world.size}, by DeepSpeed's ZeRO stage {stage}{reason}")
+    default = " (default, deepspeed is not set)" if configured is None else ""
+    console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage}{default}")
     backbone = recipe.backbone
     return DeepSpeedStrategy(
         draft,

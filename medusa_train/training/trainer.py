@@ -1,35 +1,38 @@
-"""The training loop: micro-batches in, updated heads, figures and checkpoints out. Knows no configuration keys."""
+"""The training loop: batch -> features -> loss -> backward -> clip -> step -> log, with evaluations and checkpoints."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from medusa_train.checkpoint.run_layout import TREE
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
 from medusa_train.errors import MedusaError
-from medusa_train.losses.objective import LMSums, Objective, ObjectiveOutput
+from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import Precision
+from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.state import Plan, TrainState, Window, restore_weights, take_snapshot
+from medusa_train.training.state import Plan, TrainState, restore_weights, take_snapshot
+from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.strategy import Strategy
 from medusa_train.training.validation import ValidationResult, validate
 
 
 class Outcome(Enum):
-    """Why the loop ended."""
+    """Why the training loop ended."""
 
     FINISHED = "finished"
     EARLY = "stopped early"
@@ -38,20 +41,21 @@ class Outcome(Enum):
 
 @dataclass
 class Trainer:
-    """One run, as one of its processes sees it.
+    """The training loop of one process.
 
     Attributes:
-        recipe, draft, objective: the backbone as it is run and perhaps trained, the heads, and what they minimise.
-        strategy: holds gradients, optimizer and schedule.
-        loader: this process's training micro-batches without end, whose place can be saved.
-        validation_batches: makes the held-out batches, the whole set once; None where nothing is held out.
-        accumulation: micro-batches per optimizer step, in this process.
-        patience: evaluations without a better loss before the run ends early; None: never.
-        state: where the run stands; a resumed run brings its own.
-        last_validation: what the last held-out evaluation of this process found.
-        top_k_in_log: whether training records carry top-1..top-10 per head, measured on the last micro-batch.
-        max_nonfinite_steps: steps without a finite loss and gradient that may be skipped, over the whole run.
-        world: the processes that take part; a step is the same however many they are.
+        recipe, draft, objective: the backbone, frozen or trained, the draft heads, and the loss.
+        strategy: backward pass, gradient clipping, optimizer and learning-rate schedule.
+        loader: this process's training micro-batches, without end; its position is saved in checkpoints.
+        validation_batches: returns one pass over the validation set; None without one.
+        accumulation: micro-batches per optimizer step and process.
+        patience: evaluations without improvement before the run stops early; None: never.
+        state: counters of the run; restored from the checkpoint when resuming.
+        top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last micro-batch.
+        last_validation: the last evaluation's result.
+        max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
+        world: the processes that train together.
+        progress: shows and times evaluations and checkpoints.
     """
 
     recipe: BackboneRecipe
@@ -71,104 +75,94 @@ class Trainer:
     last_validation: ValidationResult | None = None
     max_nonfinite_steps: int = 0
     world: World = SINGLE_PROCESS
+    progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
+
+    @property
+    def output_dir(self) -> Path:
+        """The run directory."""
+        return self.store.root.parent
 
     def run(self, stop: StopRequest) -> Outcome:
-        """Train up to the plan's last step, or until `stop` or too many evaluations without progress.
+        """Train to the plan's last step, to `stop`, or until early stopping.
 
-        Every way out but an exception leaves a checkpoint of the last finished step, and one of the best evaluated.
+        Unless an exception is raised, the last finished step and the best evaluation have a checkpoint on return.
 
         Raises:
-            NonFiniteLossError: where no more steps may be skipped; with the step, the records in it and the last good
-                checkpoint.
+            NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were skipped already.
         """
         state, plan = self.state, self.plan
-        # an evaluation is missing where the run was stopped after this step and before it
-        if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate(stop):
-            self._save()
+        # a run stopped during the evaluation of its last step resumes with that evaluation
+        if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate_and_log(stop):
+            self._save_checkpoint()
         batches = iter(self.loader)
         self.recipe.train()
         self.draft.train()
         while state.step < plan.total_steps and not self._out_of_patience():
-            last = self._train_step(batches)
-            self.loggers.advance(state.step)
-            if plan.logs(state.step):
-                self._log(last)
-            best = plan.evaluates(state.step) and self._evaluate(stop)
-            stopping = self.world.any(bool(stop))  # a signal may have reached only one of the processes
+            self.train_step(batches)
+            best = plan.evaluates(state.step) and self._evaluate_and_log(stop)
+            stopping = self.world.any(bool(stop))  # the signal may have reached only one of the processes
             if stopping or best or self._out_of_patience() or plan.saves(state.step):
-                self._save()
+                self._save_checkpoint()
             if stopping:
                 return Outcome.INTERRUPTED
         return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
 
-    def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> ValidationResult | None:
-        """Measure the heads as they are now on `batches`; None when `stop` said so, in whichever process."""
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        """Run one optimizer step over `accumulation` micro-batches of every process.
 
-        def anywhere() -> bool:
-            return self.world.any(stop())
-
-        return self.strategy.with_gathered_params(
-            lambda: validate(self.recipe, self.draft, batches, self.objective, anywhere, self.world)
-        )
-
-    def take_best(self) -> int:
-        """Go back to the weights of the best evaluation; optimizer, counters and the place in the data stay.
-
-        Returns:
-            Their step; that of the last one, whose weights stay, where the best one's checkpoint is gone (this run
-            went on from another's directory, or a user removed it).
+        Valid targets are counted over the whole global batch before any loss is divided, so the step's loss is the
+        mean over its targets, however they are split into micro-batches and processes.
 
         Raises:
-            CheckpointError: that checkpoint is damaged.
+            NonFiniteLossError: see `run`.
         """
-        path = self.store.at(self.state.best_step)
-        if path is None:
-            return self.state.step
-        with self.strategy.gathered_params(modify=True):
-            restore_weights(self.store.load(path), self.draft, self.recipe, str(path))
-        self.last_validation = None
-        return self.state.best_step
-
-    def _train_step(self, batches: Iterator[Batch]) -> Batch:
-        """Run one optimizer step; return its last micro-batch.
-
-        Valid targets are counted over all micro-batches of all processes before any loss is divided, so a step's loss
-        is the mean over its targets however they fall into micro-batches and processes.
-        """
+        state, strategy = self.state, self.strategy
         started = time.perf_counter()
-        micro = [next(batches).to(self.recipe.backbone.device) for _ in range(self.accumulation)]
-        counts = self.world.sum(torch.stack([self.objective.counts(batch) for batch in micro]).sum(dim=0))
-        done = [self._micro_step(batch, counts) for batch in micro]
-        sums = StepSums.of(self.world.sum(torch.stack([part.row() for part in done]).sum(dim=0)))
-        self.state.window.lr = self.strategy.lr
-        norm = self.strategy.step() if math.isfinite(sums.loss) else math.nan
-        if math.isfinite(sums.loss) and self.strategy.found_inf:
-            self.strategy.skip()
-            self.state.window.overscaled += 1
-            norm = 0.0
+
+        # batch
+        device = self.recipe.backbone.device
+        micro_batches = [next(batches).to(device) for _ in range(self.accumulation)]
+        counts = torch.stack([self.objective.counts(batch) for batch in micro_batches]).sum(dim=0)
+        counts = self.world.sum(counts)
+
+        # features -> loss -> backward
+        results: list[MicroBatchResult] = []
+        for batch in micro_batches:
+            output = strategy.forward(self.compute_loss, batch, counts)
+            strategy.backward(output.loss)
+            results.append(MicroBatchResult.from_output(batch, output))
+            del output  # frees its graph before the next forward pass
+        totals = StepTotals.reduce(results, self.world)
+
+        # clip -> step
+        state.window.lr = strategy.lr
+        grad_norm = strategy.step() if math.isfinite(totals.loss) else math.nan
+        if math.isfinite(totals.loss) and strategy.found_inf:  # float16 overflow: the loss scale was halved
+            strategy.skip()
+            state.window.overscaled += 1
+            grad_norm = 0.0
+        if not math.isfinite(grad_norm):
+            self._skip_step(totals.loss, results)
+
+        # log
         seconds = time.perf_counter() - started
-        if math.isfinite(norm):
-            self._advance(sums.tokens, seconds)
-            self._note(sums, norm, seconds)
-        else:
-            self._skip(done, sums, seconds)
-        return micro[-1]
+        state.step += 1
+        state.epoch = self.plan.epoch(state.step)
+        state.tokens += totals.tokens
+        state.seconds += seconds
+        if math.isfinite(grad_norm):
+            state.window.add(totals, grad_norm, seconds)
+        self.loggers.advance(state.step)
+        if self.plan.logs(state.step):
+            self._log(micro_batches[-1])
 
-    def _micro_step(self, batch: Batch, counts: Tensor) -> MicroStep:
-        outputs: list[ObjectiveOutput] = []
+    def compute_loss(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
+        """Run backbone, teacher and heads on one micro-batch.
 
-        def share() -> Tensor:
-            outputs.append(self._compare(batch, counts))
-            return outputs[0].loss
-
-        self.strategy.backward(self.strategy.forward(share))
-        out = outputs[0]
-        tokens = int((batch.segments >= 0).sum())
-        hits = (out.head_correct, out.head_counts, out.head_known)
-        return MicroStep(batch.records, out.loss.detach(), *hits, tokens, out.lm)
-
-    def _compare(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
-        """Run backbone, teacher and heads on one micro-batch; `counts` are the targets of the global batch."""
+        Args:
+            batch: the micro-batch, on this process's device.
+            counts: valid targets of the global batch per loss term, see `Objective.counts`.
+        """
         feats = self.recipe.features(batch, self.draft.needs)
         teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
         with self.precision.autocast():
@@ -182,176 +176,122 @@ class Trainer:
                 teacher_unembedding=teacher[1],
             )
 
-    def _advance(self, tokens: int, seconds: float) -> None:
-        """Count one step."""
-        self.state.step += 1
-        self.state.epoch = self.plan.epoch(self.state.step)
-        self.state.tokens += tokens
-        self.state.seconds += seconds
+    def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> ValidationResult | None:
+        """Evaluate the heads on `batches`; None if `stop` returned True in any process."""
+        with self.progress.phase("validation", unit="batches", inline=True) as phase:
+            counted = _counted(batches, phase)
+            return self.strategy.with_gathered_params(
+                validate, self.recipe, self.draft, counted, self.objective, stop, self.world
+            )
 
-    def _note(self, sums: StepSums, norm: float, seconds: float) -> None:
-        """Add a step to the figures of the next log line."""
-        window = self.state.window
-        window.steps += 1
-        window.loss += sums.loss
-        window.grad_norm += norm
-        window.tokens += sums.tokens
-        window.seconds += seconds
-        window.add_heads(sums.correct, sums.counts, sums.known)
-        window.add_lm(sums.lm_ce, sums.lm_kl, sums.lm_count)
+    def restore_best(self) -> int:
+        """Load the weights of the best evaluation; optimizer, counters and the data position stay.
 
-    def _skip(self, done: list[MicroStep], sums: StepSums, seconds: float) -> None:
-        """Pass over a step whose loss or gradient is not finite; it counts as a step, so that data, schedules and
-        plan stay where they would be.
+        Returns:
+            The step of the restored weights: the current one where the best checkpoint no longer exists (the run was
+            resumed from another directory, or the checkpoint was deleted).
 
         Raises:
-            NonFiniteLossError: no more of them may be skipped.
+            CheckpointError: the checkpoint is damaged.
         """
-        state, whole = self.state, math.isfinite(sums.loss)
-        blamed = [part for part in done if whole or not math.isfinite(float(part.loss))]
-        records = self.world.gather([record for part in blamed for record in part.records])
-        bad = NonFiniteStep(state.step + 1, sums.loss, [record for part in records for record in part])
-        if state.skipped >= self.max_nonfinite_steps:
-            raise self.world.error_on_main(bad.error(state.skipped, self.store.latest()))
-        self.strategy.skip()
-        self._advance(sums.tokens, seconds)
-        state.skipped += 1
-        counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite_steps}
-        self.loggers.log("skipped", state.step, {"reason": bad.reason, "records": bad.records, **counts})
-
-    def _log(self, last: Batch) -> None:
-        """Hand out the means over the steps since the last log line, and begin the next window."""
-        window, self.state.window = self.state.window, Window()
-        if not window.steps:  # all of them were skipped
-            return
-        figures = {
-            "epoch": round(self.state.epoch, 4),
-            "loss": window.loss / window.steps,
-            "head_top1": window.top1(),
-            "grad_norm": window.grad_norm / max(window.steps - window.overscaled, 1),
-            "lr": window.lr,
-            "tokens_per_s": window.tokens / max(window.seconds, 1e-9),
-            "tokens": self.state.tokens,
-            **window.lm(),
-            **window.outside(),
-            **({"overscaled_steps": window.overscaled} if window.overscaled else {}),
-            **({"skipped_steps": self.state.skipped} if self.state.skipped else {}),
-        }
-        if self.top_k_in_log and (seen := self.evaluate([last])) is not None:
-            figures["head_top"] = seen.top
-        self.loggers.log("train", self.state.step, figures)
-
-    def _evaluate(self, stop: StopRequest) -> bool:
-        """Measure on the held-out set, if there is one; whether this is the best evaluation so far."""
-        found = (
-            None if self.validation_batches is None else self.evaluate(self.validation_batches(), lambda: bool(stop))
-        )
-        if found is None:
-            return False
-        self.last_validation = found
-        best = self.state.note_eval(found.objective)
-        if not self.world.is_main:
-            return best
-        if found.acceptance is not None:
-            self.state.tree = found.acceptance.record(self.state.step)
-        self.loggers.log("eval", self.state.step, {**found.figures(), "best": best})
-        return best
+        path = self.store.at(self.state.best_step)
+        if path is None:
+            return self.state.step
+        with self.strategy.gathered_params(modify=True):
+            restore_weights(self.store.load(path), self.draft, self.recipe, str(path))
+        self.last_validation = None
+        return self.state.best_step
 
     def _out_of_patience(self) -> bool:
         return self.patience is not None and self.state.evals_since_best >= self.patience
 
-    def _save(self) -> None:
+    def _evaluate_and_log(self, stop: StopRequest) -> bool:
+        """Evaluate on the validation set, if there is one; return whether the objective is the lowest so far."""
+        if self.validation_batches is None:
+            return False
+        result = self.evaluate(self.validation_batches(), lambda: bool(stop))
+        if result is None:
+            return False
+        self.last_validation = result
+        best = self.state.record_eval(result.objective)
+        if self.world.is_main:
+            if result.acceptance is not None:
+                self.state.tree = result.acceptance.record(self.state.step)
+            self.loggers.log("eval", self.state.step, {**result.record(), "best": best})
+        return best
+
+    def _log(self, last_batch: Batch) -> None:
+        """Log the means since the last log line and start the next window."""
+        window, self.state.window = self.state.window, Window()
+        if not window.steps:  # all of them were skipped
+            return
+        record = {"epoch": round(self.state.epoch, 4), **window.means(), "tokens": self.state.tokens}
+        if self.state.skipped:
+            record["skipped_steps"] = self.state.skipped
+        if self.top_k_in_log and (result := self.evaluate([last_batch])) is not None:
+            record["head_top"] = result.top
+        self.loggers.log("train", self.state.step, record)
+
+    def _save_checkpoint(self) -> None:
         self.state.data = self.loader.state_dict()
         beside = {} if self.state.tree is None else {TREE: self.state.tree}
-        with self.strategy.gathered_params():
+        with self.progress.phase("checkpoints", inline=True, ticking=True), self.strategy.gathered_params():
             snapshot = take_snapshot(self.draft, self.recipe, self.strategy, self.state, self.world)
             self.world.run_on_main(
                 lambda: self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
             )
 
+    def _skip_step(self, loss: float, results: Sequence[MicroBatchResult]) -> None:
+        """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of the schedule.
 
-@dataclass
-class MicroStep:
-    """What is kept of one micro-batch once its gradients are added."""
+        Logged are the records of the micro-batches with a NaN/Inf loss, or of all of them where only the gradient is.
 
-    records: list[str]
-    loss: Tensor  # scalar, this micro-batch's share
-    correct: Tensor  # long [K]
-    counts: Tensor  # long [K]
-    known: Tensor  # long [K]
-    tokens: int
-    lm: LMSums | None  # of the backbone's own loss, where it learns
+        Raises:
+            NonFiniteLossError: `max_nonfinite_steps` steps were skipped already.
+        """
+        state, step = self.state, self.state.step + 1
+        suspects = [r for r in results if math.isfinite(loss) or not math.isfinite(float(r.loss))]
+        gathered = self.world.gather([record for result in suspects for record in result.records])
+        records = [record for part in gathered for record in part]
+        if state.skipped >= self.max_nonfinite_steps:
+            error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
+            raise self.world.error_on_main(error)
+        self.strategy.skip()
+        state.skipped += 1
+        counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite_steps}
+        self.loggers.log("skipped", step, {"reason": non_finite_reason(loss), "records": records, **counts})
 
-    def row(self) -> Tensor:
-        """All numbers in one row, float64 on the CPU, to be added up; `StepSums.of` takes the sum apart."""
-        lm = [0.0, 0.0, 0.0] if self.lm is None else [float(self.lm.ce), float(self.lm.kl), float(self.lm.count)]
-        heads = [*self.correct.tolist(), *self.counts.tolist(), *self.known.tolist()]
-        return torch.tensor([float(self.loss), self.tokens, *lm, *heads], dtype=torch.float64)
 
-
-@dataclass(frozen=True)
-class StepSums:
-    """Sums over one global batch: all micro-batches of all processes.
-
-    Attributes:
-        loss: the step's. tokens: read.
-        lm_ce, lm_kl, lm_count: the backbone's own sums in nats, and its targets; 0 where it is frozen.
-        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
-    """
-
-    loss: float
-    tokens: int
-    lm_ce: float
-    lm_kl: float
-    lm_count: int
-    correct: list[int]
-    counts: list[int]
-    known: list[int]
-
-    @classmethod
-    def of(cls, row: Tensor) -> StepSums:
-        """Take apart a sum of `MicroStep.row`."""
-        loss, tokens, ce, kl, targets, *rest = row.tolist()
-        heads = [int(number) for number in rest]
-        count = len(heads) // 3
-        parts = (heads[start : start + count] for start in (0, count, 2 * count))
-        return cls(loss, int(tokens), ce, kl, int(targets), *parts)
+def _counted(batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
+    """Yield `batches` and count them in `phase`."""
+    for batch in batches:
+        yield batch
+        phase.advance()
 
 
 class NonFiniteLossError(MedusaError):
-    """The loss or the gradient is NaN or infinite; going on would only spread it."""
+    """The loss or the gradient is NaN or infinite."""
 
 
-@dataclass(frozen=True)
-class NonFiniteStep:
-    """A step that must not change anything.
+def non_finite_reason(loss: float) -> str:
+    """Tell a loss that is NaN/Inf from a finite loss with a NaN/Inf gradient."""
+    return f"the loss is {loss}" + (", its gradient is not finite" if math.isfinite(loss) else "")
 
-    Attributes:
-        step: its number. loss: of the whole step.
-        records: where the loss is not finite those of the micro-batches to blame, else all of the step.
+
+def non_finite_error(
+    step: int, loss: float, records: list[str], skipped: int, checkpoint: Path | None
+) -> NonFiniteLossError:
+    """Build the error that aborts training at a NaN/Inf step.
+
+    Args:
+        step: number of the step. loss: its loss. records: of its data.
+        skipped: NaN/Inf steps skipped before it. checkpoint: the last one, if any.
     """
-
-    step: int
-    loss: float
-    records: list[str]
-
-    @property
-    def reason(self) -> str:
-        """What was not finite."""
-        return f"the loss is {self.loss}" + (", its gradient is not finite" if math.isfinite(self.loss) else "")
-
-    def error(self, skipped: int, good: Path | None) -> NonFiniteLossError:
-        """Say why the run ends here.
-
-        Args:
-            skipped: steps of this kind that were skipped before it.
-            good: the last checkpoint.
-        """
-        where = f"The last good checkpoint is {good}." if good else "There is no checkpoint yet."
-        before = f" ({skipped} like it were skipped before, which is all that max_nonfinite_steps allows)"
-        return NonFiniteLossError(
-            f"step {self.step}: {self.reason}; the heads were left as they were before it{before if skipped else ''}.\n"
-            f"Records in it: {', '.join(self.records)}.\n{where}\n"
-            "Look at these records; if they are sound, lower learning_rate, or set bf16: false. "
-            "max_nonfinite_steps lets so many such steps of a run be skipped."
-        )
+    where = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
+    before = f" (max_nonfinite_steps: {skipped} were skipped before)" if skipped else ""
+    return NonFiniteLossError(
+        f"step {step}: {non_finite_reason(loss)}; the weights are those before this step{before}.\n"
+        f"Records in this step: {', '.join(records)}.\n{where}\n"
+        "Check these records; if they are fine, lower learning_rate or set bf16: false. "
+        "max_nonfinite_steps sets how many NaN/Inf steps a run may skip."
+    )

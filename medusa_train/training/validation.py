@@ -60,7 +60,7 @@ class ValidationResult:
         """The best tree and what it would bring, counted when it is first asked for; None: too few conversations."""
         return simulate(self.conversations)
 
-    def figures(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """The record for metrics.jsonl."""
         accepted = self.acceptance
         return {

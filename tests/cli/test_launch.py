@@ -120,7 +120,7 @@ def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=900)
     assert run.returncode == 143, said
-    assert "saved. To go on:" in said
+    assert "saved. To resume:" in said
     assert "--num-gpus 2" in said
     saved = max(Path(tmp_path / "run" / "checkpoints").glob("step-*"))
     assert (saved / "manifest.json").exists()

@@ -114,7 +114,7 @@ def test_both_stages_train_unchanged(write, tmp_path: Path) -> None:  # type: ig
 
     second = CliRunner().invoke(app, [str(write(STAGE_2, "second"))])
     assert second.exit_code == 0, second.output
-    assert "starting from the heads" in second.output
+    assert "initializing the heads from" in second.output
     assert (tmp_path / "second" / "adapter" / "adapter_model.safetensors").is_file()
     records = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
     assert any("lm_kl" in record for record in records)

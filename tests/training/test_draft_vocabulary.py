@@ -62,7 +62,7 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     export_run(resolve_model(str(out), None, None), "vllm")
     assert json.loads((out / "export" / "vllm" / "config.json").read_text())["truncated_vocab_size"] == SIZE
     for to in ("reference", "reference-v2", "tgi", "trtllm"):
-        with pytest.raises(CheckpointError, match=r"24 tokens only .* --to vllm"):
+        with pytest.raises(CheckpointError, match=r"24 tokens .* --to vllm"):
             export_run(resolve_model(str(out), None, None), to)
 
 
@@ -84,7 +84,7 @@ def test_stage_two_takes_the_vocabulary_of_stage_one(make_config, console, tmp_p
         "adapter": "lora",
         "lora_target_linear": True,
     }
-    with pytest.raises(ConfigError, match="medusa_vocab_size: 24, the configuration asks for medusa_vocab_size: None"):
+    with pytest.raises(ConfigError, match="medusa_vocab_size: 24, the configuration sets medusa_vocab_size: None"):
         train(make_config(**start, output_dir=str(tmp_path / "two")), console, console)
     train(make_config(**start, medusa_vocab_size=SIZE, output_dir=str(tmp_path / "two")), console, console)
     first, second = (load_file(tmp_path / name / "heads" / "medusa_lm_head.safetensors") for name in ("one", "two"))
@@ -119,4 +119,4 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -
         loss = torch.nn.functional.cross_entropy(logits[known], places).detach()
         assert found.head_loss[k - 1] == pytest.approx(float(loss), rel=1e-5)
     assert 0 < found.known[0] < found.targets[0]
-    assert found.figures()["targets_in_vocabulary"] == found.known
+    assert found.record()["targets_in_vocabulary"] == found.known

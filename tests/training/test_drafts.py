@@ -83,7 +83,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(make_draft_config, make_c
     with pytest.raises(ConfigError, match="holds a hydra draft; set draft: hydra"):
         train(make_config(lora_model_dir=first, overwrite_output_dir=True), console, console)
     wider = {"num_heads": 3, "num_layers": 2, "dropout": 0.1}
-    with pytest.raises(ConfigError, match=r"with hydra\.num_heads: 2, .* asks for hydra\.num_heads: 3"):
+    with pytest.raises(ConfigError, match=r"with hydra\.num_heads: 2, .* sets hydra\.num_heads: 3"):
         train(
             make_draft_config("hydra", hydra=wider, lora_model_dir=first, overwrite_output_dir=True), console, console
         )

@@ -95,7 +95,7 @@ def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
     assert abs(heads - ends) < abs(heads - fresh)
     assert begins["step"] == 1  # counters begin anew
-    differing = r"made with medusa_num_heads: 3, the configuration asks for medusa_num_heads: 2"
+    differing = r"trained with medusa_num_heads: 3, the configuration sets medusa_num_heads: 2"
     with pytest.raises(ConfigError, match=differing):
         train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),
                           output_dir=str(tmp_path / "m3")), console)  # fmt: skip
@@ -119,11 +119,11 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     joint = str(tmp_path / "joint")
     train(make_config(**LORA, max_steps=1, output_dir=joint), console)
     other = {**LORA, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
-    differing = r"made with lora_r: 4, lora_dropout: 0.2, the configuration asks for lora_r: 8, lora_dropout: 0.0"
+    differing = r"trained with lora_r: 4, lora_dropout: 0.2, the configuration sets lora_r: 8, lora_dropout: 0.0"
     with pytest.raises(ConfigError, match=differing):
         train(make_config(**other, lora_model_dir=joint), console)
     narrow = {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj", "v_proj"]}
-    with pytest.raises(ConfigError, match=r"asks for lora_target_modules: \['q_proj', 'v_proj'\]"):
+    with pytest.raises(ConfigError, match=r"sets lora_target_modules: \['q_proj', 'v_proj'\]"):
         train(make_config(**narrow, lora_model_dir=joint), console)
     unsaid = {key: value for key, value in LORA.items() if key not in ("lora_r", "lora_dropout")}
     assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0

@@ -116,7 +116,7 @@ def test_sigkill_from_outside(cfg: TrainConfig, whole: Path, tmp_path: Path) -> 
     assert process.wait() == -signal.SIGKILL
     code, text = medusa_train(command(cfg, GO_ON))
     assert code == 0, text
-    assert "going on after step" in text
+    assert "resuming after step" in text
     assert_same(tmp_path / "run", whole)
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
         assert lost in message
         assert "KiB needed" in message
         assert " free)" in message
-        assert message.endswith(f"To go on, once that is mended:\n  medusa-train {run / 'config.yaml'} {GO_ON}\n")
+        assert message.endswith(f"After fixing this, resume with:\n  medusa-train {run / 'config.yaml'} {GO_ON}\n")
         assert CheckpointStore(run).steps() == kept
     code, text = medusa_train([str(run / "config.yaml"), GO_ON])
     assert code == 0, text
@@ -149,7 +149,7 @@ def test_sigterm_in_every_phase_tells_how_to_go_on(cfg: TrainConfig, whole: Path
         ("medusa_train.training.validation:linear_kl", [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
         ("medusa_train.checkpoint.store:write_tensors", [3, 4], "stopped after step 4, saved"),
-        (TRAINER + "MicroStep", [3, 4, 5], "stopped after step 5, saved"),
+        (TRAINER + "Trainer.compute_loss", [3, 4, 5], "stopped after step 5, saved"),
         ("medusa_train.training.run:write_heads", [9, 12], "stopped: the checkpoint is saved"),
         ("medusa_train.training.run:heads_table", [9, 12], f"{run / 'heads'} is saved, tree.json is not"),
     ):

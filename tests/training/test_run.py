@@ -36,15 +36,15 @@ def held_out(run):
 
 def stop_after(monkeypatch, step, number=signal.SIGINT):
     """Send the signal in the middle of that step, as a user would."""
-    real = Trainer._micro_step
+    real = Trainer.compute_loss
 
-    def micro_step(self, batch, counts):
+    def compute_loss(self, batch, counts):
         if self.state.step + 1 == step:
-            monkeypatch.setattr(Trainer, "_micro_step", real)
+            monkeypatch.setattr(Trainer, "compute_loss", real)
             os.kill(os.getpid(), number)
         return real(self, batch, counts)
 
-    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
 
 
 def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_path, backbone_dir):
@@ -70,7 +70,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     tree = json.loads((out / "tree.json").read_text())
     assert "medusa_choices" in tree
     text = console.file.getvalue()
-    assert f"medusa-eval --bench tiny --model {out}" in text
+    assert f"medusa-eval --bench mtbench --model {out}" in text
     assert "greedy continuations" in text
 
 
@@ -90,7 +90,7 @@ def test_the_tree_of_the_latest_evaluation_lies_in_every_checkpoint(make_config,
         record = json.loads(path.read_text())
         assert (record["step"], record["tokens_per_step"]) == (evaluated, round(lengths[evaluated], 4))
         assert 0 < Tree.load(path).size == record["nodes"] <= 16
-    assert f"{lengths[8]:.2f} tokens per step on held-out text" in console.file.getvalue()
+    assert f"{lengths[8]:.2f} tokens per step: teacher-forced on held-out text" in console.file.getvalue()
 
 
 def test_trained_heads_decode_to_the_same_text(make_config, console, tmp_path, backbone_dir):
@@ -154,14 +154,14 @@ def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_pa
 
 
 def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(make_config, console, tmp_path, monkeypatch):
-    real = Trainer._micro_step
+    real = Trainer.compute_loss
 
-    def micro_step(self, batch, counts):
+    def compute_loss(self, batch, counts):
         if self.state.step == 3:
             self.draft.lm_heads[0].weight.data[5] = float("nan")
         return real(self, batch, counts)
 
-    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
     with pytest.raises(NonFiniteLossError) as caught:
         train(make_config(save_steps=2), console)
     message = str(caught.value)
@@ -180,7 +180,7 @@ def test_early_stopping(make_config, console, tmp_path):
     assert best == steps[-1] - 2
     text = " ".join(console.file.getvalue().split())
     assert "stopped early" in text
-    assert f"taking what was learnt by step {best}" in text
+    assert f"using the weights of step {best}" in text
     assert f"as of step {best}" in text
     assert_heads_are_of(tmp_path / "run", best)
 
@@ -234,7 +234,7 @@ def test_a_resume_without_results_starts_anew(make_config, console, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert train(make_config(resume_from_checkpoint="auto", max_steps=1), console) == 0
-    assert "holds no checkpoint yet, starting anew" in " ".join(console.file.getvalue().split())
+    assert "no checkpoint in" in " ".join(console.file.getvalue().split())
 
 
 def test_a_resumed_run_takes_the_learning_rate_it_is_given(make_config, console, tmp_path):
@@ -250,7 +250,7 @@ def test_a_checkpoint_is_found_below_the_project_too(make_config, console, tmp_p
     monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
     cfg = make_config(resume_from_checkpoint="run/checkpoints/step-2")
     assert train(cfg, console) == 0
-    assert "going on after step 2" in console.file.getvalue()
+    assert "resuming after step 2" in console.file.getvalue()
 
 
 def test_an_earlier_run_is_refused_overwritten_or_resumed(make_config, console, tmp_path):
@@ -299,7 +299,7 @@ def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(make_confi
 
 def test_fp16_on_a_cpu_is_float32_and_says_so(make_config, console, tmp_path):
     assert train(make_config(fp16=True, max_steps=1), console) == 0
-    assert "fp16: not on a cpu, computing in float32" in console.file.getvalue()
+    assert "fp16: not supported on cpu; using float32" in console.file.getvalue()
     tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from medusa_train.errors import BackboneError, DataError
+from medusa_train.progress import RunProgress
 from medusa_train.training import backbone_recipe as attention
 from medusa_train.training import load_data as prepare
 from medusa_train.training.backbone_recipe import choose_attention
 from medusa_train.training.load_data import load_data, load_tokenizer
-from medusa_train.training.setup import build
+from medusa_train.training.setup import build_trainer
 from tests.families import random_backbone
 from tests.training.conftest import WORDS
 from tests.varlen import APART, LEAKING
@@ -26,7 +27,7 @@ def test_on_a_cpu_a_mask_is_used_whatever_is_asked_for() -> None:
     for wanted, reason in (("auto", "no kernels for a cpu"), (True, "no kernels for a cpu"), (False, "false")):
         backbone = random_backbone("llama")
         line = choose_attention(backbone, wanted, packed=True)
-        assert line.startswith("attention: torch's sdpa with a block-diagonal mask")
+        assert line.startswith("attention: torch sdpa with a block-diagonal mask")
         assert reason in line
         assert not backbone.varlen
 
@@ -50,7 +51,7 @@ def test_a_kernel_that_leaks_or_cannot_be_loaded_leaves_the_mask(kernel: str, mo
     monkeypatch.setattr(attention, "FLASH", kernel)
     backbone = random_backbone("llama")
     line = choose_attention(backbone, "auto", packed=True)
-    assert line.startswith("attention: torch's sdpa with a block-diagonal mask for packed rows (")
+    assert line.startswith("attention: torch sdpa with a block-diagonal mask for packed rows (")
     assert not backbone.varlen
     assert backbone.config._attn_implementation == "sdpa"
 
@@ -79,7 +80,7 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
         lr_scheduler="constant",
         seed=7,
     )
-    trainer = build(cfg, load_data(cfg, console), console).trainer
+    trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
     groups = [
         (g["lr"], g["weight_decay"], {p.ndim for p in g["params"]}) for g in trainer.strategy.optimizer.param_groups
     ]

@@ -4,7 +4,7 @@ import signal
 import pytest
 
 from medusa_train.errors import Terminated
-from medusa_train.training.signals import StopRequest, sigterm_like_ctrl_c
+from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -29,7 +29,7 @@ def test_the_second_stops_at_once(number, raised):
 
 def test_sigterm_is_as_ctrl_c_before_and_after_the_training():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), sigterm_like_ctrl_c():  # noqa: PT012
+    with pytest.raises(Terminated), sigterm_as_interrupt():  # noqa: PT012
         with StopRequest(lambda line: None) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop

@@ -14,7 +14,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.load_data import TrainingData
-from medusa_train.training.setup import _heads
+from medusa_train.training.setup import build_heads
 
 
 @pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])
@@ -41,7 +41,7 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
     cfg = make_config(lora_model_dir=str(earlier))
     assert find_initial_heads(cfg) == (earlier / "heads" if form == "run" else earlier)
     assert find_initial_adapter(cfg) is None
-    taken = _heads(cfg, cast(TrainingData, None), backbone, console)  # whose vocabulary is asked for fresh heads only
+    taken = build_heads(cfg, cast(TrainingData, None), backbone, console)  # data are read for new heads only
     ours, theirs = draft.state_dict(), taken.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert find_initial_heads(make_config()) is None

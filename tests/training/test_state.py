@@ -14,13 +14,13 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.training.state import (
     Plan,
     TrainState,
-    Window,
     count_steps,
     interval,
     rng_state,
     seed_all,
     set_rng_state,
 )
+from medusa_train.training.step_metrics import StepTotals, Window
 
 
 def test_round_trip_through_json_keeps_every_bit():
@@ -32,24 +32,29 @@ def test_round_trip_through_json_keeps_every_bit():
 
 def test_best_and_patience():
     state = TrainState(step=1)
-    assert state.note_eval(2.0)
+    assert state.record_eval(2.0)
     state.step = 2
-    assert not state.note_eval(2.0)
+    assert not state.record_eval(2.0)
     state.step = 3
-    assert not state.note_eval(2.5)
+    assert not state.record_eval(2.5)
     assert (state.best_loss, state.best_step, state.evals_since_best, state.evaluated) == (2.0, 1, 2, 3)
-    assert state.note_eval(1.5)
+    assert state.record_eval(1.5)
     assert (state.best_step, state.evals_since_best) == (3, 0)
 
 
 def test_window_adds_per_head():
+    def totals(correct, counts, known):
+        return StepTotals(1.0, 10, 0.0, 0.0, 0, correct, counts, known)
+
     window = Window()
-    window.add_heads([1, 0], [4, 0], [4, 0])
-    window.add_heads([2, 0], [2, 0], [2, 0])
-    assert window.top1() == [pytest.approx(0.5), 0.0]
-    assert window.outside() == {}
-    window.add_heads([0, 0], [3, 1], [1, 0])
-    assert window.outside() == {"outside_vocabulary": pytest.approx(0.3)}
+    window.add(totals([1, 0], [4, 0], [4, 0]), 0.5, 2.0)
+    window.add(totals([2, 0], [2, 0], [2, 0]), 1.5, 2.0)
+    means = window.means()
+    assert means["head_top1"] == [pytest.approx(0.5), 0.0]
+    assert (means["loss"], means["grad_norm"], means["tokens_per_s"]) == (1.0, 1.0, 5.0)
+    assert not {"outside_vocabulary", "lm_loss", "lm_kl", "overscaled_steps"} & set(means)
+    window.add(totals([0, 0], [3, 1], [1, 0]), 1.0, 1.0)
+    assert window.means()["outside_vocabulary"] == pytest.approx(0.3)
 
 
 def draw() -> list[float]:

@@ -18,8 +18,9 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.training.step_metrics import MicroBatchResult, StepTotals
 from medusa_train.training.strategy import LocalStrategy
-from medusa_train.training.trainer import MicroStep, NonFiniteLossError, NonFiniteStep, StepSums, Trainer
+from medusa_train.training.trainer import NonFiniteLossError, Trainer, non_finite_error
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after, train
 
@@ -27,16 +28,16 @@ from tests.training.test_run import stop_after, train
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> None:
     """Make the loss, or the gradient alone, of these steps NaN, in their first micro-batch."""
     spoiled: set[int] = set()
-    micro_step, backward = Trainer._micro_step, LocalStrategy.backward
+    compute_loss, backward = Trainer.compute_loss, LocalStrategy.backward
 
     def first_of(step: int) -> bool:
         due = step in steps and step not in spoiled
         spoiled.update({step} if due else ())
         return due
 
-    def bad_micro_step(self: Trainer, batch: Any, counts: Any) -> Any:
-        done = micro_step(self, batch, counts)
-        return dataclasses.replace(done, loss=done.loss * torch.nan) if first_of(self.state.step + 1) else done
+    def bad_loss(self: Trainer, batch: Any, counts: Any) -> Any:
+        output = compute_loss(self, batch, counts)
+        return dataclasses.replace(output, loss=output.loss * torch.nan) if first_of(self.state.step + 1) else output
 
     def bad_backward(self: LocalStrategy, loss: torch.Tensor) -> None:
         backward(self, loss)
@@ -45,7 +46,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> N
             self.parameters[0].grad.view(-1)[0] = torch.inf
 
     if what == "loss":
-        monkeypatch.setattr(Trainer, "_micro_step", bad_micro_step)
+        monkeypatch.setattr(Trainer, "compute_loss", bad_loss)
     else:
         monkeypatch.setattr(LocalStrategy, "backward", bad_backward)
 
@@ -90,7 +91,7 @@ def test_one_too_many_ends_the_run_with_its_checkpoint(make_config, console, tmp
         train(make_config(max_nonfinite_steps=2, save_steps=2), console)
     message = str(caught.value)
     assert message.startswith("step 6: the loss is nan; ")
-    assert "2 like it were skipped before" in message
+    assert "2 were skipped before" in message
     assert f"last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-4'}" in message
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4]
 
@@ -115,7 +116,7 @@ def test_the_count_outlives_a_stop(make_config, console, tmp_path, monkeypatch):
     assert [record["skipped_steps"] for record in of_kind(tmp_path / "run", "skipped")] == [1, 2]
     with monkeypatch.context() as patch:
         spoil(patch, 7)
-        with pytest.raises(NonFiniteLossError, match="2 like it were skipped"):
+        with pytest.raises(NonFiniteLossError, match="2 were skipped before"):
             train(make_config(**keys, max_steps=8, resume_from_checkpoint="auto"), console)
 
 
@@ -128,27 +129,27 @@ def test_a_window_of_skipped_steps_has_no_line(make_config, console, tmp_path, m
 
 def test_the_message_tells_loss_from_gradient() -> None:
     for loss, reason in ((float("inf"), "the loss is inf"), (2.5, "the loss is 2.5, its gradient is not finite")):
-        message = str(NonFiniteStep(7, loss, ["a:1", "b:2"]).error(0, None))
-        assert message.startswith(f"step 7: {reason}; the heads were left as they were before it.\n")
-        assert "Records in it: a:1, b:2.\nThere is no checkpoint yet." in message
+        message = str(non_finite_error(7, loss, ["a:1", "b:2"], 0, None))
+        assert message.startswith(f"step 7: {reason}; the weights are those before this step.\n")
+        assert "Records in this step: a:1, b:2.\nThere is no checkpoint yet." in message
         assert "skipped before" not in message
 
 
 def micro(loss, correct, counts, lm=None):
     counts = torch.tensor(counts)
-    return MicroStep(["a"], torch.tensor(loss), torch.tensor(correct), counts, counts - 1, 7, lm)
+    return MicroBatchResult(["a"], torch.tensor(loss), torch.tensor(correct), counts, counts - 1, 7, lm)
 
 
 def test_rows_add_up_to_the_step():
     ce, kl, count = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(4)
-    rows = [micro(0.25, [1, 0], [3, 2]).row(), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count)).row()]
-    sums = StepSums.of(torch.stack(rows).sum(dim=0))
-    assert sums == StepSums(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
+    rows = [micro(0.25, [1, 0], [3, 2]).to_row(), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count)).to_row()]
+    sums = StepTotals.from_row(torch.stack(rows).sum(dim=0))
+    assert sums == StepTotals(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
 
 
 def test_counts_beyond_float32_stay_whole():
-    row = micro(1.0, [2**40 + 1], [2**41 + 1]).row()
-    assert StepSums.of(row).counts == [2**41 + 1]
+    row = micro(1.0, [2**40 + 1], [2**41 + 1]).to_row()
+    assert StepTotals.from_row(row).counts == [2**41 + 1]
 
 
 def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):

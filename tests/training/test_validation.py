@@ -240,7 +240,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
         rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
     assert found.acceptance.length == pytest.approx(sum(rates) / 2)
-    assert found.figures()["acceptance_length"] == found.acceptance.length
+    assert found.record()["acceptance_length"] == found.acceptance.length
 
 
 def test_ranks_and_shares_agree(backbone):
@@ -260,7 +260,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
     found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]
-    assert "acceptance_length" not in found.figures()
+    assert "acceptance_length" not in found.record()
 
 
 def test_a_stop_gives_up(backbone):

@@ -140,25 +140,24 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     """
     cfg = TrainConfig(**case["keys"]).resolved()
     out.mkdir(parents=True, exist_ok=True)
-    step, compare = Trainer._train_step, Trainer._compare
+    step, compare = Trainer.train_step, Trainer.compute_loss
 
-    def stopped(trainer: Trainer, batches: Any) -> Any:
-        last = step(trainer, batches)
+    def stopped(trainer: Trainer, batches: Any) -> None:
+        step(trainer, batches)
         if trainer.state.step == case.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
-        return last
 
     def spoilt(trainer: Trainer, batch: Any, counts: Any) -> Any:
         output = compare(trainer, batch, counts)
         return replace(output, loss=output.loss + inf) if trainer.state.step + 1 == case.get("spoil") else output
 
     if world.rank == world.size - 1:
-        Trainer._train_step, Trainer._compare = stopped, spoilt  # type: ignore[method-assign]
+        Trainer.train_step, Trainer.compute_loss = stopped, spoilt  # type: ignore[method-assign]
     console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main)
     try:
         code = train(cfg, console, console, world)
     finally:
-        Trainer._train_step, Trainer._compare = step, compare  # type: ignore[method-assign]
+        Trainer.train_step, Trainer.compute_loss = step, compare  # type: ignore[method-assign]
     (out / f"code-{world.rank}").write_text(str(code))
 
 

@@ -1,0 +1,147 @@
+"""Sum the figures of a training step over micro-batches and processes, and over the steps between two log lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.data.batch import Batch
+from medusa_train.losses.objective import LMSums, ObjectiveOutput
+from medusa_train.training.distributed import World
+
+
+@dataclass
+class MicroBatchResult:
+    """The figures of one micro-batch, without its graph.
+
+    Attributes:
+        records: where its conversations come from, "file:line".
+        loss: scalar, its share of the step's loss.
+        correct, counts, known: long [K], top-1 hits, valid targets, and those of them in the head's vocabulary.
+        tokens: tokens read, padding excluded.
+        lm: sums of the backbone's language-model loss; None where it is frozen.
+    """
+
+    records: list[str]
+    loss: Tensor
+    correct: Tensor
+    counts: Tensor
+    known: Tensor
+    tokens: int
+    lm: LMSums | None
+
+    @classmethod
+    def from_output(cls, batch: Batch, output: ObjectiveOutput) -> MicroBatchResult:
+        """Detach what the objective returned for `batch`."""
+        tokens = int((batch.segments >= 0).sum())
+        heads = (output.head_correct, output.head_counts, output.head_known)
+        return cls(batch.records, output.loss.detach(), *heads, tokens, output.lm)
+
+    def to_row(self) -> Tensor:
+        """Pack all numbers into one float64 tensor [5 + 3 K] on the CPU, which can be summed."""
+        lm = [0.0, 0.0, 0.0] if self.lm is None else [float(self.lm.ce), float(self.lm.kl), float(self.lm.count)]
+        heads = [*self.correct.tolist(), *self.counts.tolist(), *self.known.tolist()]
+        return torch.tensor([float(self.loss), self.tokens, *lm, *heads], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over a global batch: all micro-batches of all processes.
+
+    Attributes:
+        loss: the step's loss. tokens: tokens read.
+        lm_ce, lm_kl, lm_count: cross-entropy and KL of the backbone in nats, and its targets; 0 where it is frozen.
+        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
+    """
+
+    loss: float
+    tokens: int
+    lm_ce: float
+    lm_kl: float
+    lm_count: int
+    correct: list[int]
+    counts: list[int]
+    known: list[int]
+
+    @classmethod
+    def reduce(cls, results: Sequence[MicroBatchResult], world: World) -> StepTotals:
+        """Sum this process's micro-batches, then all processes."""
+        return cls.from_row(world.sum(torch.stack([result.to_row() for result in results]).sum(dim=0)))
+
+    @classmethod
+    def from_row(cls, row: Tensor) -> StepTotals:
+        """Unpack a sum of `MicroBatchResult.to_row` tensors."""
+        loss, tokens, ce, kl, targets, *rest = row.tolist()
+        heads = [int(number) for number in rest]
+        count = len(heads) // 3
+        parts = (heads[start : start + count] for start in (0, count, 2 * count))
+        return cls(loss, int(tokens), ce, kl, int(targets), *parts)
+
+
+@dataclass
+class Window:
+    """Sums over the optimizer steps since the last log line.
+
+    It is saved in checkpoints, so that a resumed run logs the same. `lr` is not a sum but the learning rate of the
+    last step. `overscaled` counts steps skipped because float16 gradients overflowed under the loss scale; they count
+    as steps and have no norm.
+    """
+
+    steps: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    correct: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    lm_ce: float = 0.0
+    lm_kl: float = 0.0
+    lm_count: int = 0
+    overscaled: int = 0
+
+    def add(self, totals: StepTotals, grad_norm: float, seconds: float) -> None:
+        """Add one optimizer step."""
+        self.steps += 1
+        self.loss += totals.loss
+        self.grad_norm += grad_norm
+        self.tokens += totals.tokens
+        self.seconds += seconds
+        self.correct = _added(self.correct, totals.correct)
+        self.counts = _added(self.counts, totals.counts)
+        self.known = _added(self.known, totals.known)
+        self.lm_ce += totals.lm_ce
+        self.lm_kl += totals.lm_kl
+        self.lm_count += totals.lm_count
+
+    def means(self) -> dict[str, Any]:
+        """Return the window's figures of a training record in metrics.jsonl.
+
+        `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats, are left out where
+        the backbone is frozen; `outside_vocabulary`, the share of targets that a reduced draft vocabulary lacks, and
+        `overscaled_steps` where they are zero.
+        """
+        heads = zip(self.correct, self.counts, strict=True)
+        means: dict[str, Any] = {
+            "loss": self.loss / self.steps,
+            "head_top1": [correct / count if count else 0.0 for correct, count in heads],
+            "grad_norm": self.grad_norm / max(self.steps - self.overscaled, 1),
+            "lr": self.lr,
+            "tokens_per_s": self.tokens / max(self.seconds, 1e-9),
+        }
+        if self.lm_count:
+            means |= {"lm_loss": self.lm_ce / self.lm_count, "lm_kl": self.lm_kl / self.lm_count}
+        if sum(self.known) < sum(self.counts):
+            means["outside_vocabulary"] = 1.0 - sum(self.known) / sum(self.counts)
+        if self.overscaled:
+            means["overscaled_steps"] = self.overscaled
+        return means
+
+
+def _added(left: list[int], right: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)] if left else list(right)
