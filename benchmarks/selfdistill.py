@@ -28,9 +28,9 @@ from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.selfdistill.engines import Engine  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
-from medusa_train.selfdistill.modes import Rules, replay  # noqa: E402
-from medusa_train.selfdistill.prompts import Seed, find_seeds, read_seeds  # noqa: E402
-from medusa_train.selfdistill.select_prompts import Selection, choose  # noqa: E402
+from medusa_train.selfdistill.modes import DropRules, replay  # noqa: E402
+from medusa_train.selfdistill.prompts import Prompt, find_prompts, read_prompts  # noqa: E402
+from medusa_train.selfdistill.select_prompts import Selection, select_prompts  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Result:
         return self.steps / max(self.passes, 1)
 
 
-def answer_all(engine: Engine, seeds: Sequence[Seed]) -> tuple[int, int]:
+def answer_all(engine: Engine, seeds: Sequence[Prompt]) -> tuple[int, int]:
     """Answer all turns of `seeds`, truncated answers included; returns numbers of answers and tokens."""
-    chats = {n: replay(seed, random_seed=1, rules=Rules(drop_truncated=False)) for n, seed in enumerate(seeds)}
+    chats = {n: replay(seed, random_seed=1, rules=DropRules(drop_truncated=False)) for n, seed in enumerate(seeds)}
     waiting = [(n, next(chat)) for n, chat in chats.items()][::-1]
     answers = tokens = running = 0
     while waiting or running:
@@ -98,7 +98,7 @@ def build_engine(subject: LoadedModel, paths: ModelPaths, mode: Mode, args: argp
     )
 
 
-def measure(engines: Mapping[Mode, HFEngine], seeds: Sequence[Seed], rounds: int) -> list[Result]:
+def measure(engines: Mapping[Mode, HFEngine], seeds: Sequence[Prompt], rounds: int) -> list[Result]:
     """Time all modes in turns."""
     results = {mode: Result(mode) for mode in engines}
     for engine in engines.values():
@@ -119,7 +119,7 @@ def measure(engines: Mapping[Mode, HFEngine], seeds: Sequence[Seed], rounds: int
 def run(args: argparse.Namespace) -> list[Result]:
     """Measure all modes; "one at a time" in the fastest dtype comes first."""
     paths = resolve_model(args.run, None, None)
-    seeds, _ = choose(read_seeds(find_seeds(args.seed_dataset)), Selection(sample=args.seeds))
+    seeds, _ = select_prompts(read_prompts(find_prompts(args.seed_dataset)), Selection(sample=args.seeds))
     # as medusa-selfdistill: float32 stays unpacked, so that a set is the same on every machine
     subjects = {dtype: load_with_draft(paths, dtype, pack=dtype != "float32") for dtype in args.dtypes}
 

@@ -45,7 +45,7 @@ from medusa_train.config.load import load_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
 from medusa_train.data.batch import Batch  # noqa: E402
 from medusa_train.data.dataset import BatchLoader  # noqa: E402
-from medusa_train.data.targets import IGNORE  # noqa: E402
+from medusa_train.data.targets import IGNORE_INDEX  # noqa: E402
 from medusa_train.evaluation.choose_dtype import free_memory, is_out_of_memory, release_memory  # noqa: E402
 from medusa_train.losses.objective import Objective  # noqa: E402
 from medusa_train.losses.schedules import head_weight  # noqa: E402
@@ -212,7 +212,7 @@ def measure_loss(case: Case) -> Result:
         hidden = torch.randn(1, case.tokens, case.width, requires_grad=True)
         tokens = torch.randint(case.vocab, (1, case.tokens))
         prompt = torch.arange(case.tokens) % 64 < round(64 * case.masked)  # prompts and answers in turns
-        batch = Batch(tokens, tokens.masked_fill(prompt, IGNORE), tokens, torch.zeros_like(tokens), [])
+        batch = Batch(tokens, tokens.masked_fill(prompt, IGNORE_INDEX), tokens, torch.zeros_like(tokens), [])
     objective = Objective(draft, DECAY, lm="ce", heads_coefficient=LAMBDA0)
     parameters = [*draft.parameters(), weight]
     weights = [1.0, *(LAMBDA0 * head_weight(k, DECAY) for k in range(1, case.heads + 1))]
@@ -221,7 +221,7 @@ def measure_loss(case: Case) -> Result:
         feats, lm_head = Features(states), LMHead(weight)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
             if case.method == "ours":
-                return objective.loss(feats, rows, objective.counts(rows), student_unembedding=lm_head).loss
+                return objective.loss(feats, rows, objective.target_counts(rows), lm_head=lm_head).loss
             return naive_loss(all_logits(feats, rows, draft, lm_head), rows.labels, weights)
 
     def clear_gradients() -> None:
@@ -287,7 +287,7 @@ class Step:
 
     def _ours(self, feats: Features, batch: Batch) -> Tensor:
         lm_head = self.student.unembedding() if self.student.joint else None
-        return self.objective.loss(feats, batch, self.objective.counts(batch), student_unembedding=lm_head).loss
+        return self.objective.loss(feats, batch, self.objective.target_counts(batch), lm_head=lm_head).loss
 
     def _naive(self, feats: Features, batch: Batch) -> Tensor:
         scale = self.objective.heads_weight(1.0)

@@ -12,8 +12,8 @@ from medusa_train.cli.common import EXIT_INTERRUPTED, error_console, read_argume
 from medusa_train.config.schema import SelfDistillConfig
 
 if TYPE_CHECKING:
-    from medusa_train.selfdistill.output import Writer
-    from medusa_train.selfdistill.prompts import Seed
+    from medusa_train.selfdistill.output import OutputWriter
+    from medusa_train.selfdistill.prompts import Prompt
     from medusa_train.selfdistill.run import RunStats
     from medusa_train.selfdistill.select_prompts import Shard
 
@@ -63,14 +63,14 @@ def selfdistill(
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
     from medusa_train.selfdistill.output import shard_output
-    from medusa_train.selfdistill.run import output_of, seeds_of, shard_of
+    from medusa_train.selfdistill.run import load_prompts, output_path, resolve_shard
 
-    part = shard_of(shard)
+    part = resolve_shard(shard)
     # Of several processes one terminal shows the first; errors and interruptions all tell.
     console = Console(quiet=shard is None and part is not None and part.index > 1)
-    out = output_of(cfg)
+    out = output_path(cfg)
     console.print(_first_line(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
-    seeds, left_out = seeds_of(cfg, error_console().print)
+    seeds, left_out = load_prompts(cfg, error_console().print)
     if left_out:
         said = ", ".join(f"{count} {why}" for why, count in sorted(left_out.items()))
         console.print(f"seeds left out: {said}", highlight=False)
@@ -95,23 +95,23 @@ def _first_line(cfg: SelfDistillConfig, out: Path) -> str:
     return f"medusa-selfdistill: model {who}, seeds {cfg.seed_dataset}; output {out}"
 
 
-def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | None, console: Console) -> int:
+def _answer(cfg: SelfDistillConfig, seeds: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
     """Answer the seeds of this process, or those that are left of them."""
-    from medusa_train.selfdistill.output import Writer, shard_output
-    from medusa_train.selfdistill.run import dtype_of, settings_of
+    from medusa_train.selfdistill.output import OutputWriter, shard_output
+    from medusa_train.selfdistill.run import output_settings, resolve_dtype
 
     mine = seeds if part is None else [seed for seed in seeds if part.holds(seed)]
     target = shard_output(out, part)
-    dtype = dtype_of(cfg)
-    with Writer(target, settings_of(cfg, dtype)) as writer:
+    dtype = resolve_dtype(cfg)
+    with OutputWriter(target, output_settings(cfg, dtype)) as writer:
         if writer.done:
             said = f"{target} holds {len(writer.done)} conversations already; going on"
             console.print(said, highlight=False, soft_wrap=True)
         if all(seed.id in writer.done for seed in mine):  # before a model is loaded for nothing
             console.print(f"nothing is left to do: {target} is complete", highlight=False, soft_wrap=True)
             return 0
-        tally = _run(cfg, mine, dtype, writer, console)
-    if tally is None:
+        stats = _run(cfg, mine, dtype, writer, console)
+    if stats is None:
         error_console().print(f"interrupted; the same command goes on with {target}")
         return EXIT_INTERRUPTED
     console.print(f"output: {target}", highlight=False, soft_wrap=True)
@@ -121,40 +121,40 @@ def _answer(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, part: Shard | 
 
 
 def _run(
-    cfg: SelfDistillConfig, seeds: list[Seed], dtype: str | None, writer: Writer, console: Console
+    cfg: SelfDistillConfig, seeds: list[Prompt], dtype: str | None, writer: OutputWriter, console: Console
 ) -> RunStats | None:
     """Answer the seeds behind a progress bar and print the figures; None when the user interrupts."""
     from medusa_train.progress import RunProgress
     from medusa_train.selfdistill.preview import describe, summary
-    from medusa_train.selfdistill.run import distill, facts_of, mode_of, open_engine
+    from medusa_train.selfdistill.run import build_mode, distill, open_engine, record_metadata
 
     engine = open_engine(cfg, dtype)
     try:
         earlier = sum(seed.id in writer.done for seed in seeds)
         phase = RunProgress(console).phase("conversations", len(seeds), completed=earlier, transient=False)
         with phase:
-            tally = distill(
+            stats = distill(
                 seeds,
                 engine,
                 writer,
-                talk=mode_of(cfg),
-                facts=facts_of(cfg, dtype),
+                mode=build_mode(cfg),
+                metadata=record_metadata(cfg, dtype),
                 on_progress=lambda stats: phase.update(stats.finished, describe(stats)),
             )
     except KeyboardInterrupt:
         return None
     finally:
         engine.close()
-    console.print(summary(tally, engine.figures()))
-    return tally
+    console.print(summary(stats, engine.stats()))
+    return stats
 
 
-def _merge(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, console: Console) -> int:
+def _merge(cfg: SelfDistillConfig, seeds: list[Prompt], out: Path, console: Console) -> int:
     """Join the shards beside `out`."""
     from medusa_train.selfdistill.output import merge
-    from medusa_train.selfdistill.run import dtype_of, settings_of
+    from medusa_train.selfdistill.run import output_settings, resolve_dtype
 
-    merged = merge(out, settings_of(cfg, dtype_of(cfg)), [seed.id for seed in seeds])
+    merged = merge(out, output_settings(cfg, resolve_dtype(cfg)), [seed.id for seed in seeds])
     console.print(
         f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped whole",
         highlight=False,
@@ -167,7 +167,7 @@ def _merge(cfg: SelfDistillConfig, seeds: list[Seed], out: Path, console: Consol
     return 0
 
 
-def _show(cfg: SelfDistillConfig, seeds: list[Seed], console: Console) -> int:
+def _show(cfg: SelfDistillConfig, seeds: list[Prompt], console: Console) -> int:
     """The first prompts as the model, or the server, would get them."""
     from medusa_train.selfdistill.preview import preview
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.data.tokenize import Example
 
 
@@ -16,8 +16,8 @@ from medusa_train.data.tokenize import Example
 class Batch:
     """Rows of one or more documents each, filled up at the right.
 
-    `tokens`, `labels` (the token itself where it is to be learnt, else `IGNORE`; unshifted), `positions` (from 0 in
-    each document; padding goes on counting) and `segments` (the document within the row, 0, 1, ...; -1: padding) are
+    `tokens`, `labels` (the token itself where it is to be learnt, else `IGNORE_INDEX`; unshifted), `positions` (from 0
+    in each document; padding goes on counting) and `segments` (the document within the row, 0, 1, ...; -1: padding) are
     [B, T] int64. `records` says where each document was read, row by row.
 
     A row of several documents needs a mask that keeps them apart (`models.packing_mask`).
@@ -49,7 +49,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
     """
     shape = (len(rows), max(sum(len(example) for example in row) for row in rows))
     tokens = torch.full(shape, pad_id, dtype=torch.long)
-    labels = torch.full(shape, IGNORE, dtype=torch.long)
+    labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
     positions = torch.zeros(shape, dtype=torch.long)
     segments = torch.full(shape, -1, dtype=torch.long)
     for number, row in enumerate(rows):
@@ -57,7 +57,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
         for segment, example in enumerate(row):
             end = start + len(example)
             tokens[number, start:end] = example.tokens
-            labels[number, start:end] = torch.where(example.supervised, example.tokens.long(), IGNORE)
+            labels[number, start:end] = torch.where(example.supervised, example.tokens.long(), IGNORE_INDEX)
             positions[number, start:] = torch.arange(shape[1] - start)
             segments[number, start:end] = segment
             start = end

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.records import bad_records
-from medusa_train.data.sources import Source, open_source
-from medusa_train.data.tokenize import ChatEncoder, Example, Outcome, fit
+from medusa_train.data.sources import RecordSource, open_source
+from medusa_train.data.tokenize import ChatEncoder, Example, Outcome, encode_example
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
@@ -31,18 +31,18 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 
 class _DamagedError(Exception):
-    """A file of prepared data that is not what was written."""
+    """A cache file that is corrupt."""
 
 
-def prepared(cfg: TrainConfig, readings: Sequence[Reading], directory: Path) -> Corpus:
+def load_or_encode(cfg: TrainConfig, readings: Sequence[DatasetReader], directory: Path) -> EncodedExamples:
     """Take the corpus from `directory` if it was encoded before from the same data in the same way, or encode it.
 
     The report's notes say where it came from, what was damaged, and what could not be written.
 
     Raises:
-        DataError: as `encode_sources` does.
+        DataError: as `encode_datasets` does.
     """
-    path = directory / f"{prepared_key(cfg, readings)[:32]}.safetensors"
+    path = directory / f"{cache_key(cfg, readings)[:32]}.safetensors"
     note = None
     try:
         corpus = _from_bytes(path.read_bytes(), cfg.sequence_len)
@@ -52,7 +52,7 @@ def prepared(cfg: TrainConfig, readings: Sequence[Reading], directory: Path) -> 
         pass
     except (OSError, _DamagedError) as error:
         note = f"{path} is damaged ({error}), encoding anew"
-    corpus = encode_sources(cfg, readings)
+    corpus = encode_datasets(cfg, readings)
     content = _to_bytes(corpus)  # before the notes: they speak of this run
     corpus.report.notes += [note] if note else []
     try:
@@ -62,7 +62,7 @@ def prepared(cfg: TrainConfig, readings: Sequence[Reading], directory: Path) -> 
     return corpus
 
 
-def prepared_key(cfg: TrainConfig, readings: Sequence[Reading]) -> str:
+def cache_key(cfg: TrainConfig, readings: Sequence[DatasetReader]) -> str:
     """Digest everything that shapes the tokens: data, tokenizer, templates, settings, and the code that encodes.
 
     Code counts by its text, so that a cache never outlives the version that made it.
@@ -80,7 +80,7 @@ def prepared_key(cfg: TrainConfig, readings: Sequence[Reading]) -> str:
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()
 
 
-def _to_bytes(corpus: Corpus) -> bytes:
+def _to_bytes(corpus: EncodedExamples) -> bytes:
     examples = corpus.examples
     about = {
         "examples": [[example.key, example.id, example.source] for example in examples],
@@ -98,7 +98,7 @@ def _to_bytes(corpus: Corpus) -> bytes:
     return save(tensors, metadata={"crc32": str(_checksum(tensors))})
 
 
-def _from_bytes(content: bytes, sequence_len: int) -> Corpus:
+def _from_bytes(content: bytes, sequence_len: int) -> EncodedExamples:
     try:
         tensors = load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -111,7 +111,7 @@ def _from_bytes(content: bytes, sequence_len: int) -> Corpus:
     parts = zip(about["examples"], tensors["tokens"].split(lengths), tensors["supervised"].split(lengths), strict=True)
     examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
     report = DataReport(sequence_len, about["skipped"], about["outcomes"])
-    return Corpus(examples, tensors["origins"].tolist(), report)
+    return EncodedExamples(examples, tensors["origins"].tolist(), report)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:
@@ -132,7 +132,7 @@ class DataReport:
     )
     notes: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Return one sentence for each thing that was not taken as it stood, and the notes."""
         cut, too_long, unsupervised = (self.outcomes[name] for name in ("cut", "too_long", "unsupervised"))
         said = [
@@ -145,7 +145,7 @@ class DataReport:
 
 
 @dataclass
-class Corpus:
+class EncodedExamples:
     """All examples in the order of the sources; `origins` holds the number of each one's source."""
 
     examples: list[Example]
@@ -154,15 +154,15 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DatasetReader:
     """One entry of `datasets`, found and ready to be read: with the encoder for its chats."""
 
     config: DatasetConfig
-    source: Source
+    source: RecordSource
     encoder: ChatEncoder
 
 
-def open_sources(cfg: TrainConfig, encoder: ChatEncoder) -> list[Reading]:
+def open_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> list[DatasetReader]:
     """Find every source; nothing is read yet.
 
     Whose words are learnt follows the configuration (`roles_to_train`, `train_on_inputs`); the template is the
@@ -173,29 +173,31 @@ def open_sources(cfg: TrainConfig, encoder: ChatEncoder) -> list[Reading]:
         ConfigError: no chat template of that name.
     """
     return [
-        Reading(
+        DatasetReader(
             entry,
             open_source(entry),
-            encoder.variant(template=entry.conversation, roles=cfg.roles_to_train, everything=cfg.train_on_inputs),
+            encoder.with_settings(
+                template=entry.conversation, roles=cfg.roles_to_train, train_on_inputs=cfg.train_on_inputs
+            ),
         )
         for entry in cfg.datasets
     ]
 
 
-def encode_sources(cfg: TrainConfig, readings: Sequence[Reading]) -> Corpus:
-    """Read and encode every source; see `fit` for long conversations.
+def encode_datasets(cfg: TrainConfig, readings: Sequence[DatasetReader]) -> EncodedExamples:
+    """Read and encode every source; see `encode_example` for long conversations.
 
     Raises:
         DataError: a source cannot be read, or holds records that cannot be used (unless `skip_bad_records`).
     """
-    corpus = Corpus([], [], DataReport(cfg.sequence_len))
+    corpus = EncodedExamples([], [], DataReport(cfg.sequence_len))
     for number, reading in enumerate(readings):
         read = reading.source.read(reading.config.type, skip_bad=cfg.skip_bad_records)
         corpus.report.skipped += read.skipped
         problems: list[str] = []
         for conversation in read.conversations:
             try:
-                example, outcome = fit(conversation, reading.encoder, cfg.sequence_len)
+                example, outcome = encode_example(conversation, reading.encoder, cfg.sequence_len)
             except DataError as error:
                 problems.append(str(error))
                 continue

@@ -17,7 +17,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CHANGED = "the chat template changes the words, so those to learn cannot be found"
 
 
-class SpanError(ValueError):
+class ChatTemplateError(ValueError):
     """The template does not take this chat, or hides where the words stand; the message says which."""
 
 
@@ -29,7 +29,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def marks_answers(self) -> bool:
+    def has_generation_marks(self) -> bool:
         """Whether the template itself says, by `{% generation %}`, what the assistant writes."""
         return _GENERATION.search(self.source) is not None
 
@@ -37,31 +37,31 @@ class ChatTemplate:
         """Return the chat as text; with `prompt`, followed by the header of the answer to come.
 
         Raises:
-            SpanError: the template refuses the chat (for example a system message where it knows none).
+            ChatTemplateError: the template refuses the chat (for example a system message where it knows none).
         """
         return self._render(messages, prompt=prompt)[0]
 
-    def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """Return the text and the character spans of what the assistant writes: its words and end token.
 
         Raises:
-            SpanError: the template refuses the chat, or rewrites it so that the answers cannot be found.
+            ChatTemplateError: the template refuses the chat, or rewrites it so that the answers cannot be found.
         """
-        if self.marks_answers:
+        if self.has_generation_marks:
             return self._render(messages, marks=True)
         text = self._render(messages)[0]
-        words = self.contents(messages)
+        words = self.content_spans(messages)
         answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
         return text, [self._answer(text, messages, index, words[index]) for index in answers]
 
-    def contents(self, messages: Sequence[Message]) -> list[Span]:
+    def content_spans(self, messages: Sequence[Message]) -> list[Span]:
         """Return the span of every message's own words, headers and end tokens left out.
 
         The chat is rendered a second time with a placeholder for each message; the text around the placeholders
         must be the text around the words.
 
         Raises:
-            SpanError: the template changes the words or looks into them.
+            ChatTemplateError: the template changes the words or looks into them.
         """
         text, outline = self._render(messages)[0], self._render(_placeholders(messages))[0]
         spans, position, read = [], 0, 0
@@ -70,11 +70,11 @@ class ChatTemplate:
             start = position + at - read
             words = message.content if text.startswith(message.content, start) else message.content.strip()
             if at < 0 or text[position:start] != outline[read:at] or not text.startswith(words, start):
-                raise SpanError(_CHANGED)
+                raise ChatTemplateError(_CHANGED)
             position, read = start + len(words), at + len(_placeholder(index))
             spans.append((start, position))
         if text[position:] != outline[read:]:
-            raise SpanError(_CHANGED)
+            raise ChatTemplateError(_CHANGED)
         return spans
 
     def _answer(self, text: str, messages: Sequence[Message], index: int, words: Span) -> Span:
@@ -87,7 +87,7 @@ class ChatTemplate:
         prompt = self._render(messages[:index], prompt=True)[0]
         start, end = len(prompt), words[1]
         if not text.startswith(prompt) or words[0] < start:
-            raise SpanError(
+            raise ChatTemplateError(
                 f"the chat template rewrites earlier turns, so the answer in turn {index + 1} cannot be found; "
                 "choose one by chat_template, or add {% generation %} marks to the tokenizer's"
             )
@@ -107,7 +107,7 @@ class ChatTemplate:
                 **self.special_tokens,
             )
         except TemplateError as error:
-            raise SpanError(f"the chat template refuses it: {error}") from None
+            raise ChatTemplateError(f"the chat template refuses it: {error}") from None
         return texts[0], [(start, end) for start, end in spans[0]] if marks else []
 
 

@@ -1,33 +1,43 @@
-"""What a chat is: messages in a legal order; knows nothing of file formats, tokens or templates."""
+"""Chats as messages, the rules for a valid chat, and detection of looping text."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["system", "user", "assistant"]
 
+# Words, runs of other symbols (a ruled line is one), and single characters in scripts without spaces.
+_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: Role
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """Return the message as chat templates read it."""
+        """Return the message in the format of chat templates, `{"role", "content"}`."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat: at most one leading system message, then user and assistant in turn, the user first.
+    """A chat: at most one leading system message, then alternating user and assistant messages, user first.
 
-    It may end with a user's turn (a prompt still to be answered). It may also be a seed: one or more turns of
-    the user's without any answer.
-    `source` says where it was read, as `file:line`, for messages to people.
+    The last message may be the user's (an unanswered prompt). A chat without any answer may hold several user
+    messages in a row (prompts for self-distillation).
+
+    Attributes:
+        id: the record's id, or a digest of its content.
+        messages: the messages in order.
+        source: where it was read, as `file:line`, for error messages.
     """
 
     id: str
@@ -36,7 +46,7 @@ class Conversation:
 
     @property
     def content_key(self) -> str:
-        """A digest of the messages alone: equal chats share it, wherever they stand and whatever their id."""
+        """SHA-256 of roles and contents: equal for equal chats, whatever their id and source."""
         digest = hashlib.sha256()
         for message in self.messages:
             for part in (message.role, message.content):
@@ -46,36 +56,47 @@ class Conversation:
         return digest.hexdigest()
 
     def first(self, count: int) -> Conversation:
-        """Return the same chat with its first `count` messages only."""
+        """Return the chat truncated to its first `count` messages."""
         return Conversation(self.id, self.messages[:count], self.source)
 
 
 def problem_with(messages: tuple[Message, ...]) -> str | None:
-    """Say what makes `messages` no legal chat, or return None if nothing does.
+    """Return why `messages` are not a valid `Conversation`, or None if they are.
 
-    Turns are counted from 1 in what is said, the system message included.
+    Messages are numbered from 1 in the text, the system message included.
     """
     expected: Role = "user"
-    is_seed = all(message.role != "assistant" for message in messages)
+    has_answers = any(message.role == "assistant" for message in messages)
     for number, message in enumerate(messages, start=1):
         if not message.content.strip():
             return f"turn {number} ({message.role}) is empty"
-        if not _encodes(message.content):
-            return f"turn {number} ({message.role}) holds half of a surrogate pair, which is not text"
+        if not _is_utf8(message.content):
+            return f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot encode"
         if message.role == "system":
             if number > 1:
                 return f"turn {number} is a system message; only the first may be"
             continue
         if message.role != expected:
-            return f"turn {number} is from the {message.role} where the {expected}'s was expected"
-        if not is_seed:
+            return f"turn {number} has the role {message.role}, expected {expected}"
+        if has_answers:
             expected = "assistant" if expected == "user" else "user"
     if not any(message.role == "user" for message in messages):
-        return "it has no turn of the user's"
+        return "no user turn"
     return None
 
 
-def _encodes(text: str) -> bool:
+def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) -> bool:
+    """Return whether some n-gram of `length` words or tokens occurs `times` times or more, overlaps included.
+
+    Args:
+        text: a string, which is split into words and symbols, or a sequence of tokens.
+    """
+    tokens = _WORDS.findall(text) if isinstance(text, str) else text
+    ngrams = Counter(tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1))
+    return any(count >= times for count in ngrams.values())
+
+
+def _is_utf8(text: str) -> bool:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

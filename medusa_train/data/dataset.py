@@ -11,8 +11,8 @@ from typing import Any
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
-from medusa_train.data.cache import DataReport, encode_sources, open_sources, prepared
-from medusa_train.data.tokenize import ChatEncoder, Example, hold_out
+from medusa_train.data.cache import DataReport, encode_datasets, load_or_encode, open_datasets
+from medusa_train.data.tokenize import ChatEncoder, Example, select_validation
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches among which rows of like length are brought together
@@ -83,7 +83,8 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
 
     With `dataset_prepared_path` their tokens are taken from there if nothing that shapes them has changed. With
     `sample_packing` rows hold several conversations. Sources with a `weight` are mixed by it in training; the
-    held-out part is always taken as it is. See `fit` for long conversations and `hold_out` for the split.
+    held-out part is always taken as it is. See `encode_example` for long conversations and `select_validation`
+    for the split.
 
     Returns:
         (training, held out); both carry the same report. The second is empty if `val_set_size` is 0 or there is
@@ -93,15 +94,15 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
         DataError: a data set cannot be read, or nothing of it can be used.
         ConfigError: no chat template of that name.
     """
-    readings = open_sources(cfg, encoder)
+    readings = open_datasets(cfg, encoder)
     if cfg.dataset_prepared_path is None:
-        corpus = encode_sources(cfg, readings)
+        corpus = encode_datasets(cfg, readings)
     else:
-        corpus = prepared(cfg, readings, Path(cfg.dataset_prepared_path).expanduser())
+        corpus = load_or_encode(cfg, readings, Path(cfg.dataset_prepared_path).expanduser())
     report = corpus.report
     if not corpus.examples:
-        raise DataError("no conversation is left to train on: " + "; ".join(report.lines()))
-    held_out = hold_out([example.key for example in corpus.examples], cfg.val_set_size, cfg.seed)
+        raise DataError("no conversation is left to train on: " + "; ".join(report.describe()))
+    held_out = select_validation([example.key for example in corpus.examples], cfg.val_set_size, cfg.seed)
     parts: list[list[Example]] = [[], []]
     origins: list[int] = []
     for example, origin, held in zip(corpus.examples, corpus.origins, held_out, strict=True):
@@ -110,7 +111,7 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
             origins.append(origin)
     mixture = _mixture(cfg, origins)
     if mixture is not None:
-        report.notes += mixture.lines([entry.path for entry in cfg.datasets])
+        report.notes += mixture.describe([entry.path for entry in cfg.datasets])
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
         EncodedDataset(parts[0], encoder.pad_id, report, row_len, mixture),
@@ -297,7 +298,7 @@ class Mixture:
             quotas[source] += 1
         return cls(members, tuple(quotas))
 
-    def lines(self, names: Sequence[str]) -> list[str]:
+    def describe(self, names: Sequence[str]) -> list[str]:
         """Return one sentence on each source, for people."""
         rows = zip(names, self.members, self.quotas, strict=True)
         return [f"an epoch takes {quota} of {name}, which has {len(own)} to train on" for name, own, quota in rows]

@@ -57,7 +57,7 @@ def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
         )
 
 
-def draft_vocabulary(cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int) -> Tensor | None:
+def choose_draft_vocabulary(cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int) -> Tensor | None:
     """The tokens that heads are made for, long [N]; None: all of the backbone's `vocab_size`.
 
     Raises:

@@ -19,7 +19,7 @@ _FILES = (".jsonl", ".json", _PARQUET)
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Records that were found, and can be read."""
 
     def read(self, type: str, *, skip_bad: bool) -> ReadResult:
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Files:
+class LocalFiles:
     """JSON, JSONL and parquet files of this machine."""
 
     paths: tuple[Path, ...]
@@ -58,7 +58,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class HubRows:
+class HubSplit:
     """A split of a data set of the hub, as `datasets` gives it."""
 
     name: str
@@ -73,7 +73,7 @@ class HubRows:
         return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
 
 
-def open_source(source: DatasetConfig) -> Files | HubRows:
+def open_source(source: DatasetConfig) -> LocalFiles | HubSplit:
     """Find a file, a directory of files, or a data set of the hub (if nothing of that name is on this machine).
 
     Raises:
@@ -93,10 +93,10 @@ def open_source(source: DatasetConfig) -> Files | HubRows:
         paths = tuple(sorted(path for path in found.iterdir() if path.suffix in _FILES and path.is_file()))
         if not paths:
             raise DataError(f"{found}: no {', '.join(_FILES[:-1])} or {_FILES[-1]} file in this directory")
-        return Files(paths)
+        return LocalFiles(paths)
     if found.suffix in _OTHER_FILES:
         raise DataError(f"{found}: only JSON, JSONL and parquet files are read; convert it first")
-    return Files((found,))
+    return LocalFiles((found,))
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
@@ -125,7 +125,7 @@ def parquet_rows(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: cannot be read as parquet: {reason}") from None
 
 
-def _open_hub(source: DatasetConfig) -> HubRows:
+def _open_hub(source: DatasetConfig) -> HubSplit:
     if names_a_file(source.path):
         raise DataError(f"{source.path}: no such file or directory")
     import datasets  # takes a second to load, and most configurations name files
@@ -141,7 +141,7 @@ def _open_hub(source: DatasetConfig) -> HubRows:
             f"{source.path}: no file or directory of that name is here, and the hub gave no dataset of that name: "
             f"{reason}\nCheck the name and the connection, or give the path of a JSONL file."
         ) from None
-    return HubRows(f"{source.path}[{split}]", rows)
+    return HubSplit(f"{source.path}[{split}]", rows)
 
 
 def names_a_file(name: str) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-IGNORE = -100
+IGNORE_INDEX = -100
 
 
-def shift(labels: Tensor, k: int, segments: Tensor | None = None) -> Tensor:
+def shift_labels(labels: Tensor, k: int, segments: Tensor | None = None) -> Tensor:
     """Align labels with the positions that predict them: `out[b, t] = labels[b, t + k + 1]`.
 
     k = 0 is the language model's own next token; head k >= 1 predicts one token further each. Only the label
@@ -20,22 +20,22 @@ def shift(labels: Tensor, k: int, segments: Tensor | None = None) -> Tensor:
         shift 1   c - - | f - -
 
     Args:
-        labels: [B, T] token ids, `IGNORE` where nothing is to be learnt.
+        labels: [B, T] token ids, `IGNORE_INDEX` where nothing is to be learnt.
         k: how many tokens beyond the next one, 0 or more.
         segments: [B, T] the document of each position, contiguous within a row (padding: -1); None: one each.
 
     Returns:
-        [B, T], `IGNORE` where there is no target.
+        [B, T], `IGNORE_INDEX` where there is no target.
     """
     if k < 0:
         raise ValueError(f"k must be 0 or more, not {k}")
     ahead = k + 1
-    out = torch.full_like(labels, IGNORE)
+    out = torch.full_like(labels, IGNORE_INDEX)
     if ahead >= labels.shape[1]:
         return out
     target = labels[:, ahead:]
     if segments is not None:
         same = segments[:, ahead:] == segments[:, :-ahead]
-        target = torch.where(same, target, IGNORE)
+        target = torch.where(same, target, IGNORE_INDEX)
     out[:, :-ahead] = target
     return out

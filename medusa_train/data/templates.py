@@ -116,7 +116,7 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
-def named_template(name: str) -> Template:
+def get_template(name: str) -> Template:
     """Return the template of that name.
 
     Raises:

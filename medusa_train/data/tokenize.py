@@ -12,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from medusa_train.data.chat_template import ChatTemplate, Span, SpanError
+from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, Span
 from medusa_train.data.conversation import Conversation, Message, Role
-from medusa_train.data.templates import TEMPLATES, named_template
+from medusa_train.data.templates import TEMPLATES, get_template
 from medusa_train.errors import DataError
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedChat:
     """A chat as tokens: `ids` [T], and `supervised` [T], true where the token is to be learnt."""
 
     ids: list[int]
@@ -29,12 +29,12 @@ class Encoded:
     id: str
     source: str = ""
 
-    def trimmed(self) -> Encoded:
+    def trimmed(self) -> EncodedChat:
         """Return it without the tokens after the last supervised one: nothing is learnt from them."""
         end = len(self.supervised)
         while end and not self.supervised[end - 1]:
             end -= 1
-        return Encoded(self.ids[:end], self.supervised[:end], self.id, self.source)
+        return EncodedChat(self.ids[:end], self.supervised[:end], self.id, self.source)
 
 
 class ChatEncoder:
@@ -57,22 +57,22 @@ class ChatEncoder:
         template: str | None = None,
         *,
         roles: Collection[Role] = ASSISTANT,
-        everything: bool = False,
+        train_on_inputs: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_name = template
         self.roles = frozenset(roles)
-        self.everything = everything
+        self.train_on_inputs = train_on_inputs
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("this tokenizer cannot say where its tokens stand; one with a tokenizer.json is needed")
         self.template = _template_for(tokenizer, template)
 
-    def variant(
-        self, *, template: str | None = None, roles: Collection[Role] = ASSISTANT, everything: bool = False
+    def with_settings(
+        self, *, template: str | None = None, roles: Collection[Role] = ASSISTANT, train_on_inputs: bool = False
     ) -> ChatEncoder:
         """Return an encoder with the same tokenizer; `template` None keeps this one's."""
         name = template if template is not None else self.template_name
-        return ChatEncoder(self.tokenizer, name, roles=roles, everything=everything)
+        return ChatEncoder(self.tokenizer, name, roles=roles, train_on_inputs=train_on_inputs)
 
     @property
     def pad_id(self) -> int:
@@ -82,7 +82,7 @@ class ChatEncoder:
                 return int(token)
         return 0
 
-    def encode(self, conversation: Conversation) -> Encoded:
+    def encode(self, conversation: Conversation) -> EncodedChat:
         """Return the whole chat as tokens; special tokens come from the template alone.
 
         A token is supervised if any of its characters is. That settles tokens that straddle a border: a space
@@ -93,11 +93,11 @@ class ChatEncoder:
         """
         try:
             text, spans = self._spans(conversation.messages)
-        except SpanError as error:
+        except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         supervised = _within(encoding["offset_mapping"], spans)
-        return Encoded(list(encoding["input_ids"]), supervised, conversation.id, conversation.source)
+        return EncodedChat(list(encoding["input_ids"]), supervised, conversation.id, conversation.source)
 
     def fingerprint(self) -> str:
         """Return a digest of all that `encode` follows from: tokenizer, template, and whose words are learnt."""
@@ -105,7 +105,7 @@ class ChatEncoder:
             "template": self.template.source,
             "special_tokens": dict(self.template.special_tokens),
             "roles": sorted(self.roles),
-            "everything": self.everything,
+            "everything": self.train_on_inputs,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
@@ -119,18 +119,18 @@ class ChatEncoder:
         """
         try:
             text = self.template.render(messages, prompt=True)
-        except SpanError as error:
+        except ChatTemplateError as error:
             raise DataError(str(error)) from None
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        if self.everything:
+        if self.train_on_inputs:
             text = self.template.render(messages)
             return text, [(0, len(text))]
-        text, answers = self.template.answers(messages)
+        text, answers = self.template.assistant_spans(messages)
         spans = answers if "assistant" in self.roles else []
         if self.roles - {"assistant"}:
-            words = zip(messages, self.template.contents(messages), strict=True)
+            words = zip(messages, self.template.content_spans(messages), strict=True)
             spans = spans + [span for message, span in words if message.role in self.roles - {"assistant"}]
         return text, sorted(spans)
 
@@ -143,7 +143,7 @@ def _template_for(tokenizer: Any, name: str | None) -> ChatTemplate:
             known = ", ".join(TEMPLATES)
             raise DataError(f"the tokenizer has no chat template; set chat_template to one of {known}")
         return ChatTemplate(tokenizer.get_chat_template(), special)
-    template = named_template(name)
+    template = get_template(name)
     end = template.answer_end or tokenizer.eos_token
     if end is None:
         raise DataError(f"chat template '{name}' ends answers with the eos token, and the tokenizer has none")
@@ -197,7 +197,7 @@ class Example:
         return [self.tokens[:start].tolist() for start in starts]
 
 
-def fit(conversation: Conversation, encoder: ChatEncoder, limit: int) -> tuple[Example | None, Outcome]:
+def encode_example(conversation: Conversation, encoder: ChatEncoder, limit: int) -> tuple[Example | None, Outcome]:
     """Encode a conversation in at most `limit` tokens, never cutting inside an answer.
 
     What follows the last supervised token is left out, as nothing is learnt from it. A conversation that is
@@ -232,7 +232,7 @@ def fit(conversation: Conversation, encoder: ChatEncoder, limit: int) -> tuple[E
     return (_example(*best), "cut") if best[0].ids else (None, "unsupervised")
 
 
-def hold_out(keys: Sequence[str], share: float, seed: int) -> list[bool]:
+def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool]:
     """Choose which conversations are held out, by their contents alone.
 
     Each content gets a number drawn from `seed`; the smallest numbers are held out until `share` of all is
@@ -259,7 +259,7 @@ def hold_out(keys: Sequence[str], share: float, seed: int) -> list[bool]:
     return [key in chosen for key in keys]
 
 
-def _example(encoded: Encoded, kept: Conversation) -> Example:
+def _example(encoded: EncodedChat, kept: Conversation) -> Example:
     return Example(
         tokens=torch.tensor(encoded.ids, dtype=torch.int32),
         supervised=torch.tensor(encoded.supervised, dtype=torch.bool),

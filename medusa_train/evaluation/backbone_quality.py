@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import EncodedDataset
-from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.validation_data import run_config, validation_conversations
 from medusa_train.hub import hub_is_unreachable
@@ -69,8 +69,8 @@ def compare_backbones(before: Version, after: Version, batches: Iterable[Batch])
     """
     tokens, losses, kl = 0, [0.0, 0.0], 0.0
     for batch in batches:
-        wanted = shift(batch.labels, 0, batch.segments).flatten()
-        tokens += int((wanted != IGNORE).sum())
+        wanted = shift_labels(batch.labels, 0, batch.segments).flatten()
+        tokens += int((wanted != IGNORE_INDEX).sum())
         (old, old_matrix), (new, new_matrix) = before(batch), after(batch)
         old, new, wanted = old.flatten(0, 1), new.flatten(0, 1), wanted.to(old.device)
         sums = linear_kl(new, new_matrix, old, old_matrix, wanted)

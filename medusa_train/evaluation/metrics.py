@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.bootstrap import Interval, speed_intervals
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
@@ -47,15 +48,6 @@ def overhead(tree: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> float
 def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
     """Total tokens over total wall time, prefill included."""
     return _ratio(sum(len(answer.tokens) for answer in answers), sum(answer.seconds for answer in answers))
-
-
-def is_looping(tokens: Sequence[int], length: int = 8, times: int = 3) -> bool:
-    """Whether some sequence of `length` tokens occurs `times` times or more (occurrences may overlap).
-
-    Loops are easy to guess and flatter every speedup, so answers that hold them are counted.
-    """
-    windows = Counter(tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1))
-    return any(count >= times for count in windows.values())
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:

@@ -13,9 +13,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.html_report.page import html_page
 from medusa_train.evaluation.judge import model_answers
-from medusa_train.evaluation.metrics import Figures, by_category, is_looping, node_acceptance, summarize
+from medusa_train.evaluation.metrics import Figures, by_category, node_acceptance, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.io import replace_text
 from medusa_train.trees.tree import Tree

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import log_softmax
 
-from medusa_train.data.targets import IGNORE
-from medusa_train.losses.matrix import LMHeadLike, Matrix, product_dtype
+from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.losses.projection import LMHeadLike, Projection, product_dtype
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
-class LinearSums(NamedTuple):
+class LossSums(NamedTuple):
     """What one pass over N rows gives; every sum is over the rows that count, float32 (float64 for float64 weights).
 
     Attributes:
@@ -61,32 +61,32 @@ class Teacher(NamedTuple):
 
 def linear_loss(
     hidden: Tensor, unembedding: LMHeadLike, targets: Tensor, teacher: Teacher | None, chunk: int | None
-) -> LinearSums:
+) -> LossSums:
     """Sum over rows of the cross-entropy (or divergence) between the target distribution and the student's.
 
-    Rows with target IGNORE are dropped before every product and cost nothing. Gradients flow to `hidden`, `weight`,
-    `bias` and the LoRA matrices, each only if it requires one, in its own dtype. The products run in the matrix's
-    dtype or, under autocast, in autocast's (a float32 master weight is cast once per call); softmax and loss are
-    float32 all the same.
+    Rows with target IGNORE_INDEX are dropped before every product and cost nothing. Gradients flow to `hidden`,
+    `weight`, `bias` and the LoRA matrices, each only if it requires one, in its own dtype. The products run in the
+    matrix's dtype or, under autocast, in autocast's (a float32 master weight is cast once per call); softmax and
+    loss are float32 all the same.
 
     Args:
         hidden: [N, d]. unembedding: weight [V, d], bias [V] or None, softcap, scale, low_rank.
-        targets: long [N], rows of the weight (token ids, unless it has a token_map) or IGNORE.
+        targets: long [N], rows of the weight (token ids, unless it has a token_map) or IGNORE_INDEX.
         teacher: without one the labels are the target.
         chunk: rows per chunk; by default `chunk_rows`.
 
     Raises:
-        IndexError: a target is neither IGNORE nor in [0, V), or a row that counts has no row `ahead` of it.
+        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a row that counts has no row `ahead` of it.
         ValueError: the teacher has another number of rows or tokens.
     """
-    rows = (targets != IGNORE).nonzero().squeeze(1)
+    rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     labels = targets[rows]
     vocab = unembedding.weight.shape[0]
     if labels.numel():
         low, high = labels.aminmax()
         if low < 0 or high >= vocab:
             raise IndexError(f"targets from {int(low)} to {int(high)} do not fit a vocabulary of {vocab}")
-    student = Matrix(unembedding)
+    student = Projection(unembedding)
     low_rank = unembedding.low_rank
     job = _Job(
         rows,
@@ -100,7 +100,7 @@ def linear_loss(
     # A and the dropout before it get their gradients from ordinary autograd: z is only r wide
     z = None if low_rank is None else low_rank.down(hidden[rows])
     up = None if low_rank is None else low_rank.b
-    return LinearSums(*_LinearLoss.apply(hidden, unembedding.weight, unembedding.bias, z, up, job))
+    return LossSums(*_LinearLoss.apply(hidden, unembedding.weight, unembedding.bias, z, up, job))
 
 
 def chunk_rows(vocab: int, device: str, itemsize: int = 4) -> int:
@@ -119,7 +119,7 @@ def block_rows(vocab: int, device: str) -> int:
 class _TeacherRows:
     """A teacher's rows for the student's rows [M] that count."""
 
-    def __init__(self, teacher: Teacher, rows: Tensor, total: int, student: Matrix) -> None:
+    def __init__(self, teacher: Teacher, rows: Tensor, total: int, student: Projection) -> None:
         """`total` is N, the student's rows, dropped ones included."""
         ours, theirs = student.weight.shape[0], teacher.unembedding.weight.shape[0]
         if ours != theirs or teacher.hidden.shape[0] != total:
@@ -130,7 +130,7 @@ class _TeacherRows:
         if rows.numel() and not 0 <= int(rows[0]) + teacher.ahead <= int(rows[-1]) + teacher.ahead < total:
             raise IndexError(f"a row that counts has no row {teacher.ahead:+} of it among the teacher's {total}")
         self.hidden = teacher.hidden.detach()
-        self.matrix = Matrix(teacher.unembedding, sharing=student)
+        self.matrix = Projection(teacher.unembedding, sharing=student)
         self.share, self.divergence = teacher.share, teacher.divergence
         self.z: Tensor | None = None
         low_rank = teacher.unembedding.low_rank
@@ -153,7 +153,7 @@ class _Job(NamedTuple):
 
     rows: Tensor  # [M], the rows that count
     labels: Tensor  # [M]
-    student: Matrix
+    student: Projection
     teacher: _TeacherRows | None
     chunk: int
     block: int
@@ -304,19 +304,19 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
 
 def linear_cross_entropy(
     hidden: Tensor, unembedding: LMHeadLike, targets: Tensor, *, chunk: int | None = None
-) -> LinearSums:
+) -> LossSums:
     """Sum of `cross_entropy(logits(hidden), targets)` without the [N, V] logits.
 
-    Rows with target IGNORE are dropped before every product and cost nothing. Gradients flow to `hidden` and to the
-    unembedding's tensors, each only if it requires one; the loss is float32 whatever the products' dtype.
+    Rows with target IGNORE_INDEX are dropped before every product and cost nothing. Gradients flow to `hidden` and to
+    the unembedding's tensors, each only if it requires one; the loss is float32 whatever the products' dtype.
 
     Args:
         hidden: [N, d]. unembedding: weight [V, d], bias [V] or None, softcap, scale, low_rank.
-        targets: long [N], rows of the weight (token ids, unless it has a token_map) or IGNORE.
+        targets: long [N], rows of the weight (token ids, unless it has a token_map) or IGNORE_INDEX.
         chunk: rows per chunk; by default `chunk_rows`.
 
     Raises:
-        IndexError: a target is neither IGNORE nor in [0, V).
+        IndexError: a target is neither IGNORE_INDEX nor in [0, V).
     """
     return linear_loss(hidden, unembedding, targets, None, chunk)
 
@@ -325,12 +325,12 @@ def linear_kl(
     hidden: Tensor,
     unembedding: LMHeadLike,
     teacher_hidden: Tensor,
-    teacher_unembedding: LMHeadLike,
+    teacher_lm_head: LMHeadLike,
     targets: Tensor,
     *,
     ahead: int = 0,
     chunk: int | None = None,
-) -> LinearSums:
+) -> LossSums:
     """Sum over rows of `KL(p_teacher || p_student)` in nats, without the [N, V] logits of either.
 
     Self-distillation's loss of the language model (Medusa, section 2.3.2; SPEC 1). Nothing flows back into the
@@ -338,18 +338,18 @@ def linear_kl(
 
     Args:
         hidden: [N, d], the student's. unembedding: weight [V, d], bias [V] or None, softcap, scale, low_rank.
-        teacher_hidden: [N, d']. teacher_unembedding: the teacher's, of the same V tokens; its LoRA branch, if it has
+        teacher_hidden: [N, d']. teacher_lm_head: the teacher's, of the same V tokens; its LoRA branch, if it has
             one, counts without dropout.
-        targets: long [N]. Rows with IGNORE are dropped before every product; the others' token ids serve `correct`
-            and `ce_sum` only.
+        targets: long [N]. Rows with IGNORE_INDEX are dropped before every product; the others' token ids serve
+            `correct` and `ce_sum` only.
         ahead: row n is compared with the teacher's row n + ahead.
         chunk: rows per chunk; by default `chunk_rows`.
 
     Raises:
-        IndexError: a target is neither IGNORE nor in [0, V), or a row that counts has no row `ahead` of it.
+        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a row that counts has no row `ahead` of it.
         ValueError: the teacher has another number of rows or tokens.
     """
-    teacher = Teacher(teacher_hidden, teacher_unembedding, ahead, share=1.0, divergence=True)
+    teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=1.0, divergence=True)
     return linear_loss(hidden, unembedding, targets, teacher, chunk)
 
 
@@ -357,13 +357,13 @@ def linear_soft_cross_entropy(
     hidden: Tensor,
     unembedding: LMHeadLike,
     teacher_hidden: Tensor,
-    teacher_unembedding: LMHeadLike,
+    teacher_lm_head: LMHeadLike,
     targets: Tensor,
     rho: float,
     *,
     ahead: int = 0,
     chunk: int | None = None,
-) -> LinearSums:
+) -> LossSums:
     """Sum over rows of the cross-entropy against `rho * p_teacher + (1 - rho) * onehot(target)`, in nats.
 
     The soft target of `medusa_distillation_regularization` (SPEC 6; the teacher's probabilities, where the fork took
@@ -380,5 +380,5 @@ def linear_soft_cross_entropy(
     """
     if not 0.0 <= rho <= 1.0:
         raise ValueError(f"rho is the teacher's share of the target, a number in [0, 1], not {rho}")
-    teacher = Teacher(teacher_hidden, teacher_unembedding, ahead, share=rho, divergence=False)
+    teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=rho, divergence=False)
     return linear_loss(hidden, unembedding, targets, teacher, chunk)

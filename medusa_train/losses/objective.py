@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from medusa_train.data.targets import IGNORE, shift
-from medusa_train.losses.fused_linear import LinearSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
-from medusa_train.losses.matrix import LMHeadLike
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
+from medusa_train.losses.fused_linear import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
+from medusa_train.losses.projection import LMHeadLike
 from medusa_train.losses.schedules import head_weight, lambda0
 
 
-class Heads(Protocol):
+class DraftHeads(Protocol):
     """A draft, as far as a loss is concerned."""
 
     @property
@@ -29,7 +29,7 @@ class Heads(Protocol):
         """Head k's matrix and logit transform, k = 1..K."""
 
 
-class States(Protocol):
+class BackboneStates(Protocol):
     """A backbone's features, as far as a loss is concerned."""
 
     @property
@@ -37,12 +37,12 @@ class States(Protocol):
         """[B, T, d], what the backbone's own unembedding reads: position t predicts the token t + 1."""
 
 
-class Labelled(Protocol):
+class LabelledBatch(Protocol):
     """A batch, as far as a loss is concerned: right-padded rows of tokens."""
 
     @property
     def labels(self) -> Tensor:
-        """Long [B, T]: the token itself where it is supervised, else IGNORE."""
+        """Long [B, T]: the token itself where it is supervised, else IGNORE_INDEX."""
 
     @property
     def segments(self) -> Tensor:
@@ -76,7 +76,7 @@ class ObjectiveOutput:
         head_kl_sums: [K], sum of KL to the teacher in nats, 0 where the heads have none; detached.
         head_correct: long [K], top-1 hits.
         head_counts: long [K], valid targets in this micro-batch, each a hit or a miss.
-        head_known: long [K], those among them that the head's vocabulary holds: what has a loss.
+        head_in_vocab: long [K], those among them that the head's vocabulary holds: what has a loss.
         lm: the language model's, None where it is not trained.
     """
 
@@ -85,7 +85,7 @@ class ObjectiveOutput:
     head_kl_sums: Tensor
     head_correct: Tensor
     head_counts: Tensor
-    head_known: Tensor
+    head_in_vocab: Tensor
     lm: LMSums | None
 
 
@@ -106,7 +106,7 @@ class Objective:
 
     def __init__(
         self,
-        draft: Heads,
+        draft: DraftHeads,
         decay: float,
         *,
         lm: Literal["ce", "kl"] | None = None,
@@ -153,25 +153,25 @@ class Objective:
         """Factor on the heads' loss after the share `progress` of the run."""
         return self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
 
-    def counts(self, batch: Labelled) -> Tensor:
+    def target_counts(self, batch: LabelledBatch) -> Tensor:
         """Targets of each term that have a loss, long: [K] the heads', or [1 + K] with the language model's first.
 
         Summed over a global batch (micro-batches and processes) they are `loss`'s `counts_total`.
         """
         heads = [self._known(batch, k, self.draft.lm_head(k)) for k in range(1, self.draft.trained_heads + 1)]
         own = [] if self.lm is None else [self._targets(batch, 0)]
-        return torch.stack([(target != IGNORE).sum() for target in (*own, *heads)])
+        return torch.stack([(target != IGNORE_INDEX).sum() for target in (*own, *heads)])
 
     def loss(
         self,
         feats: Any,
-        batch: Labelled,
+        batch: LabelledBatch,
         counts_total: Tensor,
         *,
         progress: float = 0.0,
-        student_unembedding: LMHeadLike | None = None,
-        teacher: States | None = None,
-        teacher_unembedding: LMHeadLike | None = None,
+        lm_head: LMHeadLike | None = None,
+        teacher: BackboneStates | None = None,
+        teacher_lm_head: LMHeadLike | None = None,
     ) -> ObjectiveOutput:
         """One micro-batch's share of L.
 
@@ -181,32 +181,32 @@ class Objective:
             batch: labels and segments [B, T]; all that the draft reads of it besides.
             counts_total: `counts` summed over the global batch; a term with no target contributes 0.
             progress: step / max_steps, for lambda0.
-            student_unembedding: the backbone's own, LoRA branch included; needed for a language model's loss.
-            teacher, teacher_unembedding: features of the same batch, and the matrix they belong to; needed where
+            lm_head: the backbone's own, LoRA branch included; needed for a language model's loss.
+            teacher, teacher_lm_head: features of the same batch, and the matrix they belong to; needed where
                 `needs_teacher`. In Medusa-1 the frozen backbone is the teacher: `feats` and its unembedding.
 
         Raises:
             ValueError: an argument that this objective needs is missing.
         """
         judge: _Judge | None = None
-        if teacher is not None and teacher_unembedding is not None:
-            judge = _Judge(teacher.hidden, teacher_unembedding)
+        if teacher is not None and teacher_lm_head is not None:
+            judge = _Judge(teacher.hidden, teacher_lm_head)
         elif self.needs_teacher:
-            raise ValueError("this objective compares with a teacher: pass teacher and teacher_unembedding")
-        terms: list[LinearSums] = []
+            raise ValueError("this objective compares with a teacher: pass teacher and teacher_lm_head")
+        terms: list[LossSums] = []
         if self.lm is not None:
-            if student_unembedding is None:
-                raise ValueError("this objective trains the language model: pass student_unembedding")
+            if lm_head is None:
+                raise ValueError("this objective trains the language model: pass lm_head")
             target = self._targets(batch, 0)
-            terms.append(_term(feats.hidden, student_unembedding, target, 0, judge, self.rho, self.lm == "kl"))
+            terms.append(_term(feats.hidden, lm_head, target, 0, judge, self.rho, self.lm == "kl"))
         for k, hidden in enumerate(self.draft.head_states(feats, batch), start=1):
             head = self.draft.lm_head(k)
             terms.append(_term(hidden, head, self._known(batch, k, head), k, judge, self.soft_heads))
-        valid = [(self._targets(batch, k) != IGNORE).sum() for k in range(1, self.draft.trained_heads + 1)]
-        return self._weigh(terms, torch.stack(valid), self.counts(batch), counts_total, progress)
+        valid = [(self._targets(batch, k) != IGNORE_INDEX).sum() for k in range(1, self.draft.trained_heads + 1)]
+        return self._weigh(terms, torch.stack(valid), self.target_counts(batch), counts_total, progress)
 
     def _weigh(
-        self, terms: list[LinearSums], valid: Tensor, counts: Tensor, totals: Tensor, progress: float
+        self, terms: list[LossSums], valid: Tensor, counts: Tensor, totals: Tensor, progress: float
     ) -> ObjectiveOutput:
         first = 0 if self.lm is None else 1  # where the heads begin
         scale = self.heads_weight(progress)
@@ -220,27 +220,27 @@ class Objective:
             head_kl_sums=torch.stack([term.kl_sum for term in heads]),
             head_correct=torch.stack([term.correct for term in heads]),
             head_counts=valid,
-            head_known=counts[first:],
+            head_in_vocab=counts[first:],
             lm=LMSums(lm.loss_sum.detach(), lm.ce_sum, lm.kl_sum, lm.correct, counts[0]) if first else None,
         )
 
     @staticmethod
-    def _targets(batch: Labelled, k: int) -> Tensor:
-        return shift(batch.labels, k, batch.segments)
+    def _targets(batch: LabelledBatch, k: int) -> Tensor:
+        return shift_labels(batch.labels, k, batch.segments)
 
-    def _known(self, batch: Labelled, k: int, head: LMHeadLike) -> Tensor:
-        """Head k's targets [B, T] as rows of its matrix, IGNORE where there is none."""
+    def _known(self, batch: LabelledBatch, k: int, head: LMHeadLike) -> Tensor:
+        """Head k's targets [B, T] as rows of its matrix, IGNORE_INDEX where there is none."""
         target = self._targets(batch, k)
         if head.token_map is None:
             return target
         places = head.places(target)
-        return torch.where(places < 0, IGNORE, places)
+        return torch.where(places < 0, IGNORE_INDEX, places)
 
 
 class Medusa1Objective(Objective):
     """`L1 = sum_k c^k * CE_k`: the backbone frozen, the heads alone (Medusa, section 2.2.1, Eq. 1)."""
 
-    def __init__(self, draft: Heads, decay: float, *, soft_heads: float = 0.0) -> None:
+    def __init__(self, draft: DraftHeads, decay: float, *, soft_heads: float = 0.0) -> None:
         """`decay` is c, `medusa_decay_coefficient`; `soft_heads` the frozen backbone's share of the targets."""
         super().__init__(draft, decay, soft_heads=soft_heads)
 
@@ -269,7 +269,7 @@ def _term(
     judge: _Judge | None,
     share: float,
     divergence: bool = False,
-) -> LinearSums:
+) -> LossSums:
     """Sums of the predictor of t + k + 1: states [B, T, d] against targets [B, T] (rows) and the teacher at t + k.
 
     The rows of a batch are laid end to end, so t + k may seem to reach into the next one; where t + k + 1 is a valid

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from medusa_train.data.chat_template import SpanError
+from medusa_train.data.chat_template import ChatTemplateError
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.generate import FinishReason
-from medusa_train.selfdistill.engines import Answer, Reason, Request
+from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
 
-_REASONS: dict[FinishReason, Reason] = {"eos": "stop", "length": "length", "context": "context"}
+_REASONS: dict[FinishReason, AnswerFinishReason] = {"eos": "stop", "length": "length", "context": "context"}
 _MARK = "\ue000words\ue001"  # characters for private use: no template holds them
 
 
@@ -86,5 +86,5 @@ class ChatPrompting:
     def _render(self, messages: tuple[Message, ...]) -> str:
         try:
             return self._encoder.template.render(messages, prompt=True)
-        except SpanError as error:
+        except ChatTemplateError as error:
             raise DataError(str(error)) from None

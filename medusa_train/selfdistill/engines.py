@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from medusa_train.data.conversation import Message
 
-Reason = Literal["stop", "length", "context", "refused"]
+AnswerFinishReason = Literal["stop", "length", "context", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Answer:
     """
 
     text: str
-    reason: Reason
+    finish_reason: AnswerFinishReason
     prompt_tokens: int
     completion_tokens: int
 
@@ -52,13 +52,13 @@ class Engine(Protocol):
     def capacity(self) -> int:
         """How many requests it wants to have at hand, answered ones left out."""
 
-    def submit(self, ticket: int, request: Request) -> None:
+    def submit(self, request_id: int, request: Request) -> None:
         """Take a request; returns at once."""
 
     def next(self) -> tuple[int, Answer]:
-        """Wait for the answer to any request that was submitted, and say by `ticket` to which."""
+        """Wait for the answer to any request that was submitted, and say by `request_id` to which."""
 
-    def figures(self) -> Mapping[str, str]:
+    def stats(self) -> Mapping[str, str]:
         """What is worth telling at the end, by name."""
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def fastest_dtype(device: torch.device | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    ticket: int
+    request_id: int
     request: Request
     prompt: list[int]
 
@@ -99,7 +99,7 @@ class HFEngine:
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
         self.sampling = Sampling(temperature, top_k, top_p) if temperature else None
-        self._speakers = ChatPrompting(backbone.tokenizer, chat_template)
+        self._prompting = ChatPrompting(backbone.tokenizer, chat_template)
         self._plain = BatchDecoder(backbone)
         self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
         self._batch: Batch | None = None
@@ -120,18 +120,18 @@ class HFEngine:
         """A few batches, of which requests of like lengths are picked; a single one where there are no batches."""
         return 1 if self.batch_size == 1 else POOL * self.batch_size
 
-    def submit(self, ticket: int, request: Request) -> None:
+    def submit(self, request_id: int, request: Request) -> None:
         """Keep a request until `next` answers it."""
         try:
-            prompt = self._speakers.prompt(request)
+            prompt = self._prompting.prompt(request)
         except DataError:
             # a chat that the template does not take must not end the run
-            self._finished.append((ticket, Answer("", "refused", 0, 0)))
+            self._finished.append((request_id, Answer("", "refused", 0, 0)))
             return
         if len(prompt) > self.backbone.max_context:
-            self._finished.append((ticket, Answer("", "context", len(prompt), 0)))
+            self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
         else:
-            self._waiting.append(_Asked(ticket, request, prompt))
+            self._waiting.append(_Asked(request_id, request, prompt))
 
     def next(self) -> tuple[int, Answer]:
         """The next answer; where none is ready, makes those of a batch or takes one on until some are."""
@@ -142,8 +142,8 @@ class HFEngine:
             else:
                 asked, made = self._go_on(self._batch)
             for one, out in zip(asked, made, strict=True):
-                answer = self._speakers.answer(one.request, len(one.prompt), out.tokens, out.finish)
-                self._finished.append((one.ticket, answer))
+                answer = self._prompting.answer(one.request, len(one.prompt), out.tokens, out.finish)
+                self._finished.append((one.request_id, answer))
         return self._finished.popleft()
 
     @property
@@ -151,7 +151,7 @@ class HFEngine:
         """Verification passes so far, and the steps of answers that were taken in them."""
         return self._decoder.passes, self._steps
 
-    def figures(self) -> Mapping[str, str]:
+    def stats(self) -> Mapping[str, str]:
         """What the heads were worth, and how many answers of a batch hung on rounding."""
         figures = {}
         if self._steps and self._decoder is not self._plain:
@@ -169,9 +169,9 @@ class HFEngine:
         """The oldest request and those whose prompts are nearest to its in length, in the order of asking."""
         oldest, *others = self._waiting
         others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
-        picked = {asked.ticket for asked in (oldest, *others[: count - 1])}
-        found = [asked for asked in self._waiting if asked.ticket in picked]
-        self._waiting = [asked for asked in self._waiting if asked.ticket not in picked]
+        picked = {asked.request_id for asked in (oldest, *others[: count - 1])}
+        found = [asked for asked in self._waiting if asked.request_id in picked]
+        self._waiting = [asked for asked in self._waiting if asked.request_id not in picked]
         return found
 
     def _go_on(self, batch: Batch) -> tuple[list[_Asked], list[Generation]]:
@@ -181,11 +181,11 @@ class HFEngine:
             joining = self._pick(free)
             generators = [self._generator(asked) if self.sampling else None for asked in joining]
             batch.add_requests(
-                [PendingRequest(a.ticket, a.prompt, g) for a, g in zip(joining, generators, strict=True)]
+                [PendingRequest(a.request_id, a.prompt, g) for a, g in zip(joining, generators, strict=True)]
             )
-            self._underway.update((asked.ticket, asked) for asked in joining)
+            self._underway.update((asked.request_id, asked) for asked in joining)
         done = batch.step()
-        asked = [self._underway.pop(ticket) for ticket, _ in done]
+        asked = [self._underway.pop(request_id) for request_id, _ in done]
         made = [out for _, out in done]
         self._steps += sum(out.steps for out in made)
         if self._exact:

@@ -7,25 +7,19 @@ A mode (`replay`, `selftalk`) is a generator that yields `Request`s, is sent the
 from __future__ import annotations
 
 import hashlib
-import re
-from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medusa_train.data.conversation import Message
-from medusa_train.selfdistill.engines import Answer, Reason, Request
-from medusa_train.selfdistill.prompts import Seed
+from medusa_train.data.conversation import Message, is_looping
+from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
+from medusa_train.selfdistill.prompts import Prompt
 
 DropReason = Literal["length", "context", "refused", "empty", "looping", "repeated"]
 
-_LOOP_LENGTH, _LOOP_TIMES = 8, 3
-# Words, runs of other marks (so that a ruled line is one), and single characters where words are not spaced.
-_PIECES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
-
 
 @dataclass(frozen=True)
-class Rules:
+class DropRules:
     """Which answers are not kept: those that a limit cut off (`drop_truncated`), and looping ones (`drop_looping`).
 
     A blank answer is never kept: nothing is learnt from it, and chat formats refuse it.
@@ -36,12 +30,12 @@ class Rules:
 
     def why_dropped(self, answer: Answer) -> DropReason | None:
         """Why `answer` is dropped, with all later turns; None if it is kept."""
-        if answer.reason == "refused":
+        if answer.finish_reason == "refused":
             return "refused"
-        if answer.reason != "stop" and self.drop_truncated:
-            return answer.reason
+        if answer.finish_reason != "stop" and self.drop_truncated:
+            return answer.finish_reason
         if not answer.text.strip():
-            return "context" if answer.reason == "context" else "empty"
+            return "context" if answer.finish_reason == "context" else "empty"
         if self.drop_looping and is_looping(answer.text):
             return "looping"
         return None
@@ -58,9 +52,9 @@ class GeneratedChat:
         dropped: why an answer was dropped with all later turns, or None; dropped_turns: how many that were.
     """
 
-    seed: Seed
+    seed: Prompt
     messages: list[Message] = field(default_factory=list)
-    reasons: list[Reason] = field(default_factory=list)
+    finish_reasons: list[AnswerFinishReason] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     completion_tokens: list[int] = field(default_factory=list)
     looping: int = 0
@@ -74,12 +68,12 @@ class GeneratedChat:
     @property
     def turns(self) -> int:
         """How many answers there are."""
-        return len(self.reasons)
+        return len(self.finish_reasons)
 
     def add(self, asked: Message, answer: Answer) -> None:
         """Keep a question with its answer."""
         self.messages += [asked, Message("assistant", answer.text)]
-        self.reasons.append(answer.reason)
+        self.finish_reasons.append(answer.finish_reason)
         self.prompt_tokens.append(answer.prompt_tokens)
         self.completion_tokens.append(answer.completion_tokens)
         self.looping += is_looping(answer.text)
@@ -89,7 +83,7 @@ class GeneratedChat:
         self.dropped, self.dropped_turns = why, turns
 
 
-Steps = Generator[Request, Answer, GeneratedChat]
+ChatSteps = Generator[Request, Answer, GeneratedChat]
 
 
 def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
@@ -98,17 +92,7 @@ def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: what torch's generators take
 
 
-def is_looping(text: str) -> bool:
-    """Whether some sequence of eight words or marks occurs three times.
-
-    The rule that evaluation counts loops by, on text instead of tokens: a server's tokens are not known.
-    """
-    pieces = _PIECES.findall(text)
-    windows = Counter(tuple(pieces[i : i + _LOOP_LENGTH]) for i in range(len(pieces) - _LOOP_LENGTH + 1))
-    return any(count >= _LOOP_TIMES for count in windows.values())
-
-
-def replay(seed: Seed, *, random_seed: int, rules: Rules) -> Steps:
+def replay(seed: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
     """Answer the turns of `seed` (SPEC 2, replay; the reference's defaults).
 
     An answer that `rules` drop ends the conversation: it goes with all later turns, and earlier turns stay.
@@ -125,7 +109,7 @@ def replay(seed: Seed, *, random_seed: int, rules: Rules) -> Steps:
     return talk
 
 
-def selftalk(seed: Seed, *, random_seed: int, rules: Rules, rounds: int) -> Steps:
+def selftalk(seed: Prompt, *, random_seed: int, rules: DropRules, rounds: int) -> ChatSteps:
     """Answer the first turn of `seed`, then ask on in the user's name (SPEC 2, self-talk).
 
     It ends after `rounds` answers, with an answer that `rules` drop, with a user's turn that is blank or cut off
@@ -145,7 +129,7 @@ def selftalk(seed: Seed, *, random_seed: int, rules: Rules, rounds: int) -> Step
             return talk
         name = f"user {talk.turns}"
         said = yield Request(tuple(talk.messages), turn_seed(random_seed, seed.id, name), speaker="user")
-        if said.reason != "stop" or not said.text.strip() or _repeats(talk, "user", said.text):
+        if said.finish_reason != "stop" or not said.text.strip() or _repeats(talk, "user", said.text):
             return talk  # nothing that was asked for is lost: the model has no more to say
         asked = Message("user", said.text)
 

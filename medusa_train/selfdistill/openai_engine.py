@@ -11,7 +11,7 @@ from typing import Any
 
 from medusa_train.errors import ServerError
 from medusa_train.openai_client import OpenAIClient, RequestRejected
-from medusa_train.selfdistill.engines import Answer, Reason, Request
+from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
 
 _IN_A_ROW = 50  # refusals without an answer between them: then it is no matter of single chats
 
@@ -61,7 +61,7 @@ class OpenAIEngine:
         self._todo: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
-        self._held: deque[int] = deque()  # tickets of refused requests that are not returned yet
+        self._held: deque[int] = deque()  # request ids of refused requests that are not returned yet
         self._refusals: list[str] = []  # reasons since the last answer
         self._takes_some = False  # whether there was any answer
         self._threads: list[threading.Thread] = []
@@ -71,10 +71,10 @@ class OpenAIEngine:
         """One request for each connection, so that none waits while another conversation could go on."""
         return self.concurrency
 
-    def submit(self, ticket: int, request: Request) -> None:
+    def submit(self, request_id: int, request: Request) -> None:
         """Queue a request; the first ones start the threads that serve the queue."""
         self._open += 1
-        self._todo.put((ticket, request))
+        self._todo.put((request_id, request))
         if len(self._threads) < self.concurrency:
             # Daemons: an interrupted run does not wait for answers that may take minutes.
             thread = threading.Thread(target=self._serve, daemon=True)
@@ -85,21 +85,21 @@ class OpenAIEngine:
         """The next answer that comes in. A refusal counts as one, unless the server refuses whatever it is asked."""
         while not (self._held and self._takes_some):
             self._check_refusals()
-            ticket, outcome = self._finished.get()
+            request_id, outcome = self._finished.get()
             if isinstance(outcome, RequestRejected) and not outcome.too_long:
                 # Kept back until an answer shows that it is about this chat, and not about every one: a run whose
                 # requests are all refused has to end without a seed being noted as done.
-                self._held.append(ticket)
+                self._held.append(request_id)
                 self._refusals.append(str(outcome))
                 continue
             if isinstance(outcome, BaseException) and not isinstance(outcome, RequestRejected):
                 raise outcome
             self._open -= 1
             if isinstance(outcome, RequestRejected):
-                return ticket, Answer("", "context", 0, 0)
+                return request_id, Answer("", "context", 0, 0)
             self._takes_some = True
             self._refusals.clear()
-            return ticket, outcome
+            return request_id, outcome
         self._open -= 1
         return self._held.popleft(), Answer("", "refused", 0, 0)
 
@@ -111,7 +111,7 @@ class OpenAIEngine:
                 f"the last: {self._refusals[-1]}"
             )
 
-    def figures(self) -> Mapping[str, str]:
+    def stats(self) -> Mapping[str, str]:
         """How often the server had to be asked again."""
         return {"requests repeated": f"{self.server.retries:,}"} if self.server.retries else {}
 
@@ -121,8 +121,8 @@ class OpenAIEngine:
 
     def _serve(self) -> None:
         while True:
-            ticket, request = self._todo.get()
-            self._finished.put((ticket, self._ask(request)))
+            request_id, request = self._todo.get()
+            self._finished.put((request_id, self._ask(request)))
 
     def _ask(self, request: Request) -> _Outcome:
         try:
@@ -146,7 +146,7 @@ def _answer(content: Mapping[str, Any]) -> Answer:
     )
 
 
-def _reason(finish: object) -> Reason:
+def _reason(finish: object) -> AnswerFinishReason:
     """OpenAI's finish reasons; what is neither an end nor a limit (content_filter, tool_calls) is nothing to learn."""
     if finish in ("stop", "eos", None):
         return "stop"

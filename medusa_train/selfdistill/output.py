@@ -49,12 +49,12 @@ def _index(path: Path) -> dict[str, tuple[int, int]]:
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}:{number}: not a conversation (a JSON object with an id); "
-                "fix or delete the file, or choose another output"
+                "fix or delete the file, or select_prompts another output"
             ) from None
     return index
 
 
-class Writer:
+class OutputWriter:
     """Appends conversations to `output`; knows which ones an earlier run has finished.
 
     Args:
@@ -76,8 +76,8 @@ class Writer:
         try:
             # again, and stored, while no other process can begin or go on with other ones
             if not _are_stored(output, settings):
-                put_settings(output, settings)
-            self.dropped = IndexedLines(dropped_file(output))
+                write_settings(output, settings)
+            self.dropped = IndexedLines(dropped_path(output))
         except BaseException:
             self.lines.close()
             raise
@@ -99,37 +99,37 @@ class Writer:
             raise ValueError(f"conversation {name} is written already")
         self.done.add(name)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> OutputWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.lines.close()
         self.dropped.close()
         if not self.done:  # nothing was made, so nothing is worth keeping settings for
-            settings_file(self.output).unlink(missing_ok=True)
+            settings_path(self.output).unlink(missing_ok=True)
         for file in (self.lines, self.dropped):
             if file.path.stat().st_size == 0:
                 file.path.unlink()
 
 
-def settings_file(output: Path) -> Path:
+def settings_path(output: Path) -> Path:
     """The file beside `output` that says how it was made."""
     return output.with_suffix(".settings.json")
 
 
-def dropped_file(output: Path) -> Path:
+def dropped_path(output: Path) -> Path:
     """The file beside `output` that names the conversations of which nothing was left."""
     return output.with_suffix(".dropped.jsonl")
 
 
-def holds_lines(output: Path) -> bool:
+def has_conversations(output: Path) -> bool:
     """Whether any conversation is finished in `output`, written or dropped."""
-    return any(file.exists() and file.stat().st_size for file in (output, dropped_file(output)))
+    return any(file.exists() and file.stat().st_size for file in (output, dropped_path(output)))
 
 
-def put_settings(output: Path, settings: Mapping[str, Any]) -> None:
+def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
     """Store the settings beside `output`, whole or not at all."""
-    replace_text(settings_file(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n")
+    replace_text(settings_path(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n")
 
 
 def _are_stored(output: Path, settings: Mapping[str, Any]) -> bool:
@@ -140,14 +140,14 @@ def _are_stored(output: Path, settings: Mapping[str, Any]) -> bool:
     """
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: its name has to end with .jsonl")
-    path = settings_file(output)
+    path = settings_path(output)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         stored = None
     except ValueError:
         raise ConfigError(f"{path}: not valid JSON; mend it, or name another output") from None
-    made = holds_lines(output)
+    made = has_conversations(output)
     if made and stored is None:
         raise ConfigError(f"output {output}: it exists, and no {path.name} says how it was made; name another output")
     if stored is not None and (differing := _differing(stored, settings)):
@@ -174,7 +174,7 @@ def _differences(output: Path, differing: Sequence[str], stored: Mapping[str, An
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """What a union holds: `conversations`, those `dropped` whole, seeds still `missing`, from `parts` files."""
 
     parts: int
@@ -190,7 +190,7 @@ def shard_output(output: Path, shard: Shard | None) -> Path:
     return output.with_name(f"{output.stem}.shard-{shard.index}-of-{shard.count}{output.suffix}")
 
 
-def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) -> Merged:
+def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) -> MergeResult:
     """Write the conversations of all shards beside `output`, and those in it, to `output`, in the order of the seeds.
 
     A conversation that several files hold is taken once. The shards stay, and merging again after they went on is
@@ -200,21 +200,21 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
         DataError: there is nothing to merge, or a process still writes to a part.
         ConfigError: a part was made with other settings.
     """
-    parts = [*_shards_of(output), *([output] if holds_lines(output) else [])]
+    parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
     if not parts:
         raise DataError(f"{output}: nothing to merge, there is no {shard_output(output, Shard(1, 2)).name} or the like")
     with ExitStack() as stack:
-        writers = [stack.enter_context(Writer(part, settings)) for part in parts]
+        writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
         written = _first_places(writer.lines for writer in writers)
         dropped = _first_places(writer.dropped for writer in writers)
         lines = [written[name] for name in _ordered(written, seed_ids)]
         notes = [dropped[name] for name in _ordered(dropped, seed_ids) if name not in written]
-        put_settings(output, settings)
-        if notes or dropped_file(output).exists():
-            replace_bytes(dropped_file(output), _read(notes))
+        write_settings(output, settings)
+        if notes or dropped_path(output).exists():
+            replace_bytes(dropped_path(output), _read(notes))
         replace_bytes(output, _read(lines))
     missing = sum(name not in written and name not in dropped for name in seed_ids)
-    return Merged(len(parts), len(lines), len(notes), missing)
+    return MergeResult(len(parts), len(lines), len(notes), missing)
 
 
 def _shards_of(output: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Seed conversations: reads what the user says in records of chats. Knows no model, no answer and no hub.
+"""Prompt conversations: reads what the user says in records of chats. Knows no model, no answer and no hub.
 
 Seeds are read more leniently than training data: only what the user says is taken, whoever answers or nobody
 does, so that a set of bare prompts and a chat that begins with an answer both serve.
@@ -15,7 +15,7 @@ from typing import Any
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.sources import Files, HubRows, open_source, parquet_rows
+from medusa_train.data.sources import HubSplit, LocalFiles, open_source, parquet_rows
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 
@@ -24,7 +24,7 @@ _USER, _SYSTEM = ("human", "user"), ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:
+class Prompt:
     """What the user says in one conversation, turn by turn, and where it was read (`file:line`)."""
 
     id: str
@@ -33,7 +33,9 @@ class Seed:
     source: str = ""
 
 
-def read_seeds(source: Path | Files | HubRows, type: str = "auto", *, skipped: list[str] | None = None) -> list[Seed]:
+def read_prompts(
+    source: Path | LocalFiles | HubSplit, type: str = "auto", *, skipped: list[str] | None = None
+) -> list[Prompt]:
     """Read seeds from JSONL files, JSON arrays, parquet files or rows of the hub.
 
     Records are in ShareGPT, messages, alpaca or MT-Bench's question form. One without any user turn is left out; an
@@ -45,8 +47,8 @@ def read_seeds(source: Path | Files | HubRows, type: str = "auto", *, skipped: l
     Raises:
         DataError: no such file, broken records (unless `skipped` is given), or no user turn in all of it.
     """
-    name = source.name if isinstance(source, HubRows) else _named(source)
-    seeds: list[Seed] = []
+    name = source.name if isinstance(source, HubSplit) else _named(source)
+    seeds: list[Prompt] = []
     problems: list[str] = []
     times: dict[str, int] = {}
     for place, record in _records(source):
@@ -73,11 +75,11 @@ def first_of(problems: Sequence[str]) -> list[str]:
     return [*problems[:_SHOWN], *more]
 
 
-def _named(source: Path | Files) -> str:
+def _named(source: Path | LocalFiles) -> str:
     return str(source) if isinstance(source, Path) else ", ".join(map(str, source.paths))
 
 
-def _unlike(seed: Seed, times: dict[str, int]) -> Seed:
+def _unlike(seed: Prompt, times: dict[str, int]) -> Prompt:
     """The seed under an id that none had before: `id`, else `id~2`, `id~3`, ...; `times` counts them."""
     name = seed.id
     while name in times:
@@ -87,9 +89,9 @@ def _unlike(seed: Seed, times: dict[str, int]) -> Seed:
     return replace(seed, id=name)
 
 
-def _records(source: Path | Files | HubRows) -> Iterator[tuple[str, Any]]:
+def _records(source: Path | LocalFiles | HubSplit) -> Iterator[tuple[str, Any]]:
     """(place, record) of each record; a broken line of a JSONL file comes as a ValueError in its place."""
-    if isinstance(source, HubRows):
+    if isinstance(source, HubSplit):
         yield from _numbered(source.name, source.rows)
         return
     for path in (source,) if isinstance(source, Path) else source.paths:
@@ -127,7 +129,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{number}", record
 
 
-def _parse(record: Any, type: str, source: str) -> Seed | None:
+def _parse(record: Any, type: str, source: str) -> Prompt | None:
     """The seed of one record, or None where the user says nothing."""
     if isinstance(record, ValueError):
         raise record
@@ -139,7 +141,7 @@ def _parse(record: Any, type: str, source: str) -> Seed | None:
     name = record.get("id", record.get("question_id"))
     if not isinstance(name, (str, int)) or name == "":
         name = hashlib.sha256(json.dumps([system, *turns]).encode()).hexdigest()[:16]
-    return Seed(str(name), tuple(turns), system, source)
+    return Prompt(str(name), tuple(turns), system, source)
 
 
 def _user_turns(record: Mapping[str, Any], type: str) -> tuple[list[str], str | None]:
@@ -220,9 +222,9 @@ def short_name(seed_dataset: str) -> str:
     return seed_dataset if seed_dataset in KNOWN else Path(seed_dataset).stem
 
 
-def find_seeds(
+def find_prompts(
     seed_dataset: str, note: Callable[[str], None] = lambda line: None, *, split: str | None = None
-) -> Files | HubRows:
+) -> LocalFiles | HubSplit:
     """Find a seed set given by name, path (a file or a directory of files) or hub name.
 
     Args:
@@ -248,7 +250,7 @@ def find_seeds(
     raise DataError(f"seed_dataset {seed_dataset}: no such file, and no seed set of that name ({names})")
 
 
-def _fetch(name: str, named: _Named, note: Callable[[str], None], split: str | None) -> Files | HubRows:
+def _fetch(name: str, named: _Named, note: Callable[[str], None], split: str | None) -> LocalFiles | HubSplit:
     """A named set from its public home."""
     if named.hub_repo is None:
         raise DataError(f"seed_dataset {name}: {named.places[0]} is missing from this installation")
@@ -257,7 +259,7 @@ def _fetch(name: str, named: _Named, note: Callable[[str], None], split: str | N
             note(f"seeds {name}: not on this machine, asking the Hugging Face hub for {named.hub_repo} ...")
         downloaded = fetch_dataset_file(named.hub_repo, named.hub_file)
         if downloaded is not None:
-            return Files((downloaded,))
+            return LocalFiles((downloaded,))
     else:
         try:
             return _rows(named.hub_repo, split or named.split, note)
@@ -266,7 +268,7 @@ def _fetch(name: str, named: _Named, note: Callable[[str], None], split: str | N
     raise DataError(_missing(name, named))
 
 
-def _rows(repo: str, split: str | None, note: Callable[[str], None]) -> Files | HubRows:
+def _rows(repo: str, split: str | None, note: Callable[[str], None]) -> LocalFiles | HubSplit:
     """The rows of a data set of the hub, or of its local cache."""
     if not hub_is_unreachable():
         note(f"seeds {repo}: not on this machine, asking the Hugging Face hub ...")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill.engines import Answer, Engine, Request
-from medusa_train.selfdistill.modes import GeneratedChat, Rules, Steps, replay, selftalk
-from medusa_train.selfdistill.output import Writer
-from medusa_train.selfdistill.prompts import Seed, find_seeds, first_of, read_seeds, short_name
-from medusa_train.selfdistill.select_prompts import Selection, Shard, choose
+from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, replay, selftalk
+from medusa_train.selfdistill.output import OutputWriter
+from medusa_train.selfdistill.prompts import Prompt, find_prompts, first_of, read_prompts, short_name
+from medusa_train.selfdistill.select_prompts import Selection, Shard, select_prompts
 
 if TYPE_CHECKING:
     from medusa_train.checkpoint.resolve import ModelPaths
@@ -76,13 +76,13 @@ class RunStats:
 
 
 def distill(
-    seeds: Sequence[Seed],
+    seeds: Sequence[Prompt],
     engine: Engine,
-    writer: Writer,
+    writer: OutputWriter,
     *,
-    talk: Callable[[Seed], Steps],
-    facts: dict[str, Any],
-    on_progress: Callable[[RunStats], None] = lambda tally: None,
+    mode: Callable[[Prompt], ChatSteps],
+    metadata: dict[str, Any],
+    on_progress: Callable[[RunStats], None] = lambda stats: None,
 ) -> RunStats:
     """Make a conversation of each of `seeds` and write it; those in `writer.done` are left out.
 
@@ -90,54 +90,54 @@ def distill(
     finished; an engine that takes one request at a time writes them in the order of the seeds.
 
     Args:
-        talk: the mode, `replay` or `selftalk` with its settings.
-        facts: what every line says beside the conversation: `model`, `sampling`, ...
+        mode: `replay` or `selftalk` with its settings.
+        metadata: what every line says beside the conversation: `model`, `sampling`, ...
         on_progress: called at the start, after every answer and after every conversation.
     """
     left = [seed for seed in seeds if seed.id not in writer.done]
-    tally = RunStats(total=len(seeds), earlier=len(seeds) - len(left))
+    stats = RunStats(total=len(seeds), earlier=len(seeds) - len(left))
     coming = iter(enumerate(left))
-    underway: dict[int, Steps] = {}
+    underway: dict[int, ChatSteps] = {}
     ready: deque[tuple[int, Request]] = deque()
     asked = 0  # requests that the engine has not answered yet
-    on_progress(tally)
+    on_progress(stats)
     while True:
         while asked < engine.capacity:
             if not ready and (begun := next(coming, None)) is not None:
-                ticket, seed = begun
-                underway[ticket] = talk(seed)
-                ready.append((ticket, next(underway[ticket])))
+                request_id, seed = begun
+                underway[request_id] = mode(seed)
+                ready.append((request_id, next(underway[request_id])))
             if not ready:
                 break
             engine.submit(*ready.popleft())
             asked += 1
         if not asked:
-            return tally
-        ticket, answer = engine.next()
+            return stats
+        request_id, answer = engine.next()
         asked -= 1
-        tally.tokens += answer.completion_tokens
-        finished = _go_on(ticket, answer, underway, ready)
-        on_progress(tally)
+        stats.tokens += answer.completion_tokens
+        finished = _go_on(request_id, answer, underway, ready)
+        on_progress(stats)
         if finished is not None:
-            write(finished, writer, facts)
-            tally.count(finished)
-            on_progress(tally)
+            write(finished, writer, metadata)
+            stats.count(finished)
+            on_progress(stats)
 
 
 def _go_on(
-    ticket: int, answer: Answer, underway: dict[int, Steps], ready: deque[tuple[int, Request]]
+    request_id: int, answer: Answer, underway: dict[int, ChatSteps], ready: deque[tuple[int, Request]]
 ) -> GeneratedChat | None:
     """Hand a conversation its answer: its next request goes to `ready`, or it is finished and returned."""
     try:
-        ready.append((ticket, underway[ticket].send(answer)))
+        ready.append((request_id, underway[request_id].send(answer)))
     except StopIteration as end:
-        del underway[ticket]
+        del underway[request_id]
         talk: GeneratedChat = end.value
         return talk
     return None
 
 
-def write(talk: GeneratedChat, writer: Writer, facts: dict[str, Any]) -> None:
+def write(talk: GeneratedChat, writer: OutputWriter, facts: dict[str, Any]) -> None:
     """Append a conversation, or the note that nothing was left of it."""
     identity = {"id": talk.seed.id, "seed_id": talk.seed.id}
     dropped = {"dropped": {"reason": talk.dropped, "turns": talk.dropped_turns}} if talk.dropped else {}
@@ -151,7 +151,7 @@ def write(talk: GeneratedChat, writer: Writer, facts: dict[str, Any]) -> None:
             "model": facts.pop("model"),
             "messages": [message.as_dict() for message in talk.messages],
             **facts,
-            "finish_reasons": talk.reasons,
+            "finish_reasons": talk.finish_reasons,
             "token_counts": {"prompt": talk.prompt_tokens, "completion": talk.completion_tokens},
             **dropped,
         }
@@ -161,14 +161,14 @@ def write(talk: GeneratedChat, writer: Writer, facts: dict[str, Any]) -> None:
 BATCH = 16
 
 
-def output_of(cfg: SelfDistillConfig) -> Path:
+def output_path(cfg: SelfDistillConfig) -> Path:
     """The file that the conversations go to, shards apart."""
     if cfg.output is not None:
         return Path(cfg.output)
     return Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
 
 
-def shard_of(text: str | None) -> Shard | None:
+def resolve_shard(text: str | None) -> Shard | None:
     """The part that this process answers: `text` (i/n), else the rank that torchrun or DeepSpeed gave it.
 
     Raises:
@@ -180,34 +180,34 @@ def shard_of(text: str | None) -> Shard | None:
     return Shard(int(os.environ.get("RANK", "0")) + 1, world) if world > 1 else None
 
 
-def seeds_of(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[Seed], Counter[str]]:
+def load_prompts(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[Prompt], Counter[str]]:
     """The seeds to answer, shards apart, and how many were left out for which reason.
 
     Args:
         note: told what a user should know: where seeds come from, which records were skipped.
 
     Raises:
-        DataError, ConfigError: as `find_seeds` and `read_seeds` do.
+        DataError, ConfigError: as `find_prompts` and `read_prompts` do.
     """
     skipped: list[str] | None = [] if cfg.skip_bad_records else None
-    seeds = read_seeds(find_seeds(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
+    seeds = read_prompts(find_prompts(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
     asked = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
-    chosen, left_out = choose(seeds, asked)
+    chosen, left_out = select_prompts(seeds, asked)
     if skipped:
         note("\n".join(["broken records, skipped:", *first_of(skipped)]))
         left_out["broken"] += len(skipped)
     return chosen, left_out
 
 
-def mode_of(cfg: SelfDistillConfig) -> Callable[[Seed], Steps]:
+def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
     """The mode with its settings: what turns a seed into a conversation."""
-    rules = Rules(cfg.drop_truncated, cfg.drop_looping)
+    rules = DropRules(cfg.drop_truncated, cfg.drop_looping)
     if cfg.mode == "selftalk":
         return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
     return partial(replay, random_seed=cfg.seed, rules=rules)
 
 
-def dtype_of(cfg: SelfDistillConfig) -> str | None:
+def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
     """What the model computes in; None where a server does."""
     if cfg.engine == "openai":
         return None
@@ -218,7 +218,7 @@ def dtype_of(cfg: SelfDistillConfig) -> str | None:
     return fastest_dtype()
 
 
-def facts_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
     """What every line says of how it was made."""
     facts: dict[str, Any] = {"model": model_name(cfg), "sampling": _sampling(cfg, dtype)}
     if cfg.mode != "replay":
@@ -226,7 +226,7 @@ def facts_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
     return facts
 
 
-def settings_of(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
     """Everything that a conversation depends on; a key that is None means the same as one that is not there.
 
     Which seeds are answered is none of it (more may be answered later), nor is the server's address.
@@ -264,7 +264,7 @@ def model_name(cfg: SelfDistillConfig) -> str:
     """How the lines name the model; a run's trained backbone goes by the run."""
     if cfg.base_model is not None:
         return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
-    paths = paths_of(cfg)
+    paths = resolve_model_paths(cfg)
     trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
     return public_name(str(paths.home) if trained else paths.base_model)
 
@@ -295,7 +295,7 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
 
     assert dtype is not None  # only a server's is unknown
     _take_own_device()
-    paths = paths_of(cfg)
+    paths = resolve_model_paths(cfg)
     # float32 is chosen where the answers must be the same on other machines; whether to prepack is measured on this one
     subject = load_with_draft(paths, dtype, pack=dtype != "float32")
     return HFEngine(
@@ -311,7 +311,7 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     )
 
 
-def paths_of(cfg: SelfDistillConfig) -> ModelPaths:
+def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
     """Where the model of this process lies; a run's backbone is loaded as it was trained, adapter folded in.
 
     Raises:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from medusa_train.errors import ConfigError
-from medusa_train.selfdistill.prompts import Seed
+from medusa_train.selfdistill.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Shard:
             raise ConfigError(f"--shard {text}: expected i/n with i from 1 to n, for example 1/4, 2/4, 3/4 and 4/4")
         return cls(int(match[1]), int(match[2]))
 
-    def holds(self, seed: Seed) -> bool:
+    def holds(self, seed: Prompt) -> bool:
         """Whether `seed` belongs to this part."""
         return _number("shard", seed.id) % self.count == self.index - 1
 
@@ -61,13 +61,13 @@ class Selection:
     limit: int | None = None
 
 
-def choose(seeds: Sequence[Seed], choice: Selection) -> tuple[list[Seed], Counter[str]]:
+def select_prompts(seeds: Sequence[Prompt], choice: Selection) -> tuple[list[Prompt], Counter[str]]:
     """The seeds that are asked for, in their order, and how many were left out as "repeated", "short" or "long".
 
     Of seeds in which the user says the same (under the same system prompt) the first is taken.
     """
     left_out: Counter[str] = Counter()
-    chosen: list[Seed] = []
+    chosen: list[Prompt] = []
     seen: set[tuple[str | None, tuple[str, ...]]] = set()
     for seed in seeds:
         if choice.max_turns is not None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
-from medusa_train.data.draft_vocabulary import describe_vocabulary, draft_vocabulary
+from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.data.tokenize import Example
 from medusa_train.losses.fused_linear import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
@@ -104,7 +104,7 @@ def _known(
 ) -> str | None:
     """What heads over a reduced vocabulary would know, in a line; None: everything."""
     vocab_size = model_config.get_text_config().vocab_size
-    known = draft_vocabulary(cfg, train, tokenizer, vocab_size)
+    known = choose_draft_vocabulary(cfg, train, tokenizer, vocab_size)
     return None if known is None else describe_vocabulary(known, train, held_out, vocab_size)
 
 

@@ -80,7 +80,7 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> TrainingDa
         console.print(f"chat template: {cfg.chat_template} (neither the tokenizer nor the configuration sets one)")
     encoder = chat_encoder(cfg, tokenizer)
     train, validation = load_datasets(cfg, encoder)
-    for line in train.report.lines():
+    for line in train.report.describe():
         console.print(f"data: {line}", highlight=False)
     prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:

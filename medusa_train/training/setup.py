@@ -12,7 +12,7 @@ from medusa_train.checkpoint.run_layout import prepare_output_dir, write_config,
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
-from medusa_train.data.draft_vocabulary import describe_vocabulary, draft_vocabulary
+from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import Dashboard, MetricLoggers, TensorBoard, Wandb, open_metric_loggers
@@ -137,7 +137,7 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
     initial = find_initial_heads(cfg)
     if initial is None:
         settings = dict(section.settings)
-        token_map = draft_vocabulary(cfg, data.train, backbone.tokenizer, backbone.vocab_size)
+        token_map = choose_draft_vocabulary(cfg, data.train, backbone.tokenizer, backbone.vocab_size)
         if token_map is not None:
             line = describe_vocabulary(token_map, data.train, data.validation, backbone.vocab_size)
             console.print(f"draft vocabulary: {line}", highlight=False)

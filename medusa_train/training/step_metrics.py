@@ -38,7 +38,7 @@ class MicroBatchResult:
     def from_output(cls, batch: Batch, output: ObjectiveOutput) -> MicroBatchResult:
         """Detach what the objective returned for `batch`."""
         tokens = int((batch.segments >= 0).sum())
-        heads = (output.head_correct, output.head_counts, output.head_known)
+        heads = (output.head_correct, output.head_counts, output.head_in_vocab)
         return cls(batch.records, output.loss.detach(), *heads, tokens, output.lm)
 
     def to_row(self) -> Tensor:

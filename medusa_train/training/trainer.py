@@ -122,7 +122,7 @@ class Trainer:
         # batch
         device = self.recipe.backbone.device
         micro_batches = [next(batches).to(device) for _ in range(self.accumulation)]
-        counts = torch.stack([self.objective.counts(batch) for batch in micro_batches]).sum(dim=0)
+        counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches]).sum(dim=0)
         counts = self.world.sum(counts)
 
         # features -> loss -> backward
@@ -171,9 +171,9 @@ class Trainer:
                 batch,
                 counts,
                 progress=self.state.step / self.plan.total_steps,
-                student_unembedding=self.recipe.unembedding() if self.recipe.joint else None,
+                lm_head=self.recipe.unembedding() if self.recipe.joint else None,
                 teacher=teacher[0],
-                teacher_unembedding=teacher[1],
+                teacher_lm_head=teacher[1],
             )
 
     def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> ValidationResult | None:

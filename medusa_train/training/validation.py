@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from medusa_train.data.dataset import Batch
-from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.inference.traces import MAX_RANK, Trace, rank_of, tokens_per_step
 from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
@@ -119,8 +119,8 @@ def validate(
             ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
             with recipe.precision.autocast():
                 for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
-                    wanted = shift(batch.labels, i + 1, batch.segments)
-                    valid = wanted != IGNORE
+                    wanted = shift_labels(batch.labels, i + 1, batch.segments)
+                    valid = wanted != IGNORE_INDEX
                     head = draft.lm_head(i + 1)
                     rows = head.places(wanted[valid])
                     loss, places = _score(hidden[valid], rows, head)
@@ -170,7 +170,7 @@ def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
     if world.rank < len(around):
         yield around[world.rank]
     elif around:
-        yield replace(around[0], labels=torch.full_like(around[0].labels, IGNORE))
+        yield replace(around[0], labels=torch.full_like(around[0].labels, IGNORE_INDEX))
 
 
 def _in_order(gathered: list[list[list[RankedConversation]]]) -> list[RankedConversation]:
@@ -205,8 +205,8 @@ class _OwnLoss:
         self._has_teacher = False
 
     def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
-        wanted = shift(batch.labels, 0, batch.segments).flatten()
-        self._count += int((wanted != IGNORE).sum())
+        wanted = shift_labels(batch.labels, 0, batch.segments).flatten()
+        self._count += int((wanted != IGNORE_INDEX).sum())
         hidden = feats.hidden.flatten(0, 1)
         if recipe.adapter is None:
             self._ce += float(linear_cross_entropy(hidden, recipe.unembedding(), wanted).ce_sum)
@@ -286,7 +286,9 @@ def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> lis
         labels, segments: [B, T], of the batch.
         ranks: int8 [B, T, K], head k's at t being that of the token at t + k + 1; -1 past the last guess kept.
     """
-    roots = pad((shift(labels, 0, segments) != IGNORE).int(), (1, 1)).diff(dim=1)  # 1 where a run begins, -1 behind it
+    roots = pad((shift_labels(labels, 0, segments) != IGNORE_INDEX).int(), (1, 1)).diff(
+        dim=1
+    )  # 1 where a run begins, -1 behind it
     found: dict[tuple[int, int], RankedConversation] = {}
     starts, ends = (roots == 1).nonzero().tolist(), (roots == -1).nonzero().tolist()
     for (row, start), (_, end) in zip(starts, ends, strict=True):

@@ -15,7 +15,7 @@ from train import Case, Result, Step, measure_loss, measure_step, naive_loss, ne
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.models.precision import Precision
 from tests.families import random_backbone
 
@@ -33,7 +33,7 @@ def test_both_methods_compute_one_loss(dtype: str, masked: float) -> None:
 
 def test_the_naive_loss_by_hand() -> None:
     logits = [torch.tensor([[[0.0, 0.0], [2.0, 0.0], [0.0, 0.0], [9.0, 9.0]]])] * 2
-    labels = torch.tensor([[0, IGNORE, 0, 1]])
+    labels = torch.tensor([[0, IGNORE_INDEX, 0, 1]])
     first = (torch.tensor([2.0, 0.0]).log_softmax(0)[0] + torch.tensor(0.5).log()) / 2  # t = 1 -> 0, t = 2 -> 1
     second = (torch.tensor(0.5).log() + torch.tensor([2.0, 0.0]).log_softmax(0)[1]) / 2  # t = 0 -> 0, t = 1 -> 1
     assert naive_loss(logits, labels, [1.0, 0.5]).item() == pytest.approx(-(first + 0.5 * second).item())
@@ -44,7 +44,7 @@ def test_the_naive_loss_by_hand() -> None:
 def test_steps_of_both_methods_train_alike(keys: dict[str, Any]) -> None:
     tokens = torch.randint(2, 61, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(12).expand_as(tokens)
-    batch = Batch(tokens, tokens.masked_fill(positions < 4, IGNORE), positions, torch.zeros_like(tokens), [])
+    batch = Batch(tokens, tokens.masked_fill(positions < 4, IGNORE_INDEX), positions, torch.zeros_like(tokens), [])
     values = {"base_model": "none", "datasets": [{"path": "none"}], "medusa_num_heads": 3, "learning_rate": 0.01}
     cfg = TrainConfig.model_validate({**values, **keys}).resolved()
     losses = []

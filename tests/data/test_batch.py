@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa_train.data.batch import collate, pack
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.data.tokenize import Example
 
 
@@ -17,7 +17,10 @@ def example(first: int, length: int, learnt: int) -> Example:
 def test_rows_of_one_document_each() -> None:
     batch = collate([[example(10, 3, 1)], [example(20, 5, 2)]], pad_id=777)
     assert batch.tokens.tolist() == [[10, 11, 12, 777, 777], [20, 21, 22, 23, 24]]
-    assert batch.labels.tolist() == [[IGNORE, IGNORE, 12, IGNORE, IGNORE], [IGNORE, IGNORE, IGNORE, 23, 24]]
+    assert batch.labels.tolist() == [
+        [IGNORE_INDEX, IGNORE_INDEX, 12, IGNORE_INDEX, IGNORE_INDEX],
+        [IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 23, 24],
+    ]
     assert batch.segments.tolist() == [[0, 0, 0, -1, -1], [0] * 5]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert batch.records == ["from 10", "from 20"]
@@ -31,8 +34,8 @@ def test_rows_of_several_documents() -> None:
     batch = collate([[example(10, 3, 2), example(20, 2, 1)], [example(30, 4, 1), example(40, 2, 2)]], pad_id=7)
     assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 7], [30, 31, 32, 33, 40, 41]]
     assert batch.labels.tolist() == [
-        [IGNORE, 11, 12, IGNORE, 21, IGNORE],
-        [IGNORE, IGNORE, IGNORE, 33, 40, 41],
+        [IGNORE_INDEX, 11, 12, IGNORE_INDEX, 21, IGNORE_INDEX],
+        [IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 33, 40, 41],
     ]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 1, 1]]

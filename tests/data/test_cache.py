@@ -8,7 +8,7 @@ import torch
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data import cache
-from medusa_train.data.cache import Corpus, prepared_key
+from medusa_train.data.cache import EncodedExamples, cache_key
 from medusa_train.data.dataset import load_datasets
 from medusa_train.data.tokenize import ChatEncoder
 
@@ -48,13 +48,13 @@ def config(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Every time that something is encoded."""
     calls: list[TrainConfig] = []
-    encode_sources = cache.encode_sources
+    encode_datasets = cache.encode_datasets
 
-    def counted(cfg: TrainConfig, readings: Any) -> Corpus:
+    def counted(cfg: TrainConfig, readings: Any) -> EncodedExamples:
         calls.append(cfg)
-        return encode_sources(cfg, readings)
+        return encode_datasets(cfg, readings)
 
-    monkeypatch.setattr(cache, "encode_sources", counted)
+    monkeypatch.setattr(cache, "encode_datasets", counted)
     return calls
 
 
@@ -75,8 +75,8 @@ def test_the_second_run_takes_exactly_what_the_first_encoded(
             assert got.prompts() == expected.prompts()
             names = [(e.key, e.id, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples]
             assert names == [(e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples]
-    assert first[0].report.lines() == plain[0].report.lines()
-    assert second[0].report.lines() == [*plain[0].report.lines(), f"tokens taken from {path}"]
+    assert first[0].report.describe() == plain[0].report.describe()
+    assert second[0].report.describe() == [*plain[0].report.describe(), f"tokens taken from {path}"]
     assert plain[0].report.outcomes == {"whole": 8, "cut": 1, "too_long": 0, "unsupervised": 0}
 
 
@@ -105,7 +105,7 @@ def test_data_tokenizer_and_template_make_another_key(
     config: Callable[..., TrainConfig], data: Path, make_tokenizer: Callable[..., Any]
 ) -> None:
     def key(encoder: ChatEncoder) -> str:
-        return prepared_key(config(), cache.open_sources(config(), encoder))
+        return cache_key(config(), cache.open_datasets(config(), encoder))
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]

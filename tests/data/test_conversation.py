@@ -1,4 +1,6 @@
-from medusa_train.data.conversation import Conversation, Message, problem_with
+import pytest
+
+from medusa_train.data.conversation import Conversation, Message, is_looping, problem_with
 
 
 def chat(*turns: tuple[str, str]) -> tuple[Message, ...]:
@@ -16,12 +18,12 @@ def test_a_seed_is_one_or_more_turns_of_the_users() -> None:
 
 
 def test_each_fault_is_named_with_its_turn() -> None:
-    assert problem_with(()) == "it has no turn of the user's"
-    assert problem_with(chat(("system", "s"))) == "it has no turn of the user's"
+    assert problem_with(()) == "no user turn"
+    assert problem_with(chat(("system", "s"))) == "no user turn"
     first = problem_with(chat(("assistant", "a")))
-    assert first == "turn 1 is from the assistant where the user's was expected"
+    assert first == "turn 1 has the role assistant, expected user"
     twice = problem_with(chat(("system", "s"), ("user", "q"), ("user", "q"), ("assistant", "a")))
-    assert twice == "turn 3 is from the user where the assistant's was expected"
+    assert twice == "turn 3 has the role user, expected assistant"
     late = problem_with(chat(("user", "q"), ("system", "s")))
     assert late == "turn 2 is a system message; only the first may be"
     assert problem_with(chat(("user", "q"), ("assistant", " \n"))) == "turn 2 (assistant) is empty"
@@ -39,3 +41,41 @@ def test_content_key_tells_contents_apart_and_nothing_else() -> None:
 def test_first_keeps_identity() -> None:
     cut = Conversation("x", chat(("user", "q"), ("assistant", "a"), ("user", "r")), "f:1").first(2)
     assert (cut.id, cut.source, [m.content for m in cut.messages]) == ("x", "f:1", ["q", "a"])
+
+
+SENTENCE = "one two three four five six seven eight "
+
+
+@pytest.mark.parametrize(
+    ("text", "looping"),
+    [
+        (SENTENCE * 3, True),
+        (SENTENCE * 2, False),
+        ("one two three four five six seven " * 3, False),  # a sequence of seven: one of eight comes twice
+        (SENTENCE + "x " + SENTENCE + "y " + SENTENCE, True),
+        ("no no no no no no no no no no", True),
+        ("ja ja ja ja ja ja ja ja ja", False),  # nine words: a sequence of eight comes twice
+        ("-" * 80 + "\n" + "=" * 80, False),
+        ("| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |\n| 5 | 6 |", False),
+        ("\u54c8" * 12, True),
+        ("", False),
+    ],
+)
+def test_looping_is_a_sequence_of_eight_words_three_times(text: str, looping: bool) -> None:
+    assert is_looping(text) is looping
+
+
+@pytest.mark.parametrize(
+    ("tokens", "looping"),
+    [
+        (list(range(8)) * 3, True),
+        (list(range(8)) * 2 + list(range(7)), False),
+        ([*range(8), 50, *range(8), 51, 52, *range(8)], True),
+        ([7] * 10, True),
+        ([7] * 9, False),
+        ([], False),
+        (list(range(200)), False),
+    ],
+)
+def test_looping_is_an_8_token_sequence_three_times(tokens: list[int], looping: bool) -> None:
+    assert is_looping(tokens) is looping

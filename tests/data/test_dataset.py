@@ -79,7 +79,7 @@ def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) ->
     assert [e.source for e in train.examples] == [f"{path}:1", f"{path}:2", f"{path}:6"]
     assert len(held_out) == 0
     assert train.report.outcomes == {"whole": 2, "cut": 1, "too_long": 1, "unsupervised": 1}
-    assert train.report.lines() == [
+    assert train.report.describe() == [
         f"1 bad records left out, the first: {path}:5: turn 2 (assistant) is empty",
         "1 cut at the end of a turn to fit sequence_len 60",
         "1 left out: their first answer ends beyond sequence_len 60",
@@ -240,7 +240,7 @@ def weighted(tmp_path: Path, **keys: Any) -> TrainConfig:
 def test_weights_share_out_the_training_part_alone(tmp_path: Path, encoder: ChatEncoder) -> None:
     train, held_out = load_datasets(weighted(tmp_path, val_set_size=0.2), encoder)
     assert (len(train), len(held_out)) == (24, 6)
-    assert [line.split(" of ")[0] for line in train.report.lines()] == ["an epoch takes 8", "an epoch takes 16"]
+    assert [line.split(" of ")[0] for line in train.report.describe()] == ["an epoch takes 8", "an epoch takes 16"]
     loader = BatchLoader(train, 4, seed=0)
     for _ in range(3):
         taken = [r for _ in range(loader.steps_per_epoch) for r in next(loader).records]
@@ -304,7 +304,7 @@ def test_an_epoch_is_shared_out_by_weight() -> None:
     assert mixture.quotas == (10, 20, 10)
     assert [len(own) for own in mixture.members] == [30, 6, 4]
     assert Mixture.by_weight(ORIGINS, [10, 20, 10]) == mixture
-    assert mixture.lines(["a", "b", "c"])[1] == "an epoch takes 20 of b, which has 6 to train on"
+    assert mixture.describe(["a", "b", "c"])[1] == "an epoch takes 20 of b, which has 6 to train on"
 
 
 def test_what_rounding_leaves_over_is_given_out_too() -> None:

@@ -66,7 +66,7 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
         ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: 'value' must be a text, it is a num"),
         ({"messages": [{"role": "user", "content": None}]}, "'content' must be a text, it is missing"),
-        ({"conversations": [{"from": "gpt", "value": "x"}]}, "turn 1 is from the assistant"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "turn 1 has the role assistant"),
         ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
         ({"instruction": "x", "output": None}, "'output' must be a text"),
     ],

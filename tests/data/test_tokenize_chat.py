@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.data.chat_template import ChatTemplate, SpanError
+from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.templates import TEMPLATES
 from medusa_train.data.tokenize import ChatEncoder
@@ -65,7 +65,7 @@ def test_a_template_without_marks_gives_the_same_mask(name: str | None, make_tok
     source = TEMPLATES[name].source if name else make_tokenizer().chat_template
     assert "generation %}" in source
     encoder = ChatEncoder(make_tokenizer(unmarked(source)))
-    assert not encoder.template.marks_answers
+    assert not encoder.template.has_generation_marks
     assert masked(encoder, chat("S: be", "Ask é", "B 1.", "More", "B é")) == EXPECTED[name]
 
 
@@ -149,16 +149,16 @@ def test_a_template_that_shows_the_last_answer_otherwise(make_tokenizer: Make, c
 def test_everything_and_other_roles(tokenizer: Any, chat: Chat) -> None:
     conversation = chat("S: be", "user", "B")
     base = ChatEncoder(tokenizer)
-    assert masked(base.variant(everything=True), conversation) == (
+    assert masked(base.with_settings(train_on_inputs=True), conversation) == (
         "[[<s><system>S: be</s><user>user</s><|assistant|>B</s>]]"
     )
-    assert masked(base.variant(roles=["user"]), conversation) == (
+    assert masked(base.with_settings(roles=["user"]), conversation) == (
         "<s><system>S: be</s><user>[[user]]</s><|assistant|>B</s>"
     )
-    assert masked(base.variant(roles=["assistant", "system"]), conversation) == (
+    assert masked(base.with_settings(roles=["assistant", "system"]), conversation) == (
         "<s><system>[[S: be]]</s><user>user</s><|assistant|>[[B</s>]]"
     )
-    assert base.variant(template="chatml").variant().template_name == "chatml"
+    assert base.with_settings(template="chatml").with_settings().template_name == "chatml"
 
 
 def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Chat) -> None:
@@ -177,7 +177,7 @@ def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Ch
         encoder.encode(chat("S: be", "Ask", "B"))
     with pytest.raises(DataError, match="no system, please"):
         encoder.prompt([Message("system", "S"), Message("user", "Ask")])
-    with pytest.raises(SpanError):
+    with pytest.raises(ChatTemplateError):
         ChatTemplate("{% broken").render([Message("user", "Ask")])
 
 

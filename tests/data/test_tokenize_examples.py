@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.tokenize import ChatEncoder, fit, hold_out
+from medusa_train.data.tokenize import ChatEncoder, encode_example, select_validation
 
 Chat = Callable[..., Conversation]
 
@@ -25,14 +25,14 @@ SECOND = FIRST + "\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\nD<|im_
 
 def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Chat) -> None:
     conversation = chat("A", "B 1.", "C", "D", "E", "F" * 9, "G")
-    whole, outcome = fit(conversation, encoder, 10_000)
+    whole, outcome = encode_example(conversation, encoder, 10_000)
     assert outcome == "whole"
     assert whole is not None
     assert text(encoder, whole).endswith("F" * 9 + "<|im_end|>")  # the unanswered G is gone
 
     lengths = {name: len(encoder.tokenizer(name)["input_ids"]) for name in (FIRST, SECOND)}
     for limit in range(1, len(whole) + 2):
-        example, outcome = fit(conversation, encoder, limit)
+        example, outcome = encode_example(conversation, encoder, limit)
         if limit < lengths[FIRST]:
             assert (example, outcome) == (None, "too_long")
             continue
@@ -49,9 +49,9 @@ def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Ch
 
 def test_a_cut_example_is_the_beginning_of_the_whole_one(encoder: ChatEncoder, chat: Chat) -> None:
     conversation = chat("S: be", "A", "B", "C", "D", "E", "F")
-    whole, _ = fit(conversation, encoder, 10_000)
+    whole, _ = encode_example(conversation, encoder, 10_000)
     assert whole is not None
-    part, outcome = fit(conversation, encoder, len(whole) - 1)
+    part, outcome = encode_example(conversation, encoder, len(whole) - 1)
     assert part is not None
     assert outcome == "cut"
     assert part.tokens.tolist() == whole.tokens.tolist()[: len(part)]
@@ -63,68 +63,68 @@ def test_as_many_answers_as_fit_are_kept(encoder: ChatEncoder, chat: Chat) -> No
     turns = [f"{word}{n}" for n in range(9) for word in ("Ask ", "Say ")]
     lengths = [len(encoder.encode(chat(*turns[: 2 * n])).trimmed().ids) for n in range(1, 10)]
     for limit in range(lengths[0], lengths[-1] + 1):
-        example, _ = fit(chat(*turns), encoder, limit)
+        example, _ = encode_example(chat(*turns), encoder, limit)
         assert example is not None
         assert len(example) == max(length for length in lengths if length <= limit)
 
 
 def test_what_was_cut_off_makes_no_difference_to_the_key(encoder: ChatEncoder, chat: Chat) -> None:
     one, two, three = (chat("A", "B 1.", *more) for more in (("C", "D" * 99), ("E", "F" * 99), ("G",)))
-    parts = [fit(conversation, encoder, 60)[0] for conversation in (one, two, three)]
+    parts = [encode_example(conversation, encoder, 60)[0] for conversation in (one, two, three)]
     assert {part.key for part in parts if part} == {chat("A", "B 1.").content_key}
-    whole, _ = fit(one, encoder, 10_000)
+    whole, _ = encode_example(one, encoder, 10_000)
     assert whole is not None
     assert whole.key == one.content_key
 
 
 def test_a_long_last_question_is_no_reason_to_cut(encoder: ChatEncoder, chat: Chat) -> None:
-    short, _ = fit(chat("A", "B 1."), encoder, 10_000)
+    short, _ = encode_example(chat("A", "B 1."), encoder, 10_000)
     assert short is not None
-    example, outcome = fit(chat("A", "B 1.", "x" * 500), encoder, len(short))
+    example, outcome = encode_example(chat("A", "B 1.", "x" * 500), encoder, len(short))
     assert outcome == "whole"
     assert example is not None
     assert example.tokens.tolist() == short.tokens.tolist()
 
 
 def test_nothing_to_learn(encoder: ChatEncoder, chat: Chat) -> None:
-    assert fit(chat("A"), encoder, 100) == (None, "unsupervised")
-    assert fit(chat("A", "B"), encoder.variant(roles=["system"]), 100) == (None, "unsupervised")
+    assert encode_example(chat("A"), encoder, 100) == (None, "unsupervised")
+    assert encode_example(chat("A", "B"), encoder.with_settings(roles=["system"]), 100) == (None, "unsupervised")
 
 
 def test_prompts_end_where_answers_start(encoder: ChatEncoder, chat: Chat) -> None:
     conversation = chat("A", "B 1.", "C", "D")
-    example, _ = fit(conversation, encoder, 10_000)
+    example, _ = encode_example(conversation, encoder, 10_000)
     assert example is not None
     assert example.prompts() == [encoder.prompt(conversation.messages[:n]) for n in (1, 3)]
-    everything, _ = fit(conversation, encoder.variant(everything=True), 10_000)
+    everything, _ = encode_example(conversation, encoder.with_settings(train_on_inputs=True), 10_000)
     assert everything is not None
     assert everything.prompts() == []
 
 
 def test_holding_out_ignores_order_and_keeps_equals_together() -> None:
     keys = [f"k{n}" for n in range(40)] + ["twin", "twin", "twin"]
-    chosen = dict(zip(keys, hold_out(keys, 0.2, 1), strict=True))
+    chosen = dict(zip(keys, select_validation(keys, 0.2, 1), strict=True))
     shuffled = random.Random(0).sample(keys, len(keys))
-    assert dict(zip(shuffled, hold_out(shuffled, 0.2, 1), strict=True)) == chosen
+    assert dict(zip(shuffled, select_validation(shuffled, 0.2, 1), strict=True)) == chosen
     assert sum(chosen[key] for key in keys) == round(0.2 * 43)
     for seed in range(20):
-        flags = hold_out(keys, 0.2, seed)
+        flags = select_validation(keys, 0.2, seed)
         assert len({flag for key, flag in zip(keys, flags, strict=True) if key == "twin"}) == 1
-    assert hold_out(keys, 0.2, 1) != hold_out(keys, 0.2, 2)
+    assert select_validation(keys, 0.2, 1) != select_validation(keys, 0.2, 2)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_rarest_content_is_held_out_where_none_is_rare_enough(seed: int) -> None:
-    assert sum(hold_out(list("aabbcc"), 0.05, seed)) == 2
-    chosen = hold_out(list("aaabbcccc"), 0.05, seed)
+    assert sum(select_validation(list("aabbcc"), 0.05, seed)) == 2
+    chosen = select_validation(list("aaabbcccc"), 0.05, seed)
     assert chosen == [False] * 3 + [True] * 2 + [False] * 4
 
 
 def test_holding_out_at_the_edges() -> None:
     keys = [f"k{n}" for n in range(10)]
-    assert sum(hold_out(keys, 0.0, 0)) == 0
-    assert sum(hold_out(keys, 0.001, 0)) == 1
-    assert sum(hold_out(keys, 0.999, 0)) == 9
-    assert hold_out(["a"], 0.5, 0) == [False]
-    assert hold_out(["a", "a", "a"], 0.5, 0) == [False] * 3
-    assert hold_out([], 0.5, 0) == []
+    assert sum(select_validation(keys, 0.0, 0)) == 0
+    assert sum(select_validation(keys, 0.001, 0)) == 1
+    assert sum(select_validation(keys, 0.999, 0)) == 9
+    assert select_validation(["a"], 0.5, 0) == [False]
+    assert select_validation(["a", "a", "a"], 0.5, 0) == [False] * 3
+    assert select_validation([], 0.5, 0) == []

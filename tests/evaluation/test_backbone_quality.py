@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import Batch
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.evaluation.backbone_quality import Quality, compare_backbones, load_versions, measure_backbone_quality
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -58,13 +58,13 @@ def batches() -> list[Batch]:
     made = []
     for rows, length, ends in ((2, 14, (6, 14)), (3, 9, (9, 5))):
         tokens = torch.randint(3, 300, (rows, length))
-        labels = torch.where(torch.rand(rows, length) < 0.5, tokens, IGNORE)
+        labels = torch.where(torch.rand(rows, length) < 0.5, tokens, IGNORE_INDEX)
         segments = torch.zeros_like(tokens)
         positions = torch.arange(length).repeat(rows, 1)
         segments[0, ends[0] :] = 1
         positions[0, ends[0] :] -= ends[0]
         segments[1, ends[1] :] = -1
-        labels[1, ends[1] :] = IGNORE
+        labels[1, ends[1] :] = IGNORE_INDEX
         made.append(Batch(tokens, labels, positions, segments, ["a"] * rows))
     return made
 
@@ -84,8 +84,10 @@ def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
     """Tokens, cross-entropy before and after, KL: from all logits of one document after the other."""
     count, old_loss, new_loss, kl = 0, 0.0, 0.0, 0.0
     for tokens, labels in documents():
-        old, new = (model.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE] for model in (before, after))
-        wanted = labels[1:][labels[1:] != IGNORE]
+        old, new = (
+            model.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE_INDEX] for model in (before, after)
+        )
+        wanted = labels[1:][labels[1:] != IGNORE_INDEX]
         count += len(wanted)
         old_loss += float(cross_entropy(old, wanted, reduction="sum"))
         new_loss += float(cross_entropy(new, wanted, reduction="sum"))
@@ -151,6 +153,8 @@ def test_perplexity() -> None:
 
 def test_nothing_supervised_gives_zeros(run_dir: Path, backbone_dir: Path) -> None:
     batch = batches()[0]
-    empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
+    empty = Batch(
+        batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.segments, ["a", "b"]
+    )
     found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), [empty])
     assert (found.tokens, found.loss_before, found.kl) == (0, 0.0, 0.0)

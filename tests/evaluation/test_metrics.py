@@ -8,7 +8,6 @@ from medusa_train.evaluation.metrics import (
     chain_acceleration_rate,
     ctar,
     first_difference,
-    is_looping,
     node_acceptance,
     overhead,
     summarize,
@@ -141,22 +140,6 @@ def test_categories_keep_their_order_and_their_own_records() -> None:
     categories = by_category([record("b"), record("a"), record("b")])
     assert {name: figures["answers"] for name, figures in categories.items()} == {"b": 2, "a": 1}
     assert list(categories) == ["b", "a"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "looping"),
-    [
-        (list(range(8)) * 3, True),
-        (list(range(8)) * 2 + list(range(7)), False),
-        ([*range(8), 50, *range(8), 51, 52, *range(8)], True),
-        ([7] * 10, True),
-        ([7] * 9, False),
-        ([], False),
-        (list(range(200)), False),
-    ],
-)
-def test_looping_is_an_8_token_sequence_three_times(tokens: list[int], looping: bool) -> None:
-    assert is_looping(tokens) is looping
 
 
 def test_loops_are_counted_in_the_trees_answers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses import fused_linear as linear
 from medusa_train.models.features import Features
 from tests.losses.toy import B, Rows, T, V, features
@@ -22,10 +22,10 @@ def batch() -> Rows:
     """Prompts masked here and there, row 1 holds two documents, row 2 is half padding."""
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(0, V, (B, T), generator=generator)
-    labels[torch.rand(B, T, generator=generator) < 0.3] = IGNORE
+    labels[torch.rand(B, T, generator=generator) < 0.3] = IGNORE_INDEX
     segments = torch.zeros(B, T, dtype=torch.long)
     segments[1, 5:] = 1
-    labels[2, 6:] = IGNORE
+    labels[2, 6:] = IGNORE_INDEX
     segments[2, 6:] = -1
     return Rows(labels, segments)
 

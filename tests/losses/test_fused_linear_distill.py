@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.targets import IGNORE
-from medusa_train.losses.fused_linear import LinearSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
+from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.losses.fused_linear import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
 from medusa_train.models.lm_head import LMHead
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
 
@@ -26,10 +26,10 @@ class Case(NamedTuple):
     teacher: LMHead
     targets: Tensor
 
-    def kl(self, **options: Any) -> LinearSums:
+    def kl(self, **options: Any) -> LossSums:
         return linear_kl(self.hidden, self.head, self.teacher_hidden, self.teacher, self.targets, **options)
 
-    def soft(self, rho: float, **options: Any) -> LinearSums:
+    def soft(self, rho: float, **options: Any) -> LossSums:
         rows = (self.hidden, self.head, self.teacher_hidden, self.teacher, self.targets)
         return linear_soft_cross_entropy(*rows, rho, **options)
 
@@ -49,14 +49,14 @@ def make(dtype: torch.dtype, variant: dict[str, Any], teacher: dict[str, Any] | 
     teacher_hidden = random.leaf(N, D_TEACHER)
     other = random.unembedding(V, D_TEACHER, dropout=half, **({} if teacher is None else teacher))
     targets = torch.randint(0, V, (N,), generator=random.generator)
-    targets[torch.rand(N, generator=random.generator) < 0.4] = IGNORE
-    targets[N - AHEAD :] = IGNORE
+    targets[torch.rand(N, generator=random.generator) < 0.4] = IGNORE_INDEX
+    targets[N - AHEAD :] = IGNORE_INDEX
     return Case(hidden, head, teacher_hidden, other, targets)
 
 
 def log_probs(case: Case, ahead: int) -> tuple[Tensor, Tensor, Tensor]:
     """Valid rows' log-probabilities of student and teacher [M, V], and their labels [M]; float64."""
-    rows = (case.targets != IGNORE).nonzero()[:, 0]
+    rows = (case.targets != IGNORE_INDEX).nonzero()[:, 0]
     ours = log_softmax(plain_logits(case.hidden, case.head), dim=1)[rows]
     theirs = log_softmax(plain_logits(case.teacher_hidden, case.teacher, dropout=False), dim=1)[rows + ahead]
     return ours, theirs.detach(), case.targets[rows]
@@ -74,7 +74,7 @@ def plain_soft(case: Case, rho: float, ahead: int = 0) -> Tensor:
 
 
 def assert_equal(case: Case, ours: Tensor, wanted: Tensor, tolerance: float) -> None:
-    count = int((case.targets != IGNORE).sum())
+    count = int((case.targets != IGNORE_INDEX).sum())
     assert abs(ours.item() - wanted.item()) <= tolerance * abs(wanted.item())
     for mine, other in zip(case.gradients(ours / count), case.gradients(wanted / count), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
@@ -151,7 +151,7 @@ def test_small_divergences_keep_their_digits() -> None:
     near = case.hidden.detach() + 3e-3 * random.leaf(N, D).detach()
     close = case._replace(teacher_hidden=near, teacher=case.head)
     wanted = plain_kl(close).item()
-    rows = int((case.targets != IGNORE).sum())
+    rows = int((case.targets != IGNORE_INDEX).sum())
     assert wanted / rows < 1e-4
     assert close.kl().loss_sum.item() == pytest.approx(wanted, abs=rows * 1e-7)
 
@@ -178,8 +178,8 @@ def test_the_students_own_tensors_as_teacher_are_constants() -> None:
 def test_rows_without_a_target_count_for_nothing() -> None:
     case = make(torch.float64, {})
     noisy_hidden, noisy_teacher = case.hidden.detach().clone(), case.teacher_hidden.detach().clone()
-    noisy_hidden[case.targets == IGNORE] = torch.nan
-    noisy_teacher[case.targets == IGNORE] = torch.nan
+    noisy_hidden[case.targets == IGNORE_INDEX] = torch.nan
+    noisy_teacher[case.targets == IGNORE_INDEX] = torch.nan
     noisy = case._replace(hidden=noisy_hidden.requires_grad_(), teacher_hidden=noisy_teacher)
     for clean, result in ((case.kl(), noisy.kl()), (case.soft(0.3), noisy.soft(0.3))):
         assert result.loss_sum.item() == clean.loss_sum.item()
@@ -187,7 +187,7 @@ def test_rows_without_a_target_count_for_nothing() -> None:
             assert torch.equal(mine, other)
     with Rows(V, (V, D)) as seen:
         case.kl()
-    assert seen.rows == 2 * int((case.targets != IGNORE).sum())
+    assert seen.rows == 2 * int((case.targets != IGNORE_INDEX).sum())
 
 
 @pytest.mark.parametrize("rows", [0, 5])
@@ -196,7 +196,7 @@ def test_no_valid_row_gives_zero_and_zero_gradients(rows: int) -> None:
     empty = case._replace(
         hidden=case.hidden[:rows].detach().requires_grad_(),
         teacher_hidden=case.teacher_hidden[:rows],
-        targets=torch.full((rows,), IGNORE),
+        targets=torch.full((rows,), IGNORE_INDEX),
     )
     for result in (empty.kl(), empty.soft(0.5)):
         assert result.loss_sum.item() == 0.0

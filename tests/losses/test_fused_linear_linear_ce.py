@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses.fused_linear import block_rows, chunk_rows, linear_cross_entropy
 from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
@@ -22,12 +22,12 @@ def make(dtype: torch.dtype, **variant: Any) -> tuple[Tensor, LMHead, Tensor]:
     hidden = random.leaf(N, D)
     head = random.unembedding(V, D, **variant)
     targets = torch.randint(0, V, (N,), generator=random.generator)
-    targets[torch.rand(N, generator=random.generator) < 0.4] = IGNORE
+    targets[torch.rand(N, generator=random.generator) < 0.4] = IGNORE_INDEX
     return hidden, head, targets
 
 
 def plain(hidden: Tensor, head: LMHead, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(plain_logits(hidden, head), targets, ignore_index=IGNORE, reduction="sum")
+    return functional.cross_entropy(plain_logits(hidden, head), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def gradients(loss: Tensor, hidden: Tensor, head: LMHead) -> list[Tensor]:
@@ -46,7 +46,7 @@ def test_value_and_gradients_are_those_of_full_logits(
     assert result.loss_sum.dtype == dtype
     assert abs(result.loss_sum.item() - wanted.item()) <= tolerance * wanted.item()
     # gradients of the mean, as a recipe takes them
-    count = int((targets != IGNORE).sum())
+    count = int((targets != IGNORE_INDEX).sum())
     ours = gradients(result.loss_sum / count, hidden, head)
     theirs = gradients(wanted / count, hidden, head)
     for mine, other in zip(ours, theirs, strict=True):
@@ -89,8 +89,8 @@ def test_hits_are_counted_over_valid_rows_only() -> None:
     hidden, head, targets = make(torch.float32, bias=True)
     best = (hidden @ head.weight.t() + head.bias).argmax(dim=1)
     targets[:10] = best[:10]
-    targets[10:12] = IGNORE
-    valid = targets != IGNORE
+    targets[10:12] = IGNORE_INDEX
+    valid = targets != IGNORE_INDEX
     wanted = int((best == targets)[valid].sum())
     assert wanted >= 10
     assert linear_cross_entropy(hidden, head, targets, chunk=6).correct.item() == wanted
@@ -128,7 +128,7 @@ def test_loss_is_not_rounded_to_bf16() -> None:
     """Equal logits give log V to the precision of float32, though every input is bf16."""
     hidden = torch.zeros(3, D, dtype=torch.bfloat16)
     head = LMHead(torch.zeros(1000, D, dtype=torch.bfloat16))
-    result = linear_cross_entropy(hidden, head, torch.tensor([1, 2, IGNORE]))
+    result = linear_cross_entropy(hidden, head, torch.tensor([1, 2, IGNORE_INDEX]))
     wanted = 2 * torch.log(torch.tensor(1000.0, dtype=torch.float64)).item()
     assert result.loss_sum.item() == pytest.approx(wanted, rel=1e-6)
 
@@ -161,7 +161,7 @@ def test_masked_rows_and_frozen_weights_cost_no_product() -> None:
     hidden, head, targets = make(torch.float32)
     with Rows(V, (V, D)) as trained:
         linear_cross_entropy(hidden, head, targets).loss_sum.backward()
-    assert trained.rows == int((targets != IGNORE).sum())
+    assert trained.rows == int((targets != IGNORE_INDEX).sum())
     assert trained.weight_grads == 1
     with Rows(V, (V, D)) as frozen:
         linear_cross_entropy(hidden, LMHead(head.weight.detach()), targets).loss_sum.backward()
@@ -195,7 +195,7 @@ def test_dropout_acts_in_the_low_rank_branch_only() -> None:
     result = linear_cross_entropy(hidden, head, targets, chunk=5)
     wanted = plain(hidden, head, targets)
     undropped = functional.cross_entropy(
-        plain_logits(hidden, head, dropout=False), targets, ignore_index=IGNORE, reduction="sum"
+        plain_logits(hidden, head, dropout=False), targets, ignore_index=IGNORE_INDEX, reduction="sum"
     )
     assert abs(wanted.item() - undropped.item()) > 1e-3
     assert result.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-12)
@@ -209,7 +209,7 @@ def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
     assert head.bias is not None
     assert head.low_rank is not None
     frozen = LMHead(head.weight.detach(), head.bias.detach(), low_rank=head.low_rank)
-    kept = int((targets != IGNORE).sum())
+    kept = int((targets != IGNORE_INDEX).sum())
     with Rows(V, (V, D)) as wide:
         result = linear_cross_entropy(hidden, frozen, targets)
     with Rows(RANK, (V, D)) as narrow:
@@ -249,7 +249,7 @@ def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
 def test_no_valid_row_gives_zero_and_zero_gradients(rows: int) -> None:
     hidden = torch.randn(rows, D, requires_grad=True)
     head = Random(1, torch.float32).unembedding(V, D, bias=True, rank=RANK)
-    result = linear_cross_entropy(hidden, head, torch.full((rows,), IGNORE))
+    result = linear_cross_entropy(hidden, head, torch.full((rows,), IGNORE_INDEX))
     assert (result.loss_sum.item(), result.correct.item()) == (0.0, 0)
     for grad in gradients(result.loss_sum, hidden, head):
         assert torch.count_nonzero(grad) == 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses.objective import Medusa1Objective, ObjectiveOutput
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
@@ -23,7 +23,7 @@ def reference(heads: Heads, feats: Features, batch: Rows, ahead: int = 1) -> Ten
 def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Features) -> None:
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
-    out = objective.loss(feats, batch, objective.counts(batch))
+    out = objective.loss(feats, batch, objective.target_counts(batch))
     wanted = reference(heads, feats, batch)
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
     parameters = list(heads.parameters())
@@ -37,7 +37,7 @@ def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Fea
 def test_a_shift_that_is_off_by_one_is_a_different_loss(batch: Rows, feats: Features, ahead: int) -> None:
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
-    out = objective.loss(feats, batch, objective.counts(batch))
+    out = objective.loss(feats, batch, objective.target_counts(batch))
     assert abs(out.loss.item() - reference(heads, feats, batch, ahead).item()) > 1e-3
 
 
@@ -53,7 +53,7 @@ def test_a_copying_task_pins_the_target() -> None:
     feats = Features(functional.one_hot(states.roll(-2, dims=1), D).double())
     rows = one_document(states)
     objective = Medusa1Objective(heads, DECAY)
-    out = objective.loss(feats, rows, objective.counts(rows))
+    out = objective.loss(feats, rows, objective.target_counts(rows))
     assert out.head_counts.tolist() == [T - 2, T - 3, T - 4]
     assert out.head_correct[0] == T - 2
     assert out.head_sums[0].item() < 1e-6
@@ -62,7 +62,7 @@ def test_a_copying_task_pins_the_target() -> None:
 
 def run(objective: Medusa1Objective, feats: Features, batch: Rows, parts: list[slice]) -> list[ObjectiveOutput]:
     rows = [batch.part(place) for place in parts]
-    total = torch.stack([objective.counts(micro) for micro in rows]).sum(dim=0)
+    total = torch.stack([objective.target_counts(micro) for micro in rows]).sum(dim=0)
     return [objective.loss(part(feats, place), micro, total) for place, micro in zip(parts, rows, strict=True)]
 
 
@@ -87,12 +87,12 @@ def test_two_micro_batches_are_one_batch(batch: Rows, feats: Features) -> None:
 
 def test_a_head_without_targets_counts_nothing(feats: Features) -> None:
     """One supervised token at position 3 is a target of heads 1 and 2 only: head 3 would look from t = -1."""
-    labels = torch.full((B, T), IGNORE)
+    labels = torch.full((B, T), IGNORE_INDEX)
     labels[0, 3] = 5
     rows = one_document(labels)
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
-    counts = objective.counts(rows)
+    counts = objective.target_counts(rows)
     assert counts.tolist() == [1, 1, 0]
     out = objective.loss(feats, rows, counts)
     assert out.head_sums[2] == 0
@@ -104,20 +104,20 @@ def test_a_head_without_targets_counts_nothing(feats: Features) -> None:
 
 
 def test_a_prompt_position_may_predict_a_supervised_token(feats: Features) -> None:
-    labels = torch.full((B, T), IGNORE)
+    labels = torch.full((B, T), IGNORE_INDEX)
     labels[:, 5:] = 1
     rows = one_document(labels)
     objective = Medusa1Objective(Heads(), DECAY)
     # head k sees targets 5..T-1 from t = 4-k onwards
-    assert objective.counts(rows).tolist() == [B * (T - 5)] * K
+    assert objective.target_counts(rows).tolist() == [B * (T - 5)] * K
 
 
 def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
-    labels = torch.full((B, T), IGNORE)
+    labels = torch.full((B, T), IGNORE_INDEX)
     heads = Heads()
     objective = Medusa1Objective(heads, DECAY)
     rows = one_document(labels)
-    out = objective.loss(feats, rows, objective.counts(rows))
+    out = objective.loss(feats, rows, objective.target_counts(rows))
     assert out.loss.item() == 0.0
     out.loss.backward()
     assert all(torch.count_nonzero(p.grad) == 0 for p in heads.parameters())
@@ -126,7 +126,7 @@ def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
 def test_nothing_of_joint_training_acts_here(batch: Rows, feats: Features) -> None:
     """lambda0 belongs to joint training: under `sine` a first step without loss would be the fork's mistake."""
     objective = Medusa1Objective(Heads(), DECAY)
-    counts = objective.counts(batch)
+    counts = objective.target_counts(batch)
     first, last = (objective.loss(feats, batch, counts, progress=s) for s in (0.0, 1.0))
     assert first.loss.item() == last.loss.item() > 0
     assert first.lm is None
@@ -139,7 +139,7 @@ def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features)
     share = 0.7
     objective = Medusa1Objective(heads, DECAY, soft_heads=share)
     own = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
-    out = objective.loss(feats, batch, objective.counts(batch), teacher=feats, teacher_unembedding=own)
+    out = objective.loss(feats, batch, objective.target_counts(batch), teacher=feats, teacher_lm_head=own)
 
     teacher = own.logits(feats.hidden)
     logits = [hidden @ heads.outer[i].t() for i, hidden in enumerate(heads.head_states(feats, batch))]
@@ -149,6 +149,6 @@ def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features)
     theirs = torch.autograd.grad(wanted, parameters)
     for mine, other in zip(torch.autograd.grad(out.loss, parameters), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
-    hard = Medusa1Objective(heads, DECAY).loss(feats, batch, objective.counts(batch))
+    hard = Medusa1Objective(heads, DECAY).loss(feats, batch, objective.target_counts(batch))
     torch.testing.assert_close(out.head_sums, hard.head_sums)  # both are told against the labels
     assert torch.equal(out.head_correct, hard.head_correct)

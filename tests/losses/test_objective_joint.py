@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
@@ -54,9 +54,9 @@ class Joint:
             batch,
             counts,
             progress=0.5,
-            student_unembedding=self.student,
+            lm_head=self.student,
             teacher=part(self.teacher_feats, rows),
-            teacher_unembedding=self.teacher,
+            teacher_lm_head=self.teacher,
         )
 
     def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, ahead: int = 1) -> Tensor:
@@ -92,7 +92,7 @@ def objective(joint: Joint, **recipe: Any) -> Objective:
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_value_and_gradients_are_those_of_the_formula(joint: Joint, batch: Rows, recipe: dict[str, Any]) -> None:
     ours = objective(joint, **recipe)
-    out = joint.loss(ours, batch, ours.counts(batch))
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     wanted = joint.reference(batch, recipe)
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
     theirs = torch.autograd.grad(wanted, joint.trained)
@@ -104,7 +104,7 @@ def test_value_and_gradients_are_those_of_the_formula(joint: Joint, batch: Rows,
 def test_a_shift_that_is_off_by_one_is_a_different_loss(joint: Joint, batch: Rows, mistake: dict[str, int]) -> None:
     recipe = {"lm": "kl", "soft_heads": 0.6}
     ours = objective(joint, **recipe)
-    out = joint.loss(ours, batch, ours.counts(batch))
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     assert abs(out.loss.item() - joint.reference(batch, recipe, **mistake).item()) > 1e-3
 
 
@@ -126,7 +126,7 @@ class Copying(Heads):
 def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: Rows) -> None:
     copying = Copying(joint.teacher_feats.hidden, joint.teacher)
     ours = Objective(copying, DECAY, lm="kl", soft_heads=1.0)
-    out = joint.loss(ours, batch, ours.counts(batch))
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     assert torch.count_nonzero(out.head_kl_sums) == 0
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1
@@ -138,12 +138,12 @@ def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
     segments[:, 4:8] = 1
     segments[:, 8:] = 2
     labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(6))
-    labels = torch.where(segments == 1, labels, IGNORE)
+    labels = torch.where(segments == 1, labels, IGNORE_INDEX)
     joint.teacher_feats = Features(joint.teacher_feats.hidden.masked_fill((segments != 1)[..., None], torch.nan))
     batch = Rows(labels, segments)
     ours = objective(joint, lm="kl", soft_heads=0.5)
-    assert ours.counts(batch).tolist() == [B * 3, B * 2, B * 1, 0]
-    out = joint.loss(ours, batch, ours.counts(batch))
+    assert ours.target_counts(batch).tolist() == [B * 3, B * 2, B * 1, 0]
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     assert torch.isfinite(out.loss)
     assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.loss, joint.trained))
 
@@ -152,12 +152,12 @@ def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
 def test_micro_batches_are_one_batch(joint: Joint, batch: Rows, recipe: dict[str, Any]) -> None:
     """With the counts of the global batch; the halves hold unequal numbers of targets."""
     ours = objective(joint, **recipe)
-    whole = joint.loss(ours, batch, ours.counts(batch))
+    whole = joint.loss(ours, batch, ours.target_counts(batch))
     wanted = torch.autograd.grad(whole.loss, joint.trained)
     parts = [slice(0, 1), slice(1, B)]
     rows = [batch.part(place) for place in parts]
-    total = torch.stack([ours.counts(micro) for micro in rows]).sum(dim=0)
-    assert torch.equal(total, ours.counts(batch))
+    total = torch.stack([ours.target_counts(micro) for micro in rows]).sum(dim=0)
+    assert torch.equal(total, ours.target_counts(batch))
     halves = [joint.loss(ours, micro, total, place) for micro, place in zip(rows, parts, strict=True)]
     assert halves[0].lm is not None
     assert halves[1].lm is not None
@@ -175,13 +175,13 @@ def test_micro_batches_are_one_batch(joint: Joint, batch: Rows, recipe: dict[str
 
 def test_each_term_is_divided_by_its_own_count(joint: Joint) -> None:
     """One supervised token at position 2: a target of the language model and of head 1 only."""
-    labels = torch.full((B, T), IGNORE)
+    labels = torch.full((B, T), IGNORE_INDEX)
     labels[0, 2] = 5
     labels[1, 0] = 3  # nobody predicts the first token
     batch = one_document(labels)
     ours = Objective(joint.heads, DECAY, lm="ce")
-    assert ours.counts(batch).tolist() == [1, 1, 0, 0]
-    out = joint.loss(ours, batch, ours.counts(batch))
+    assert ours.target_counts(batch).tolist() == [1, 1, 0, 0]
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.lm is not None
     assert out.loss.item() == pytest.approx(out.lm.ce.item() + DECAY * out.head_sums[0].item(), rel=1e-12)
     out.loss.backward()
@@ -190,9 +190,9 @@ def test_each_term_is_divided_by_its_own_count(joint: Joint) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_nothing_supervised_gives_zero_not_nan(joint: Joint, recipe: dict[str, Any]) -> None:
-    batch = one_document(torch.full((B, T), IGNORE))
+    batch = one_document(torch.full((B, T), IGNORE_INDEX))
     ours = objective(joint, **recipe)
-    out = joint.loss(ours, batch, ours.counts(batch))
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.loss.item() == 0.0
     for grad in torch.autograd.grad(out.loss, joint.trained):
         assert torch.count_nonzero(grad) == 0
@@ -202,8 +202,8 @@ def test_lambda0_weighs_the_heads_and_not_the_backbone(joint: Joint, batch: Rows
     ours = Objective(joint.heads, DECAY, lm="ce", heads_coefficient=LAMBDA, schedule="sine")
     assert ours.heads_weight(0.0) == 0.0
     assert ours.heads_weight(1.0) == pytest.approx(LAMBDA)
-    counts = ours.counts(batch)
-    out = ours.loss(Features(joint.states), batch, counts, progress=0.0, student_unembedding=joint.student)
+    counts = ours.target_counts(batch)
+    out = ours.loss(Features(joint.states), batch, counts, progress=0.0, lm_head=joint.student)
     assert out.lm is not None
     assert out.loss.item() == pytest.approx((out.lm.ce / counts[0]).item(), rel=1e-12)
     assert out.head_sums.min() > 0  # still told
@@ -216,7 +216,7 @@ def test_a_fresh_adapter_is_pushed_nowhere_by_kl(joint: Joint, batch: Rows) -> N
         joint.student.low_rank.b.zero_()
     joint.teacher_feats = Features(joint.states)
     ours = Objective(joint.heads, DECAY, lm="kl", heads_coefficient=0.0)
-    out = joint.loss(ours, batch, ours.counts(batch))
+    out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.loss.item() == 0.0
     out.loss.backward()
     for tensor in (joint.states, *leaves(joint.student)):
@@ -226,13 +226,16 @@ def test_a_fresh_adapter_is_pushed_nowhere_by_kl(joint: Joint, batch: Rows) -> N
 def test_kl_ignores_rho(joint: Joint, batch: Rows) -> None:
     """As the fork does where both keys are set."""
     both, one = objective(joint, lm="kl", rho=0.5), objective(joint, lm="kl")
-    counts = one.counts(batch)
+    counts = one.target_counts(batch)
     assert joint.loss(both, batch, counts).loss.item() == joint.loss(one, batch, counts).loss.item()
 
 
 def test_figures_are_told_against_labels_and_teacher(joint: Joint, batch: Rows) -> None:
     """They compare runs with different recipes, so they do not depend on the recipe."""
-    outs = [joint.loss(ours, batch, ours.counts(batch)) for ours in (objective(joint, **recipe) for recipe in RECIPES)]
+    outs = [
+        joint.loss(ours, batch, ours.target_counts(batch))
+        for ours in (objective(joint, **recipe) for recipe in RECIPES)
+    ]
     for out in outs:
         assert out.lm is not None
         torch.testing.assert_close(out.lm.ce, outs[0].lm.ce)
@@ -254,11 +257,11 @@ def test_senseless_choices_are_refused_at_once(joint: Joint, arguments: dict[str
 def test_a_missing_teacher_is_named(joint: Joint, batch: Rows, recipe: dict[str, Any]) -> None:
     ours = Objective(joint.heads, DECAY, **recipe)
     assert ours.needs_teacher
-    with pytest.raises(ValueError, match="teacher_unembedding"):
-        ours.loss(Features(joint.states), batch, ours.counts(batch), student_unembedding=joint.student)
+    with pytest.raises(ValueError, match="teacher_lm_head"):
+        ours.loss(Features(joint.states), batch, ours.target_counts(batch), lm_head=joint.student)
 
 
 def test_a_missing_unembedding_is_named(joint: Joint, batch: Rows) -> None:
     ours = Objective(joint.heads, DECAY, lm="ce")
-    with pytest.raises(ValueError, match="student_unembedding"):
-        ours.loss(Features(joint.states), batch, ours.counts(batch))
+    with pytest.raises(ValueError, match="lm_head"):
+        ours.loss(Features(joint.states), batch, ours.target_counts(batch))

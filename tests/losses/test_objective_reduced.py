@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses.objective import Medusa1Objective
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
@@ -51,7 +51,7 @@ def plain(heads: Heads, feats: Features, batch: Rows, teacher: LMHead, share: fl
         for b in range(B):
             for t in range(T - k - 1):
                 label = int(batch.labels[b, t + k + 1])
-                if label == IGNORE or batch.segments[b, t] != batch.segments[b, t + k + 1]:
+                if label == IGNORE_INDEX or batch.segments[b, t] != batch.segments[b, t + k + 1]:
                     continue
                 known = label in kept
                 hit = known and int(logits[b, t].argmax()) == kept.index(label)
@@ -70,35 +70,35 @@ def test_value_and_gradients_are_the_formula_s(batch: Rows, feats: Features, sha
     heads = Heads()
     teacher = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
     objective = Medusa1Objective(heads, DECAY, soft_heads=share)
-    counts = objective.counts(batch)
-    out = objective.loss(feats, batch, counts, teacher=feats, teacher_unembedding=teacher)
+    counts = objective.target_counts(batch)
+    out = objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher)
     wanted, numbers = plain(heads, feats, batch, teacher, share)
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
     parameters = list(heads.parameters())
     theirs = torch.autograd.grad(wanted, parameters)
     for mine, other in zip(torch.autograd.grad(out.loss, parameters), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
-    assert torch.equal(torch.stack([out.head_counts, out.head_known, out.head_correct]), numbers)
-    assert torch.equal(counts, out.head_known)
-    assert bool((out.head_known < out.head_counts).all())  # or this shows nothing
-    assert bool((out.head_known > 0).all())
+    assert torch.equal(torch.stack([out.head_counts, out.head_in_vocab, out.head_correct]), numbers)
+    assert torch.equal(counts, out.head_in_vocab)
+    assert bool((out.head_in_vocab < out.head_counts).all())  # or this shows nothing
+    assert bool((out.head_in_vocab > 0).all())
 
 
 def test_micro_batches_add_up(batch: Rows, feats: Features) -> None:
     objective = Medusa1Objective(Heads(), DECAY)
     halves = [slice(0, 1), slice(1, B)]
-    total = sum(objective.counts(batch.part(rows)) for rows in halves)
+    total = sum(objective.target_counts(batch.part(rows)) for rows in halves)
     parts = [objective.loss(part(feats, rows), batch.part(rows), total).loss for rows in halves]
-    torch.testing.assert_close(sum(parts), objective.loss(feats, batch, objective.counts(batch)).loss)
+    torch.testing.assert_close(sum(parts), objective.loss(feats, batch, objective.target_counts(batch)).loss)
 
 
 def test_a_batch_that_knows_none_of_its_targets_has_no_loss(feats: Features) -> None:
     heads = Heads()
     rows = one_document(torch.full((B, T), 1))
     objective = Medusa1Objective(heads, DECAY)
-    out = objective.loss(feats, rows, objective.counts(rows))
+    out = objective.loss(feats, rows, objective.target_counts(rows))
     out.loss.backward()
     assert out.loss.item() == 0.0
     assert all(torch.count_nonzero(p.grad) == 0 for p in heads.parameters())
     assert out.head_counts.tolist() == [B * (T - 2), B * (T - 3), B * (T - 4)]
-    assert out.head_known.tolist() == out.head_correct.tolist() == [0, 0, 0]
+    assert out.head_in_vocab.tolist() == out.head_correct.tolist() == [0, 0, 0]

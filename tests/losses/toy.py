@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 
@@ -75,7 +75,7 @@ def mean_term(
     for b in range(B):
         for t in range(T - k - max(ahead, teacher_ahead)):
             label = batch.labels[b, t + k + ahead]
-            if label == IGNORE or batch.segments[b, t] != batch.segments[b, t + k + ahead]:
+            if label == IGNORE_INDEX or batch.segments[b, t] != batch.segments[b, t + k + ahead]:
                 continue
             target = one_hot(label, V).double()
             log_p = log_softmax(logits[b, t], dim=0)

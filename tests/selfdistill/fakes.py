@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from medusa_train.selfdistill.engines import Answer, Request
-from medusa_train.selfdistill.modes import GeneratedChat, Steps
+from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat
 
 
 def said(text: str, reason: str = "stop") -> Answer:
@@ -23,15 +23,15 @@ class FakeEngine:
         self._waiting: deque[tuple[int, Request]] = deque()
         self.most = 0  # requests at hand at a time
 
-    def submit(self, ticket: int, request: Request) -> None:
-        self._waiting.append((ticket, request))
+    def submit(self, request_id: int, request: Request) -> None:
+        self._waiting.append((request_id, request))
         self.most = max(self.most, len(self._waiting))
 
     def next(self) -> tuple[int, Answer]:
-        ticket, request = self._waiting.pop()
-        return ticket, self.answer(request)
+        request_id, request = self._waiting.pop()
+        return request_id, self.answer(request)
 
-    def figures(self) -> Mapping[str, str]:
+    def stats(self) -> Mapping[str, str]:
         return {}
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class FakeEngine:
         return self.script.get(last, said(f"{verb} {last}"))
 
 
-def drive(steps: Steps, engine: FakeEngine) -> GeneratedChat:
+def drive(steps: ChatSteps, engine: FakeEngine) -> GeneratedChat:
     """One conversation from its first request to its end."""
     request = next(steps)
     while True:

@@ -139,8 +139,8 @@ def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 1
 
 def ask(answering: HFEngine, request: Request) -> Answer:
     answering.submit(5, request)
-    ticket, made = answering.next()
-    assert ticket == 5
+    request_id, made = answering.next()
+    assert request_id == 5
     return made
 
 
@@ -168,7 +168,7 @@ def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
         for _ in range(12):
             tokens.append(int(backbone.model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert answer.text == backbone.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
-    assert (answer.reason, answer.prompt_tokens, answer.completion_tokens) == ("length", len(ids), 12)
+    assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == ("length", len(ids), 12)
     assert ask(engine(backbone), Request(PROMPT, 2)) == answer
 
 
@@ -186,13 +186,13 @@ def test_sampling_at_a_vanishing_temperature_is_greedy(backbone: Backbone) -> No
 
 def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None:
     free = engine(backbone, max_new_tokens=8)
-    third = Decoder(backbone).generate(free._speakers.prompt(Request(PROMPT, 0)), 8).tokens[2]
+    third = Decoder(backbone).generate(free._prompting.prompt(Request(PROMPT, 0)), 8).tokens[2]
     before = backbone.eos_ids
     try:
         backbone.eos_ids = (third,)
         for temperature in (0.0, 1e-6):
             answer = ask(engine(backbone, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0))
-            assert (answer.reason, answer.completion_tokens) == ("stop", 3)
+            assert (answer.finish_reason, answer.completion_tokens) == ("stop", 3)
     finally:
         backbone.eos_ids = before
 
@@ -200,10 +200,10 @@ def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_models_context_ends_an_answer_too(backbone: Backbone, temperature: float) -> None:
     answer = ask(engine(backbone, temperature, max_new_tokens=100), asks("x" * (CONTEXT - 20)))
-    assert answer.reason == "context"
+    assert answer.finish_reason == "context"
     assert answer.prompt_tokens + answer.completion_tokens == CONTEXT + 1
     over = ask(engine(backbone, temperature), asks("x" * (CONTEXT + 1)))
-    assert (over.text, over.reason, over.completion_tokens) == ("", "context", 0)
+    assert (over.text, over.finish_reason, over.completion_tokens) == ("", "context", 0)
 
 
 def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
@@ -243,8 +243,8 @@ def all_answers(answering: HFEngine) -> list[Answer]:
         while coming and len(QUESTIONS) - len(coming) - len(found) < answering.capacity:
             number, text = coming.pop()
             answering.submit(number, Request((Message("user", text),), seed=100 + number))
-        ticket, answer = answering.next()
-        found[ticket] = answer
+        request_id, answer = answering.next()
+        found[request_id] = answer
     return [found[number] for number in range(len(QUESTIONS))]
 
 
@@ -285,17 +285,17 @@ def test_an_answer_that_hangs_on_rounding_is_made_again_alone(
     monkeypatch.setattr(local, "is_certain", doubtful)
     batched = engine(backbone, max_new_tokens=10, batch_size=4)
     assert all_answers(batched) == all_answers(engine(backbone, max_new_tokens=10))
-    assert batched.figures() == {"made again alone (rounding)": "3"}
+    assert batched.stats() == {"made again alone (rounding)": "3"}
     unchecked = engine(backbone, max_new_tokens=10, batch_size=4, exact=False)
     all_answers(unchecked)
-    assert unchecked.figures() == {}
+    assert unchecked.stats() == {}
 
 
 def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
     """Turns of conversations that come back while others are under way, and rows that end at unlike times."""
     backbone = Backbone.load(str(directory), dtype=torch.float64)
     free = engine(backbone, max_new_tokens=24)
-    said = [Decoder(backbone).generate(free._speakers.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
+    said = [Decoder(backbone).generate(free._prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
     backbone.eos_ids = tuple({said[0][3], said[4][8], said[7][15]})
 
     def conversations(answering: HFEngine) -> dict[int, list[Answer]]:
@@ -348,7 +348,7 @@ def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone,
     tree = Tree.cartesian([2, 2])
     speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, compare=4, batch_size=batch_size)
     assert all_answers(speculating) == plain
-    figures = speculating.figures()
+    figures = speculating.stats()
     assert float(figures["tokens per step"]) >= 1.0
     assert re.fullmatch(r"\d+\.\d\dx \([4-6] answers\)", figures["faster than without heads"])
 

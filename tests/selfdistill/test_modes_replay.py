@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_train.selfdistill.modes import GeneratedChat, Rules, replay, turn_seed
-from medusa_train.selfdistill.prompts import Seed
+from medusa_train.selfdistill.modes import DropRules, GeneratedChat, replay, turn_seed
+from medusa_train.selfdistill.prompts import Prompt
 from tests.selfdistill.fakes import FakeEngine, drive, said
 
-SEED = Seed("s1", ("one", "two", "three"))
-KEEP_CUT = Rules(drop_truncated=False)
+SEED = Prompt("s1", ("one", "two", "three"))
+KEEP_CUT = DropRules(drop_truncated=False)
 
 
-def run(engine: FakeEngine, seed: Seed = SEED, random_seed: int = 7, rules: Rules = Rules()) -> GeneratedChat:
+def run(engine: FakeEngine, seed: Prompt = SEED, random_seed: int = 7, rules: DropRules = DropRules()) -> GeneratedChat:
     return drive(replay(seed, random_seed=random_seed, rules=rules), engine)
 
 
@@ -25,14 +25,14 @@ def test_own_answers_are_the_history() -> None:
     assert [message.role for message in done.messages] == ["user", "assistant"] * 3
     third_prompt = [message.content for message in engine.asked[2].messages]
     assert third_prompt == ["one", "answer to one", "two", "answer to two", "three"]
-    assert done.reasons == ["stop"] * 3
+    assert done.finish_reasons == ["stop"] * 3
     assert done.completion_tokens == [4, 4, 4]
     assert (done.dropped, done.dropped_turns) == (None, 0)
 
 
 def test_a_system_prompt_leads() -> None:
     engine = FakeEngine()
-    done = run(engine, Seed("s", ("one",), system="be brief"))
+    done = run(engine, Prompt("s", ("one",), system="be brief"))
     assert contents(done) == ["be brief", "one", "answer to one"]
     assert engine.asked[0].messages[0].as_dict() == {"role": "system", "content": "be brief"}
 
@@ -49,7 +49,7 @@ def test_a_cut_answer_is_dropped_with_all_later_turns_and_earlier_turns_stay(rea
 def test_a_cut_answer_is_kept_when_asked_for() -> None:
     done = run(FakeEngine({"two": said("cut off", "length")}), rules=KEEP_CUT)
     assert contents(done)[3:] == ["cut off", "three", "answer to three"]
-    assert done.reasons == ["stop", "length", "stop"]
+    assert done.finish_reasons == ["stop", "length", "stop"]
     assert done.dropped is None
 
 
@@ -65,14 +65,14 @@ def test_a_looping_answer_is_counted_or_dropped() -> None:
     engine = FakeEngine({"two": said("a b c d e f g h " * 3)})
     kept = run(engine)
     assert (kept.turns, kept.looping, kept.dropped) == (3, 1, None)
-    dropped = run(engine, rules=Rules(drop_looping=True))
+    dropped = run(engine, rules=DropRules(drop_looping=True))
     assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (1, 0, "looping", 2)
 
 
 def test_each_turn_of_each_conversation_has_its_own_random_seed() -> None:
     engine = FakeEngine()
     run(engine)
-    run(engine, Seed("s2", ("one",)))
+    run(engine, Prompt("s2", ("one",)))
     run(engine, random_seed=8)
     seeds = [request.seed for request in engine.asked]
     assert len(set(seeds)) == 7

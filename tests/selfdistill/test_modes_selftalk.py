@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 from medusa_train.selfdistill.engines import Answer
-from medusa_train.selfdistill.modes import GeneratedChat, Rules, selftalk
-from medusa_train.selfdistill.prompts import Seed
+from medusa_train.selfdistill.modes import DropRules, GeneratedChat, selftalk
+from medusa_train.selfdistill.prompts import Prompt
 from tests.selfdistill.fakes import FakeEngine, drive, said
 
-SEED = Seed("s1", ("hello", "never asked"), system="be kind")
+SEED = Prompt("s1", ("hello", "never asked"), system="be kind")
 
 
 def run(script: dict[str, Answer] | None = None, rounds: int = 3) -> tuple[GeneratedChat, FakeEngine]:
     engine = FakeEngine(script)
-    return drive(selftalk(SEED, random_seed=7, rules=Rules(), rounds=rounds), engine), engine
+    return drive(selftalk(SEED, random_seed=7, rules=DropRules(), rounds=rounds), engine), engine
 
 
 def roles(talk: GeneratedChat) -> str:

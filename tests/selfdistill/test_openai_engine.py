@@ -16,10 +16,10 @@ from medusa_train.data.conversation import Message
 from medusa_train.errors import ServerError
 from medusa_train.openai_client import OpenAIClient
 from medusa_train.selfdistill.engines import Request
-from medusa_train.selfdistill.modes import Rules, replay
+from medusa_train.selfdistill.modes import DropRules, replay
 from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
-from medusa_train.selfdistill.output import Writer
-from medusa_train.selfdistill.prompts import Seed
+from medusa_train.selfdistill.output import OutputWriter
+from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run import RunStats, distill
 from tests import fake_server
 from tests.fake_server import FakeServer, completion, error, serving
@@ -41,15 +41,15 @@ def ask(text: str, seed: int = 1) -> Request:
     return Request((Message("user", text),), seed)
 
 
-def run(out: Path, seeds: list[Seed], answering: OpenAIEngine) -> RunStats:
-    with Writer(out, {"model": "served"}) as writer:
+def run(out: Path, seeds: list[Prompt], answering: OpenAIEngine) -> RunStats:
+    with OutputWriter(out, {"model": "served"}) as writer:
         try:
             return distill(
                 seeds,
                 answering,
                 writer,
-                talk=partial(replay, random_seed=1, rules=Rules()),
-                facts={"model": "served", "sampling": {"temperature": 0.5}},
+                mode=partial(replay, random_seed=1, rules=DropRules()),
+                metadata={"model": "served", "sampling": {"temperature": 0.5}},
             )
         finally:
             answering.close()
@@ -59,17 +59,17 @@ def ids(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text().splitlines()]
 
 
-def seeds(count: int, turns: int = 1) -> list[Seed]:
-    return [Seed(f"s{n}", tuple(f"question {n}.{turn}" for turn in range(turns))) for n in range(count)]
+def seeds(count: int, turns: int = 1) -> list[Prompt]:
+    return [Prompt(f"s{n}", tuple(f"question {n}.{turn}" for turn in range(turns))) for n in range(count)]
 
 
 def test_a_request_says_how_to_draw_and_the_answer_is_read() -> None:
     with serving() as server:
         asking = engine(server.url)
         asking.submit(7, ask("hi", seed=2**40 + 5))
-        ticket, answer = asking.next()
+        request_id, answer = asking.next()
         asking.close()
-        assert (ticket, answer.text, answer.reason) == (7, "answer to hi", "stop")
+        assert (request_id, answer.text, answer.finish_reason) == (7, "answer to hi", "stop")
         assert (answer.prompt_tokens, answer.completion_tokens) == (10, 4)
         assert server.bodies == [
             {
@@ -95,14 +95,14 @@ def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
         asking.submit(0, ask("hi"))
         answer = asking.next()[1]
         asking.close()
-    assert (answer.text, answer.reason, answer.completion_tokens) == ("half ?", reason, 0)
+    assert (answer.text, answer.finish_reason, answer.completion_tokens) == ("half ?", reason, 0)
 
 
 def test_many_requests_are_under_way_at_a_time(tmp_path: Path) -> None:
     with serving(seconds=0.05) as server:
-        tally = run(tmp_path / "out.jsonl", seeds(24, turns=2), engine(server.url, concurrency=8))
+        stats = run(tmp_path / "out.jsonl", seeds(24, turns=2), engine(server.url, concurrency=8))
         assert 4 <= server.busiest <= 8
-    assert (tally.written, tally.turns) == (24, 48)
+    assert (stats.written, stats.turns) == (24, 48)
     for line in (tmp_path / "out.jsonl").read_text().splitlines():
         record = json.loads(line)
         number = record["id"][1:]
@@ -120,9 +120,9 @@ def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp
         return error(400, "maximum context length is 10") if asked == "question 4.0" else None
 
     with serving(script) as server:
-        tally = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=2))
+        stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=2))
     assert sorted(ids(tmp_path / "out.jsonl")) == ["s1", "s2", "s5"]
-    assert dict(tally.dropped) == {"refused": 2, "context": 1}
+    assert dict(stats.dropped) == {"refused": 2, "context": 1}
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
@@ -186,7 +186,7 @@ def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path,
     killer = threading.Thread(target=kill_and_restart)
     killer.start()
     try:
-        tally = run(out, seeds(500), asking)
+        stats = run(out, seeds(500), asking)
     finally:
         killed.set()
         killer.join()
@@ -194,7 +194,7 @@ def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path,
     texts = {json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()}
     assert len(texts) == 500
     assert asking.server.retries > 0
-    assert tally.written == 500
+    assert stats.written == 500
 
 
 def test_a_run_given_up_by_a_dead_server_goes_on_where_it_was(tmp_path: Path, restarted: Restarted) -> None:
@@ -205,7 +205,7 @@ def test_a_run_given_up_by_a_dead_server_goes_on_where_it_was(tmp_path: Path, re
         run(out, seeds(40), engine(restarted.url, retry_seconds=0.2))
     with FakeServer(restarted.port) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        tally = run(out, seeds(40), engine(server.url))
+        stats = run(out, seeds(40), engine(server.url))
         server.shutdown()
-    assert (tally.earlier, tally.written) == (20, 20)
+    assert (stats.earlier, stats.written) == (20, 20)
     assert len(set(ids(out))) == len(ids(out)) == 40

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.selfdistill.output import Writer, merge, shard_output
+from medusa_train.selfdistill.output import OutputWriter, merge, shard_output
 from medusa_train.selfdistill.select_prompts import Shard
 
 SETTINGS = {"model": "m"}
@@ -14,7 +14,7 @@ SEEDS = [f"c{number}" for number in range(6)]
 
 
 def fill(path: Path, written: list[str], dropped: tuple[str, ...] = (), settings: dict[str, str] = SETTINGS) -> None:
-    with Writer(path, settings) as writer:
+    with OutputWriter(path, settings) as writer:
         for name in written:
             writer.write({"id": name, "text": "h\u00e9\u2028" * 3})
         for name in dropped:
@@ -37,7 +37,7 @@ def test_shards_become_one_file_in_the_order_of_the_seeds(tmp_path: Path) -> Non
     assert ids(out) == ["c0", "c1", "c5"]
     assert ids(out.with_suffix(".dropped.jsonl")) == ["c2", "c3"]
     # A run without a shard goes on with what is missing.
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         assert set(SEEDS) - writer.done == {"c4"}
         writer.write({"id": "c4"})
     again = merge(out, SETTINGS, SEEDS)
@@ -78,7 +78,7 @@ def test_other_settings_no_shards_and_running_shards_are_refused(tmp_path: Path)
         merge(out, SETTINGS, SEEDS)
     fill(shard_output(out, Shard(1, 2)), ["c0"])
     fill(shard_output(tmp_path / "out.other.jsonl", Shard(1, 2)), ["c9"], settings={"model": "x"})
-    with Writer(shard_output(out, Shard(1, 2)), SETTINGS), pytest.raises(DataError, match="another process"):
+    with OutputWriter(shard_output(out, Shard(1, 2)), SETTINGS), pytest.raises(DataError, match="another process"):
         merge(out, SETTINGS, SEEDS)
     with pytest.raises(ConfigError, match="model: 'm' there, 'n' now"):
         merge(out, {"model": "n"}, SEEDS)

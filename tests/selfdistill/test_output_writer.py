@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.selfdistill.output import Writer
+from medusa_train.selfdistill.output import OutputWriter
 
 SETTINGS = {"model": "m", "temperature": 0.3}
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from medusa_train.selfdistill.output import Writer
-with Writer(Path(sys.argv[1]), {"model": "m", "temperature": 0.3}) as writer:
+from medusa_train.selfdistill.output import OutputWriter
+with OutputWriter(Path(sys.argv[1]), {"model": "m", "temperature": 0.3}) as writer:
     for number in range(5):
         writer.write({"id": f"c{number}", "text": "x" * 100})
     writer.drop({"id": "gone"})
@@ -30,11 +30,11 @@ def ids(path: Path) -> list[str]:
 
 def test_lines_are_appended_and_a_second_run_knows_them(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out.jsonl"
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         assert writer.done == set()
         writer.write({"id": "a", "text": "h\u00e9\u2028"})
         writer.drop({"id": "b"})
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         assert writer.done == {"a", "b"}
         writer.write({"id": "c"})
         with pytest.raises(ValueError, match="written already"):
@@ -46,7 +46,7 @@ def test_lines_are_appended_and_a_second_run_knows_them(tmp_path: Path) -> None:
 
 
 def test_a_run_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
-    with Writer(tmp_path / "out.jsonl", SETTINGS):
+    with OutputWriter(tmp_path / "out.jsonl", SETTINGS):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -54,12 +54,12 @@ def test_a_run_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 5, 17])
 def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path, cut: int) -> None:
     out = tmp_path / "out.jsonl"
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         writer.write({"id": "a"})
         before = out.read_bytes()
         writer.write({"id": "b", "text": "long enough to cut"})
     out.write_bytes(out.read_bytes()[:-cut])
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         assert writer.done == {"a"}
         assert out.read_bytes() == before
         writer.write({"id": "b"})
@@ -69,25 +69,25 @@ def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path, cut: int)
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False, timeout=60)
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         assert writer.done == {"c0", "c1", "c2", "c3", "c4", "gone"}
 
 
 def test_changed_settings_are_refused_with_the_differences(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         writer.write({"id": "a"})
     with pytest.raises(ConfigError, match=r"temperature: 0\.3 there, 0 now") as caught:
-        Writer(out, {"model": "m", "temperature": 0})
+        OutputWriter(out, {"model": "m", "temperature": 0})
     assert "model:" not in str(caught.value)
     assert ids(out) == ["a"]
 
 
 def test_a_setting_that_is_not_there_says_no_more_than_none(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         writer.write({"id": "a"})
-    with Writer(out, {**SETTINGS, "later": None}) as writer:
+    with OutputWriter(out, {**SETTINGS, "later": None}) as writer:
         assert writer.done == {"a"}
 
 
@@ -95,29 +95,29 @@ def test_a_file_of_unknown_origin_is_refused_and_stays_as_it_is(tmp_path: Path) 
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": "theirs"}')
     with pytest.raises(ConfigError, match="how it was made"):
-        Writer(out, SETTINGS)
+        OutputWriter(out, SETTINGS)
     assert out.read_text() == '{"id": "theirs"}'
     with pytest.raises(ConfigError, match=r"has to end with \.jsonl"):
-        Writer(tmp_path / "out.json", SETTINGS)
+        OutputWriter(tmp_path / "out.json", SETTINGS)
 
 
 def test_a_broken_complete_line_names_file_and_line(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         writer.write({"id": "a"})
     with out.open("a") as file:
         file.write("[1]\n")
     with pytest.raises(DataError, match=r"out\.jsonl:2: not a conversation"):
-        Writer(out, SETTINGS)
+        OutputWriter(out, SETTINGS)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with Writer(out, SETTINGS) as writer:
+    with OutputWriter(out, SETTINGS) as writer:
         for settings in (SETTINGS, {"model": "other"}):
             with pytest.raises(DataError, match="another process"):
-                Writer(out, settings)
+                OutputWriter(out, settings)
         writer.write({"id": "a"})
     assert ids(out) == ["a"]
     assert json.loads(out.with_suffix(".settings.json").read_text()) == SETTINGS

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.data.sources import HubRows
+from medusa_train.data.sources import HubSplit
 from medusa_train.errors import DataError
-from medusa_train.selfdistill.prompts import first_of, read_seeds
+from medusa_train.selfdistill.prompts import first_of, read_prompts
 
 
 def jsonl(path: Path, *records: object) -> Path:
@@ -24,7 +24,7 @@ def test_four_forms_give_the_users_turns(tmp_path: Path) -> None:
         {"instruction": "do", "input": "this", "output": "ignored"},
         {"question_id": 81, "category": "c", "turns": ["q1", "q2"]},
     )
-    seeds = read_seeds(path)
+    seeds = read_prompts(path)
     assert [seed.turns for seed in seeds] == [("one",), ("one", "two"), ("hi",), ("do\n\nthis",), ("q1", "q2")]
     assert [seed.id for seed in seeds][:3] == ["a", "b", "3"]
     assert seeds[4].id == "81"
@@ -37,29 +37,29 @@ def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_nu
     talk = {"id": "same", "conversations": [{"from": "human", "value": "hello\u2028there"}]}
     silent = {"id": "x", "conversations": [{"from": "gpt", "value": "only me"}, {"from": "human", "value": "  "}]}
     path.write_text(json.dumps([talk, silent, talk]), encoding="utf-8")
-    assert [(seed.id, seed.source) for seed in read_seeds(path)] == [
+    assert [(seed.id, seed.source) for seed in read_prompts(path)] == [
         ("same", f"{path}: record 1"),
         ("same~2", f"{path}: record 3"),
     ]
 
 
 def test_ids_are_made_of_the_text_where_there_are_none(tmp_path: Path) -> None:
-    first, second = read_seeds(jsonl(tmp_path / "s.jsonl", {"turns": ["a"]}, {"turns": ["b"]}))
+    first, second = read_prompts(jsonl(tmp_path / "s.jsonl", {"turns": ["a"]}, {"turns": ["b"]}))
     assert first.id != second.id
-    assert first.id == read_seeds(jsonl(tmp_path / "t.jsonl", {"turns": ["a"]}))[0].id
+    assert first.id == read_prompts(jsonl(tmp_path / "t.jsonl", {"turns": ["a"]}))[0].id
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_run(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text('{"turns": ["a \\ud83d b"]}\n', encoding="utf-8")
-    assert read_seeds(path)[0].turns == ("a ? b",)
+    assert read_prompts(path)[0].turns == ("a ? b",)
 
 
 def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "seeds.jsonl"
     path.write_text('{"turns": ["ok"]}\n{"turns": [\n[1]\n{"turns": [5]}\n{"what": 1}\n', encoding="utf-8")
     with pytest.raises(DataError) as caught:
-        read_seeds(path)
+        read_prompts(path)
     message = str(caught.value)
     assert f"{path}:2: not valid JSON" in message
     assert f"{path}:3: a JSON object is expected" in message
@@ -73,7 +73,7 @@ def test_broken_records_are_left_out_where_that_is_asked_for(tmp_path: Path) -> 
     path = tmp_path / "seeds.jsonl"
     path.write_text('{"turns": ["ok"]}\n{"turns": [\n{"turns": [5]}\n{"turns": ["too"]}\n', encoding="utf-8")
     skipped: list[str] = []
-    assert [seed.turns for seed in read_seeds(path, skipped=skipped)] == [("ok",), ("too",)]
+    assert [seed.turns for seed in read_prompts(path, skipped=skipped)] == [("ok",), ("too",)]
     assert [problem.partition(": ")[0] for problem in skipped] == [f"{path}:2", f"{path}:3"]
 
 
@@ -90,25 +90,25 @@ def test_a_file_without_seeds_is_refused(tmp_path: Path, text: str, message: str
     path = tmp_path / "seeds.jsonl"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
-        read_seeds(path)
+        read_prompts(path)
 
 
 def test_a_type_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="type sharegpt"):
-        read_seeds(jsonl(tmp_path / "s.jsonl", {"messages": [{"role": "user", "content": "x"}]}), "sharegpt")
+        read_prompts(jsonl(tmp_path / "s.jsonl", {"messages": [{"role": "user", "content": "x"}]}), "sharegpt")
 
 
 def test_rows_of_the_hub_are_read_like_records(tmp_path: Path) -> None:
-    rows = HubRows("hub/name[train]", [{"instruction": "do", "output": ""}, {"instruction": " ", "output": "x"}])
-    (seed,) = read_seeds(rows)
+    rows = HubSplit("hub/name[train]", [{"instruction": "do", "output": ""}, {"instruction": " ", "output": "x"}])
+    (seed,) = read_prompts(rows)
     assert (seed.turns, seed.source) == (("do",), "hub/name[train]: record 1")
     with pytest.raises(DataError, match=r"hub/name: record 1: none of conversations"):
-        read_seeds(HubRows("hub/name", [{"text": "x"}]))
+        read_prompts(HubSplit("hub/name", [{"text": "x"}]))
 
 
 def test_an_id_that_comes_again_never_meets_one_of_the_file(tmp_path: Path) -> None:
     ids = ["a", "a~2", "a", "a"]
     path = jsonl(tmp_path / "s.jsonl", *({"id": name, "turns": [str(n)]} for n, name in enumerate(ids)))
-    names = [seed.id for seed in read_seeds(path)]
+    names = [seed.id for seed in read_prompts(path)]
     assert names[:2] == ["a", "a~2"]
     assert len(set(names)) == 4

@@ -8,31 +8,36 @@ import pytest
 
 from medusa_train.data.records import read_conversations
 from medusa_train.selfdistill.engines import Answer, Request
-from medusa_train.selfdistill.modes import Rules, replay
-from medusa_train.selfdistill.output import Writer
+from medusa_train.selfdistill.modes import DropRules, replay
+from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.preview import describe, summary
-from medusa_train.selfdistill.prompts import Seed
+from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run import RunStats, distill
 from tests.selfdistill.fakes import FakeEngine, said
 
-SEEDS = [Seed("a", ("one", "two")), Seed("b", ("bad",)), Seed("c", ("three", "bad", "four")), Seed("d", ("five",))]
+SEEDS = [
+    Prompt("a", ("one", "two")),
+    Prompt("b", ("bad",)),
+    Prompt("c", ("three", "bad", "four")),
+    Prompt("d", ("five",)),
+]
 SCRIPT = {"bad": said("and so on and so on", "length")}
 
 
-def run(out: Path, seeds: list[Seed], engine: FakeEngine) -> RunStats:
-    with Writer(out, {"model": "m"}) as writer:
+def run(out: Path, seeds: list[Prompt], engine: FakeEngine) -> RunStats:
+    with OutputWriter(out, {"model": "m"}) as writer:
         return distill(
             seeds,
             engine,
             writer,
-            talk=partial(replay, random_seed=1, rules=Rules()),
-            facts={"model": "m", "sampling": {"temperature": 0.0}},
+            mode=partial(replay, random_seed=1, rules=DropRules()),
+            metadata={"model": "m", "sampling": {"temperature": 0.0}},
         )
 
 
 def test_lines_hold_everything_and_train_as_they_stand(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    tally = run(out, SEEDS, FakeEngine(SCRIPT))
+    stats = run(out, SEEDS, FakeEngine(SCRIPT))
     first, second, third = (json.loads(line) for line in out.read_text().splitlines())
     assert list(first) == [*["id", "seed_id", "model", "messages", "sampling", "finish_reasons", "token_counts"]]
     assert first == {
@@ -53,9 +58,9 @@ def test_lines_hold_everything_and_train_as_they_stand(tmp_path: Path) -> None:
     assert second["dropped"] == {"reason": "length", "turns": 2}
     assert third["id"] == "d"
     assert [chat.id for chat in read_conversations(out, "messages").conversations] == ["a", "c", "d"]
-    assert (tally.written, tally.turns, tally.cut, tally.empty, tally.finished) == (3, 4, 1, 1, 4)
-    assert dict(tally.dropped) == {"length": 3}
-    assert tally.tokens == 4 * 4 + 2 * 7
+    assert (stats.written, stats.turns, stats.cut, stats.empty, stats.finished) == (3, 4, 1, 1, 4)
+    assert dict(stats.dropped) == {"length": 3}
+    assert stats.tokens == 4 * 4 + 2 * 7
 
 
 def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> None:
@@ -71,9 +76,9 @@ def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         run(parts, SEEDS, Interrupted(SCRIPT))
     engine = FakeEngine(SCRIPT)
-    tally = run(parts, SEEDS, engine)
+    stats = run(parts, SEEDS, engine)
     assert parts.read_bytes() == whole.read_bytes()
-    assert (tally.earlier, tally.written, len(engine.asked)) == (3, 1, 1)
+    assert (stats.earlier, stats.written, len(engine.asked)) == (3, 1, 1)
     assert run(parts, SEEDS, FakeEngine(SCRIPT)).finished == 4
     assert parts.read_bytes() == whole.read_bytes()
 
@@ -82,20 +87,20 @@ def test_several_conversations_under_way_give_the_same_set(tmp_path: Path) -> No
     alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     run(alone, SEEDS, FakeEngine(SCRIPT))
     engine = FakeEngine(SCRIPT, capacity=3)
-    tally = run(together, SEEDS, engine)
+    stats = run(together, SEEDS, engine)
     assert engine.most == 3
     assert sorted(together.read_text().splitlines()) == sorted(alone.read_text().splitlines())
     assert together.read_text() != alone.read_text()  # each is written when it is finished
-    assert (tally.written, tally.turns, tally.empty) == (3, 4, 1)
+    assert (stats.written, stats.turns, stats.empty) == (3, 4, 1)
 
 
 def test_figures_are_told() -> None:
-    tally = RunStats(total=10, earlier=2, written=3, turns=5, tokens=100)
-    tally.dropped["length"] += 2
-    line = describe(tally)
+    stats = RunStats(total=10, earlier=2, written=3, turns=5, tokens=100)
+    stats.dropped["length"] += 2
+    line = describe(stats)
     assert "tokens/s" in line
     assert "dropped turns: 2 length" in line
-    rows = list(summary(tally).columns[0].cells)
+    rows = list(summary(stats).columns[0].cells)
     assert "done by an earlier run" in rows
     assert "dropped turns: length" in rows
     assert "conversations with no answer left" not in rows

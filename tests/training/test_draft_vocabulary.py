@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
@@ -109,8 +109,8 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -
     assert found is not None
     hidden = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
     for k in (1, 2):
-        target = shift(batch.labels, k, batch.segments)
-        valid = target != IGNORE
+        target = shift_labels(batch.labels, k, batch.segments)
+        valid = target != IGNORE_INDEX
         tokens, logits = target[valid], draft.head_logits(hidden[valid], k)
         known = torch.isin(tokens, kept)
         assert (found.targets[k - 1], found.known[k - 1]) == (len(tokens), int(known.sum()))

@@ -12,7 +12,7 @@ import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.batch import Batch
-from medusa_train.data.targets import IGNORE
+from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses.objective import LMSums, Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -162,7 +162,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
     shape = (2, 6)
     batch = Batch(
         torch.randint(0, 300, shape),
-        torch.full(shape, IGNORE),
+        torch.full(shape, IGNORE_INDEX),
         torch.arange(6).expand(shape),
         torch.zeros(shape, dtype=torch.long),
         [],
@@ -173,9 +173,9 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
         feats,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
-        student_unembedding=recipe.unembedding(),
+        lm_head=recipe.unembedding(),
         teacher=teacher[0],
-        teacher_unembedding=teacher[1],
+        teacher_lm_head=teacher[1],
     )
     assert float(out.loss.detach()) == 0.0
     out.loss.backward()

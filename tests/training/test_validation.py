@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from medusa_train.data.dataset import Batch
-from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.objective import Objective
@@ -24,7 +24,8 @@ from medusa_train.training.validation import ranked_conversations, simulate
 
 def test_answers_begin_behind_their_prompt_and_end_with_their_last_token() -> None:
     # a conversation of two answers (tokens 2..4 and 7..8), a second one in the same row (tokens 11..12), padding
-    labels = torch.tensor([[IGNORE, IGNORE, 5, 6, 7, IGNORE, IGNORE, 8, 9, IGNORE, IGNORE, 3, 4, IGNORE]])
+    none = IGNORE_INDEX
+    labels = torch.tensor([[none, none, 5, 6, 7, none, none, 8, 9, none, none, 3, 4, none]])
     segments = torch.tensor([[0] * 10 + [1] * 3 + [-1]])
     ranks = torch.arange(14, dtype=torch.int8)[None, :, None].repeat(1, 1, 3)  # every rank names its position
     first, second = ranked_conversations(labels, segments, ranks)
@@ -50,13 +51,17 @@ def test_cutting_against_plain_loops(seed: int) -> None:
     length, heads = 30, 3
     segments = torch.sort(torch.randint(0, 3, (2, length)), dim=1).values
     segments[0, -4:] = -1
-    labels = torch.where((torch.rand(2, length) < 0.7) & (segments >= 0), torch.randint(0, 50, (2, length)), IGNORE)
+    labels = torch.where(
+        (torch.rand(2, length) < 0.7) & (segments >= 0), torch.randint(0, 50, (2, length)), IGNORE_INDEX
+    )
     ranks = torch.randint(-1, 10, (2, length, heads), dtype=torch.int8)
     found = {}
     for row, t in itertools.product(range(2), range(length - 1)):
 
         def is_root(row: int, t: int) -> bool:
-            return bool(t + 1 < length and segments[row, t] == segments[row, t + 1] and labels[row, t + 1] != IGNORE)
+            return bool(
+                t + 1 < length and segments[row, t] == segments[row, t + 1] and labels[row, t + 1] != IGNORE_INDEX
+            )
 
         if not is_root(row, t):
             continue
@@ -182,10 +187,10 @@ def random_batches():
     batches = []
     for rows, length in ((2, 12), (3, 7)):
         tokens = torch.randint(0, 300, (rows, length))
-        labels = torch.where(torch.rand(rows, length) < 0.6, tokens, IGNORE)
+        labels = torch.where(torch.rand(rows, length) < 0.6, tokens, IGNORE_INDEX)
         segments = torch.zeros_like(tokens)
         segments[0, -2:] = -1
-        labels[0, -2:] = IGNORE
+        labels[0, -2:] = IGNORE_INDEX
         positions = torch.arange(length).repeat(rows, 1)
         batches.append(Batch(tokens, labels, positions, segments, ["a"] * rows))
     return batches
@@ -202,10 +207,10 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     for k in (1, 2):
         logits, wanted = [], []
         for batch in random_batches():
-            target = shift(batch.labels, k, batch.segments)
+            target = shift_labels(batch.labels, k, batch.segments)
             states = backbone.run(batch.tokens).hidden
-            logits.append(draft.head_logits(states, k)[target != IGNORE].detach())
-            wanted.append(target[target != IGNORE])
+            logits.append(draft.head_logits(states, k)[target != IGNORE_INDEX].detach())
+            wanted.append(target[target != IGNORE_INDEX])
         logits, wanted = torch.cat(logits), torch.cat(wanted)
         assert found.targets[k - 1] == len(wanted)
         losses.append(float(cross_entropy(logits, wanted)))
@@ -229,7 +234,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         answer = Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens
         tokens = torch.tensor([prompt + answer])
         labels = tokens.clone()
-        labels[0, : len(prompt)] = IGNORE
+        labels[0, : len(prompt)] = IGNORE_INDEX
         batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
     found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
     halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
@@ -256,7 +261,9 @@ def test_ranks_and_shares_agree(backbone):
 def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
-    empty = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.positions, batch.segments, ["a", "b"])
+    empty = Batch(
+        batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.segments, ["a", "b"]
+    )
     found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from medusa_train.data.batch import Batch, collate
-from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.data.tokenize import Example
 from medusa_train.models.backbone import Backbone
 from medusa_train.trees.masks import TreeMask, TreeMasks, additive_mask, packing_mask
@@ -37,9 +37,9 @@ def run(backbone: Backbone, batch: Batch) -> Tensor:
 
 
 def loss(backbone: Backbone, hidden: Tensor, batch: Batch, k: int) -> Tensor:
-    wanted = shift(batch.labels, k, batch.segments)
+    wanted = shift_labels(batch.labels, k, batch.segments)
     logits = backbone.logits(hidden).flatten(0, 1)
-    return cross_entropy(logits, wanted.flatten(), ignore_index=IGNORE, reduction="sum")
+    return cross_entropy(logits, wanted.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def test_the_mask_by_hand() -> None:
@@ -96,7 +96,7 @@ def test_a_row_of_padding_alone_is_finite(family: str) -> None:
     batch.segments[1] = -1
     hidden = run(backbone, batch)
     assert hidden.isfinite().all()
-    assert torch.equal(shift(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE))
+    assert torch.equal(shift_labels(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE_INDEX))
 
 
 def seen(mask: torch.Tensor) -> torch.Tensor:

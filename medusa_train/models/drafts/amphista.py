@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from medusa_train.data.targets import shift
+from medusa_train.data.targets import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
@@ -164,7 +164,7 @@ class AmphistaDraft(Draft):
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
-        following = shift(batch.tokens, 0, batch.segments).clamp(min=0)  # a document's last has no target either
+        following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # a document's last has no target either
         stages = self._stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
         yield from self._heard(self._vectors(stages)).unbind(-2)
 

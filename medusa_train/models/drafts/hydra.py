@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from medusa_train.data.targets import IGNORE, shift
+from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
@@ -172,8 +172,8 @@ class HydraDraft(Draft):
 
     def _ahead(self, batch: TokenRows, k: int) -> Tensor:
         """E(x_{t+k}) at each t, [B, T, d]; 0 where that lies in another document or nowhere."""
-        tokens = shift(batch.tokens, k - 1, batch.segments)
-        beyond = tokens == IGNORE
+        tokens = shift_labels(batch.tokens, k - 1, batch.segments)
+        beyond = tokens == IGNORE_INDEX
         return self._embed(tokens.masked_fill(beyond, 0)).masked_fill(beyond[..., None], 0.0)
 
     def _embed(self, tokens: Tensor) -> Tensor:

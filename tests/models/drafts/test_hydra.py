@@ -87,7 +87,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(prefix_layer
     feats = backbone.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_heads=1.0)
     ours = objective.loss(
-        feats, batch, objective.counts(batch), teacher=feats, teacher_unembedding=backbone.unembedding()
+        feats, batch, objective.target_counts(batch), teacher=feats, teacher_lm_head=backbone.unembedding()
     ).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 

@@ -87,8 +87,8 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float) -> None:
     batch = packed(backbone.vocab_size)
     feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
     objective = Objective(draft, 1.0, soft_heads=soft)
-    judge = {"teacher": feats, "teacher_unembedding": backbone.unembedding()} if soft else {}
-    ours = objective.loss(feats, batch, objective.counts(batch), **judge)  # type: ignore[arg-type]
+    judge = {"teacher": feats, "teacher_lm_head": backbone.unembedding()} if soft else {}
+    ours = objective.loss(feats, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
     ours.loss.backward()
     gradients = [parameter.grad for parameter in draft.parameters()]
     draft.zero_grad(set_to_none=True)
@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float) -> None:
                 target = teacher[t] if soft else batch.tokens[0, here][t + 1]
                 terms.append(cross_entropy(logits[t], target))
                 count += 1
-    assert int(objective.counts(batch)[0]) == count > 10
+    assert int(objective.target_counts(batch)[0]) == count > 10
     loss = torch.stack(terms).mean()
     loss.backward()
     assert ours.loss.item() == pytest.approx(loss.item(), rel=1e-5)  # sums of losses are float32

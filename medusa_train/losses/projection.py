@@ -69,7 +69,7 @@ def product_dtype(matrix: Tensor) -> torch.dtype:
     return matrix.dtype
 
 
-class Matrix:
+class Projection:
     """An unembedding ready to multiply: outside the graph, in the dtype of the products.
 
     Attributes:
@@ -80,7 +80,7 @@ class Matrix:
 
     weight: Tensor
 
-    def __init__(self, unembedding: LMHeadLike, sharing: Matrix | None = None) -> None:
+    def __init__(self, unembedding: LMHeadLike, sharing: Projection | None = None) -> None:
         """`sharing`: another one, whose weight is taken as it is where both are made from the same tensor."""
         self.source = unembedding.weight
         self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32
