@@ -279,7 +279,7 @@ def _shallower(talks: Sequence[Sequence[Trace]], tree: Tree) -> list[tuple[Tree,
     """Joint trees as large as `tree` and less deep, with tokens per step on new text: a level costs time of its own."""
     everything = [trace for talk in talks for trace in talk]
     found = shallower_trees(tree, lambda size, depth: joint_trees(everything, [size], depth)[size])
-    limits = {str(flat.max_depth): partial(joint_trees, depth=flat.max_depth) for flat in found}
+    limits = {str(flat.max_depth): partial(joint_trees, max_depth=flat.max_depth) for flat in found}
     rates = {one.search: one.by_size[tree.size] for one in compare_searches(talks, [tree.size], limits)}
     return [(flat, rates[str(flat.max_depth)]) for flat in found]
 

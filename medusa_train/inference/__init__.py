@@ -1,1 +1,1 @@
-"""Decoding with a draft and choosing its tree; knows nothing of training, datasets or reports."""
+"""Decode with a draft, and choose the tree that it is decoded with."""

@@ -1,8 +1,8 @@
-"""Which nodes of a verified tree are accepted: pure functions on tokens and logits; knows no model and no cache.
+"""Decide which nodes of a verified tree are accepted; pure functions on tokens and logits.
 
-Three rules. *Greedy* gives plain greedy decoding's tokens. *Rejection* (lossless sampling) gives samples of the
-backbone's own distribution. *Typical* gives tokens that the backbone finds plausible enough, in longer paths; they
-follow no distribution that the backbone has.
+There are three rules. *Greedy* gives the tokens of plain greedy decoding. *Rejection* (lossless sampling) gives samples
+of the backbone's distribution. *Typical* accepts tokens that the backbone finds plausible enough: paths are longer, but
+the tokens are not samples of the backbone's distribution.
 
 Each rule judges all nodes of all rows at once on the device and needs one transfer to the host.
 """
@@ -22,11 +22,11 @@ from medusa_train.trees.tree import Tree
 
 
 class Accepted(NamedTuple):
-    """What a verification pass decided for one row.
+    """The accepted path of one row.
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: their tokens, then the token that stands after the last of them: the next root.
+        tokens: the tokens of these nodes, followed by the backbone's token after the last one: the next root.
     """
 
     path: list[int]
@@ -35,14 +35,14 @@ class Accepted(NamedTuple):
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance (Medusa, section 2.3.1): `p(x) > min(epsilon, delta * exp(-H(p)))`.
+    """Typical acceptance: `p(x) > min(epsilon, delta * exp(-H(p)))` (Medusa, Typical Acceptance).
 
     Attributes:
-        temperature: of the distribution p, which is not cut by top-p or top-k; above 0.
-        epsilon, delta: the reference's defaults (the paper sets delta to the root of epsilon).
+        temperature: of the distribution p, which top-p and top-k do not cut; above 0.
+        epsilon, delta: defaults of the reference implementation (the paper sets delta to the square root of epsilon).
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 0.7
@@ -52,7 +52,7 @@ class Typical:
     def __post_init__(self) -> None:
         named = (("temperature", self.temperature), ("epsilon", self.epsilon), ("delta", self.delta))
         if problems := [
-            f"{name} is {value}; typical acceptance needs it above 0" for name, value in named if value <= 0
+            f"{name} must be above 0 for typical acceptance, got {value}" for name, value in named if value <= 0
         ]:
             raise ConfigError(problems)
 
@@ -67,11 +67,11 @@ def accept(
     tree: Tree,
     generators: Sequence[torch.Generator] | None = None,
 ) -> list[Accepted]:
-    """Judge B verified trees by `rule`: None for greedy, `Sampling` for rejection, or `Typical`.
+    """Accept a path of each of B verified trees by `rule`: None for greedy, `Sampling` for rejection, or `Typical`.
 
     Args:
-        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], the backbone's at every node.
-        tree: where the nodes stand; the empty one where the root's own next token is all that is asked for.
+        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the backbone at every node.
+        tree: the tree of all rows; with the empty tree the result is only the token after the root.
         generators: one per row, for `Sampling`.
     """
     if rule is None:
@@ -84,76 +84,84 @@ def accept(
 
 
 def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree) -> list[Accepted]:
-    """The longest path whose every token is the backbone's argmax at its parent (Medusa, section 2.3.1; SPEC 1).
+    """Accept the longest path on which every token is the backbone's argmax at its parent.
 
-    Siblings carry different tokens (the best guesses of one head), so at most one child can match and the walk
-    down from the root is the longest path.
+    Siblings have different tokens (the top guesses of one head), so at most one child can match, and descending from
+    the root gives the longest path.
     """
-    return _walk(_best(logits), node_tokens, tree)
+    return _descend(_argmax(logits), node_tokens, tree)
 
 
 def accept_rejection(
     node_tokens: Tensor, logits: Tensor, tree: Tree, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> list[Accepted]:
-    """Lossless sampling: draw y from the backbone's p at a node; if a child is y descend, else y is the next root.
+    """Draw y from the backbone's p at a node; descend if a child has token y, else y is the next root (lossless).
 
-    What the tree is never changes what is drawn, so the tokens follow p whatever the draft. It is recursive rejection
-    sampling (accept a child with probability min(1, p / q), else go on with what is left of p; SpecInfer, section
-    4.3) for the draft that a tree of top-k guesses is: it was not drawn from the heads' softmax but is certain, q = 1
-    at the child's token, so the first child passes with probability p(x1), the next with p(x2) / (1 - p(x1)), and what
-    is left after all of them is p without them: the same law as one draw. With the heads' softmax as q the tokens would
-    not follow p, and children that were drawn from the heads instead would only be fewer different ones.
+    The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals recursive rejection
+    sampling (accept a child with probability min(1, p / q), else continue with the residual distribution; SpecInfer,
+    Multi-Step Speculative Sampling). The children are not drawn from the heads' softmax but are its top-k guesses, so q
+    = 1 at the child's token: the first child passes with probability p(x1), the next with p(x2) / (1 - p(x1)), and the
+    residual after all of them is p without them, which is the law of a single draw. With the heads' softmax as q the
+    tokens would not follow p; drawing children from the heads would only give fewer distinct ones.
 
-    One draw is made for every node, although only those of the path are looked at: draws at different nodes are
-    independent, and the host is told once.
+    A token is drawn at every node although only those of the path are used: draws at different nodes are independent,
+    and the host synchronises once.
     """
     u = uniforms(generators, node_tokens.shape[1], logits.device)
-    return _walk(draw(sampling.warp(logits.float() if logits.dtype != torch.float64 else logits), u), node_tokens, tree)
+    return _descend(draw(sampling.warp(_at_least_float32(logits)), u), node_tokens, tree)
 
 
-def _best(logits: Tensor) -> Tensor:
-    """The argmax over the last dimension; torch's own over bfloat16 takes five times as long on a CPU as float32's."""
-    return (logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits).argmax(-1)
+def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree, rule: Typical) -> list[Accepted]:
+    """Accept the longest path of typical tokens; ties go to the largest sum of log p (Medusa, Typical Acceptance).
+
+    The token after the path is the backbone's argmax, accepted without a test, so every step adds a token and the
+    result is deterministic.
+    """
+    log_p = (logits.double() / rule.temperature).log_softmax(-1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    threshold = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)  # [B, n + 1]
+    parents = tree.parents.to(logits.device).clamp(min=0)  # the root is its own parent here
+    token_log_p = log_p[:, parents].gather(-1, node_tokens[..., None])[..., 0]
+    typical = token_log_p.exp() > threshold[:, parents]
+    typical[:, 0] = True
+    token_log_p[:, 0] = 0.0
+    ancestors = tree.ancestors.to(logits.device)
+    path_typical = (typical[:, None] | ~ancestors).all(-1)
+    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)  # 0 * -inf would be NaN for impossible tokens
+    packed = torch.stack([_argmax(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1)
+    rows = packed.tolist()  # one transfer from the device
+    return [_longest(next_tokens, tokens, on_path, scores, tree) for next_tokens, tokens, on_path, scores in rows]
 
 
-def _walk(wanted: Tensor, guessed: Tensor, tree: Tree) -> list[Accepted]:
-    """From every row's root down to the children that carry the token wanted at their parent; both long [B, n + 1]."""
-    decided = []
-    for best, tokens in torch.stack([wanted, guessed], dim=1).tolist():  # one transfer from the device
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """The argmax over the vocabulary; on a CPU torch's argmax of bfloat16 is five times slower than that of float32."""
+    return _at_least_float32(logits).argmax(-1)
+
+
+def _descend(next_tokens: Tensor, node_tokens: Tensor, tree: Tree) -> list[Accepted]:
+    """From each root go down to children with the token that `next_tokens` names at their parent; both [B, n + 1]."""
+    accepted = []
+    for following, tokens in torch.stack([next_tokens, node_tokens], dim=1).tolist():  # one transfer from the device
         path, node = [0], 0
         while True:
-            next_token = best[node]
+            next_token = following[node]
             node = next((child for child in tree.children[node] if tokens[child] == next_token), 0)
             if node == 0:
                 break
             path.append(node)
-        decided.append(Accepted(path, [*(tokens[i] for i in path), next_token]))
-    return decided
+        accepted.append(Accepted(path, [*(tokens[i] for i in path), next_token]))
+    return accepted
 
 
-def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree, rule: Typical) -> list[Accepted]:
-    """The longest path of typical tokens, ties by the largest sum of log p over them (Medusa, section 2.3.1; SPEC 1).
-
-    The token after the path is the backbone's argmax there, accepted without a test, so decoding always goes on and
-    is deterministic.
-    """
-    log_p = (logits.double() / rule.temperature).log_softmax(-1)
-    entropy = torch.special.entr(log_p.exp()).sum(-1)
-    least = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)  # [B, n + 1]
-    parents = tree.parents.to(logits.device).clamp(min=0)  # the root stands in for its own parent
-    own = log_p[:, parents].gather(-1, node_tokens[..., None])[..., 0]
-    passed = own.exp() > least[:, parents]
-    passed[:, 0] = True
-    own[:, 0] = 0.0
-    ancestors = tree.ancestors.to(logits.device)
-    whole_path = (passed[:, None] | ~ancestors).all(-1)
-    score = torch.where(ancestors, own[:, None], 0.0).sum(-1)  # a product would make NaN of a token that can't come
-    sent = torch.stack([_best(logits).double(), node_tokens.double(), whole_path.double(), score], dim=1)
-    return [_longest(best, tokens, passed, sums, tree) for best, tokens, passed, sums in sent.tolist()]
-
-
-def _longest(best: list[float], tokens: list[float], passed: list[float], sums: list[float], tree: Tree) -> Accepted:
-    nodes = (i for i, whole in enumerate(passed) if whole)
-    node = max(nodes, key=lambda i: (len(tree.paths[i - 1]) if i else 0, sums[i]))
+def _longest(
+    next_tokens: list[float], tokens: list[float], path_typical: list[float], scores: list[float], tree: Tree
+) -> Accepted:
+    """The deepest node whose whole path is typical, ties by score, as an accepted path."""
+    candidates = (i for i, is_typical in enumerate(path_typical) if is_typical)
+    node = max(candidates, key=lambda i: (len(tree.paths[i - 1]) if i else 0, scores[i]))
     path = tree.path_nodes(node)
-    return Accepted(path, [*(int(tokens[i]) for i in path), int(best[node])])
+    return Accepted(path, [*(int(tokens[i]) for i in path), int(next_tokens[node])])

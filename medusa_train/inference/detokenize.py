@@ -1,111 +1,107 @@
-"""Tokens -> text as they come: whole characters only, and nothing of a stop string. Knows no model and no chat."""
+"""Decode tokens to text one at a time: whole characters only, and cut at stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_HALF_A_CHARACTER = "\ufffd"
+_INCOMPLETE = "\ufffd"  # at the end of a decoded text: its last character needs further tokens
+
+
+class Detokenizer:
+    """Decode a growing sequence of tokens incrementally. The returned pieces add up to the decoded text.
+
+    A token that ends inside a character adds nothing; the token that completes the character adds it. Each token is
+    decoded together with the piece before it, because the first token of a text may lose its leading space.
+
+    Args:
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._tokens: list[int] = []
+        # tokens[context:done] are decoded again as context for tokens[done:], whose text is not returned yet
+        self._context = self._done = 0
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that it completes, which may be empty."""
+        self._tokens.append(token)
+        if self._decode(self._context, len(self._tokens)).endswith(_INCOMPLETE):
+            return ""
+        return self.finish()
+
+    def finish(self) -> str:
+        """Return the remaining text, an incomplete character as U+FFFD."""
+        text = self._decode(self._context, len(self._tokens))
+        returned = self._decode(self._context, self._done)
+        self._context, self._done = self._done, len(self._tokens)
+        return text[len(returned) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        tokens = self._tokens[start:end]
+        if not tokens:
+            return ""
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+
+def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
+    """Return the text that each token adds, special tokens included; see `Detokenizer`."""
+    if not tokens:
+        return ()
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    *pieces, last = [detokenizer.push(token) for token in tokens]
+    return (*pieces, last + detokenizer.finish())
 
 
 class TextStream:
-    """The text of a growing answer, special tokens left out.
+    """The text of a growing answer without special tokens, up to the first stop string.
 
-    Text is held back where it ends inside a character, and where a stop string may have begun. All that `push` and
-    `finish` return is the decoded answer up to the first stop string, which is not part of it.
+    Text is held back while it ends inside a character or could be the beginning of a stop string. The results of
+    `push` and `finish` add up to the decoded answer before the first stop string.
 
     Attributes:
-        stopped: whether a stop string was found; then nothing more is to be pushed.
+        stopped: whether a stop string was found; nothing more may be pushed then.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
         self._stop = [text for text in stop if text]
-        self._tokens: list[int] = []
-        self._context = self._read = 0  # decoded together: tokens[context:read], whose text is known, and what follows
         self._held = ""
 
     def push(self, token: int) -> str:
-        """The text that `token` makes safe to show, which may be none.
-
-        A token is decoded behind the ones before it, because the first token of a text may lose its leading space.
-        """
-        self._tokens.append(token)
-        text = self._decode(self._context)
-        if text.endswith(_HALF_A_CHARACTER):
-            return ""
-        known = self._decode(self._context, self._read)
-        self._context, self._read = self._read, len(self._tokens)
-        return self._until_stop(text[len(known) :])
+        """Add a token and return the text that can be shown, which may be empty."""
+        return self._until_stop(self._detokenizer.push(token))
 
     def finish(self) -> str:
-        """What was held back: the answer ends here."""
+        """End the answer and return the text that was held back."""
         if self.stopped:
             return ""
-        rest = self._decode(self._context)[len(self._decode(self._context, self._read)) :]
-        return self._until_stop(rest) + self._take_held()
-
-    def _decode(self, start: int, end: int | None = None) -> str:
-        tokens = self._tokens[start:end]
-        if not tokens:
-            return ""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self._until_stop(self._detokenizer.finish()) + self._release()
 
     def _until_stop(self, text: str) -> str:
         self._held += text
-        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
+        matches = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]
+        if matches:
             self.stopped = True
-            self._held = self._held[: min(found)]
-            return self._take_held()
-        return self._take_held(self._may_begin_a_stop())
+            self._held = self._held[: min(matches)]
+            return self._release()
+        return self._release(self._partial_stop_length())
 
-    def _may_begin_a_stop(self) -> int:
-        """How many characters at the end could be the beginning of a stop string."""
+    def _partial_stop_length(self) -> int:
+        """Number of characters at the end that could be the beginning of a stop string."""
         for count in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stop):
                 return count
         return 0
 
-    def _take_held(self, but: int = 0) -> str:
-        cut = len(self._held) - but
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown
-
-
-def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
-    """What each token adds to the text, special tokens included; the pieces put together are the text.
-
-    A token that ends inside a character adds nothing, and the one that completes it adds the character. Each token is
-    decoded behind the piece before it, because the first token of a text may lose its leading space.
-    """
-    pieces: list[str] = []
-    context, read = 0, 0  # decoded together: tokens[context:read], whose text is known, and what follows
-    for end in range(1, len(tokens) + 1):
-        known = _decode(tokenizer, tokens[context:read])
-        text = _decode(tokenizer, tokens[context:end])
-        if text.endswith(_HALF_A_CHARACTER) and end < len(tokens):
-            pieces.append("")
-            continue
-        pieces.append(text[len(known) :])
-        context, read = read, end
-    return tuple(pieces)
-
-
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    if not tokens:
-        return ""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def guessing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Whose guess every token of an answer was: k for head k, 0 for the backbone's own.
-
-    The first token comes from the prefill; a step then gives as many accepted tokens as `accepted` says, from heads
-    1, 2, ..., and one of the backbone's own, unless the answer ends before it.
-    """
-    heads = [0]
-    for length in accepted:
-        heads += [*range(1, length + 1), 0]
-    return (heads + [0] * tokens)[:tokens]
+    def _release(self, keep: int = 0) -> str:
+        """Return the held text except its last `keep` characters."""
+        end = len(self._held) - keep
+        released, self._held = self._held[:end], self._held[end:]
+        return released

@@ -1,4 +1,4 @@
-"""A model to talk to: text in, text out, by the decoding loop. Knows no files and no terminal."""
+"""Generate text for text: chats and raw prompts, whole or streamed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Prompt = str | Sequence[Message | Mapping[str, str]]
 
 
 class Piece(NamedTuple):
-    """Some text of an answer, and whether the token that completed it was a draft's accepted guess."""
+    """Some text of an answer, and whether the token that completed it was an accepted guess of the draft."""
 
     text: str
     drafted: bool
@@ -31,14 +31,14 @@ class Piece(NamedTuple):
 
 @dataclass
 class Reply:
-    """An answer under way: iterate over it for its pieces; the figures are complete afterwards.
+    """A streamed answer. Iterate over it for its pieces; the attributes grow with them.
 
     Attributes:
-        text: so far. tokens: ids so far, the closing eos or the stop string's end included.
-        steps: verification passes so far (the prefill, which gives the first token, is none).
-        seconds: wall time so far.
-        finish: why it ended: "eos", "length" (max_new_tokens), "context" (the model's positions are used up),
-            "stop" (a stop string); None while it has not.
+        text: the text so far. tokens: ids so far, including the closing end-of-text token or the stop string's tokens.
+        steps: verification passes; the prefill, which gives the first token, is not counted.
+        seconds: wall time.
+        finish: "eos", "length" (max_new_tokens), "context" (the model's positions are used up) or "stop" (a stop
+            string); None while the answer is not complete.
     """
 
     _steps: Iterator[Step]
@@ -53,16 +53,16 @@ class Reply:
 
     @property
     def tokens_per_step(self) -> float:
-        """Acceleration rate: 1.0 for plain decoding."""
+        """Acceleration rate; 1.0 for plain decoding."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
 
     def __iter__(self) -> Iterator[Piece]:
         started = time.perf_counter()
         for step in self._steps:
             self.steps += bool(self.tokens)
-            for place, token in enumerate(step.tokens):
+            for i, token in enumerate(step.tokens):
                 self.tokens.append(token)
-                piece = Piece(self._stream.push(token), place < step.accepted)
+                piece = Piece(self._stream.push(token), i < step.accepted)
                 self.text += piece.text
                 self.seconds = time.perf_counter() - started
                 if piece.text:
@@ -77,18 +77,18 @@ class Reply:
         self.finish = "stop" if self._stream.stopped else finish_reason(self.tokens, self._stops, self._max_new_tokens)
 
     def read(self) -> str:
-        """The whole text."""
+        """Generate the rest and return the whole text."""
         for _ in self:
             pass
         return self.text
 
 
 class Model:
-    """A backbone with its draft and tree, asked in text.
+    """A backbone with its draft and tree that takes and returns text.
 
     Args:
-        backbone: who decides. draft, tree: who guesses what; without them decoding is plain.
-        chat_template: name of the template that chats are written in; None for the tokenizer's own.
+        backbone: the language model. draft, tree: for speculative decoding; without them decoding is plain.
+        chat_template: name of the chat template; None for the tokenizer's.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class Model:
         seed: int | None = None,
         raw: bool = False,
     ) -> str:
-        """The answer to `prompt`.
+        """Return the answer to `prompt`.
 
         Args:
-            prompt: what the user says; or a chat, as messages with role and content, that ends with the user's turn.
-            max_new_tokens: of the answer at most.
-            temperature: 0 for greedy decoding; above, sampling from the model's own distribution.
-            top_p, top_k: cut that distribution, as transformers does.
-            typical: accept what is plausible at this temperature instead of sampling: longer steps, but another
-                distribution (see `Typical`).
-            stop: strings that end the answer, and are no part of it.
-            eos_ids: tokens that end it; the model's own by default.
-            seed: of sampling; None for another one at every call.
-            raw: continue `prompt` as it stands, without a chat template.
+            prompt: the user's message; or a chat, as messages with role and content, ending with the user's turn.
+            max_new_tokens: maximum length of the answer.
+            temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
+            top_p, top_k: restrict that distribution, as in transformers.
+            typical: typical acceptance at this temperature instead of sampling: longer steps, but the tokens do not
+                follow the model's distribution (see `Typical`).
+            stop: strings that end the answer; they are not part of it.
+            eos_ids: tokens that end the answer; by default the model's.
+            seed: for sampling; None for a new one in every call.
+            raw: continue `prompt` as it is, without a chat template.
 
         Raises:
             MedusaError: the prompt does not fit the model's context, an option is out of range, or the model has no
@@ -162,7 +162,7 @@ class Model:
         seed: int | None = None,
         raw: bool = False,
     ) -> Reply:
-        """The same answer piece by piece, as its text becomes safe to show, with figures; one at a time."""
+        """Stream the answer piece by piece; arguments as in `generate`. A model streams one answer at a time."""
         rule = _rule(temperature, top_p, top_k, typical)
         generator = torch.Generator()
         if seed is None:
@@ -189,5 +189,5 @@ class Model:
 
 def _rule(temperature: float, top_p: float, top_k: int, typical: bool) -> Rule:
     if not temperature:
-        return None  # where both rules end as it falls
+        return None  # greedy: the limit of both rules
     return Typical(temperature) if typical else Sampling(temperature, top_k, top_p)

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from, and the draw; knows no tree and no model."""
+"""Turn logits into the sampling distribution (temperature, top-k, top-p), and draw from it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from medusa_train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become the distribution that is drawn from, in the order of transformers' warpers.
+    """The sampling distribution, with the options applied in the order of transformers' logits warpers.
 
     Attributes:
         temperature: divides the logits; above 0 (greedy decoding is a rule of its own).
-        top_k: only this many of the most probable tokens; 0 for all.
-        top_p: only the smallest set of most probable tokens that reaches this probability (Holtzman et al. 2020,
-            section 3.1); 1 for all.
+        top_k: keep only the k most probable tokens; 0 keeps all.
+        top_p: keep only the smallest set of most probable tokens with this total probability (Holtzman et al. 2020,
+            Nucleus Sampling); 1 keeps all.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -32,45 +32,45 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = []
         if not self.temperature > 0:
-            problems.append(f"temperature is {self.temperature}; to sample it has to be above 0")
+            problems.append(f"temperature must be above 0 for sampling, got {self.temperature}")
         if self.top_k < 0:
-            problems.append(f"top_k is {self.top_k}; it has to be 0 (all tokens) or more")
+            problems.append(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {self.top_p}; it has to be above 0 and at most 1")
+            problems.append(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if problems:
             raise ConfigError(problems)
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] divided by the temperature, with -inf for the tokens that are cut off."""
+        """Divide logits [..., V] by the temperature and set those outside top-k and top-p to -inf."""
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            worst = logits.topk(self.top_k).values[..., -1:]
-            logits = logits.masked_fill(logits < worst, float("-inf"))
+            smallest_kept = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
         if self.top_p < 1:
-            rising, tokens = logits.sort(-1)
-            tail = rising.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            tail[..., -1] = False  # the best token always stays
+            ascending, tokens = logits.sort(-1)
+            tail = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            tail[..., -1] = False  # always keep the most probable token
             logits = logits.masked_fill(tail.scatter(-1, tokens, tail), float("-inf"))
         return logits
 
 
 def uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1), float64 [B, count]: each row from its own generator, whoever else is in the batch."""
+    """Draw numbers in [0, 1), float64 [B, count]; each row from its generator, whatever else is in the batch."""
     rows = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in generators]
     return torch.stack(rows).to(device)
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
-    """One token per row of softmax(logits), long [...], by inversion at `u`.
+    """Draw a token from softmax(logits) by inverse transform sampling at `u`, long [...].
 
-    The tokens stand in the order of their ids and not of their probabilities, so that rounding, which may swap two
-    nearly equal ones, hardly ever changes what is drawn. A token of probability zero is never drawn.
+    The cumulative sum runs over token ids rather than sorted probabilities, so that rounding, which may swap two nearly
+    equal ones, hardly ever changes the result. A token of probability zero is never drawn.
 
     Args:
-        logits: [..., V], -inf for what is cut off. u: float64 [...], in [0, 1).
+        logits: [..., V], -inf for excluded tokens. u: float64 [...], in [0, 1).
     """
-    mass = logits.double().softmax(-1).cumsum(-1)
-    whole = mass[..., -1:]
-    token = torch.searchsorted(mass, u[..., None] * whole, right=True)
-    last = (mass < whole).sum(-1, keepdim=True)  # the last token with any mass, should u * whole round up to the whole
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    total = cumulative[..., -1:]
+    token = torch.searchsorted(cumulative, u[..., None] * total, right=True)
+    last = (cumulative < total).sum(-1, keepdim=True)  # last token with any mass, in case u * total rounds up to total
     return torch.minimum(token, last)[..., 0]

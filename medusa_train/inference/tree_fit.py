@@ -1,4 +1,4 @@
-"""Fit draft trees to traces: path counts, candidate trees of each size, and cross-validated tokens per step."""
+"""Fit trees to traces: the best tree of each size by rank-path counts, and the searches that it is compared with."""
 
 from __future__ import annotations
 
@@ -11,125 +11,137 @@ from dataclasses import dataclass
 from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Ranks, Tree
 
-#: The answers of one conversation.
-Talk = Sequence[Trace]
-
-
-#: Trees by their number of nodes, fitted to traces.
+#: From traces and sizes to a tree of each size.
 TreeSearch = Callable[[Sequence[Trace], Sequence[int]], dict[int, Tree]]
 
-
 _REFITS = 3
+_FOLDS = 4
 
 
-FOLDS = 4
+# How often does each rank path occur?
 
 
 def count_paths(traces: Sequence[Trace], starts: Iterable[Sequence[int]] | None = None) -> Counter[Ranks]:
-    """How often each rank path is a prefix of what came next, over all positions or those in `starts`."""
-    whole: Counter[Ranks] = Counter()
-    places = starts if starts is not None else [range(len(trace.ranks) - 1) for trace in traces]
-    for trace, chosen in zip(traces, places, strict=True):
-        whole.update(trace.path(place) for place in chosen)
+    """Count how often each rank path is a prefix of the following tokens.
+
+    Args:
+        starts: per trace the positions to count at; by default all.
+    """
+    if starts is None:
+        starts = [range(len(trace.ranks) - 1) for trace in traces]
+    full_paths: Counter[Ranks] = Counter()
+    for trace, positions in zip(traces, starts, strict=True):
+        full_paths.update(trace.path(position) for position in positions)
     counts: Counter[Ranks] = Counter()
-    for path, times in whole.items():
+    for path, times in full_paths.items():
         for depth in range(1, len(path) + 1):
             counts[path[:depth]] += times
     return counts
 
 
-def most_frequent(counts: Counter[Ranks], size: int, depth: int | None = None) -> Tree:
-    """The `size` most frequent paths, of `depth` tokens at most, ties to the shallower.
+def most_frequent(counts: Counter[Ranks], size: int, max_depth: int | None = None) -> Tree:
+    """Return the tree of the `size` most frequent paths of at most `max_depth` tokens; ties go to the shallower.
 
-    A path is counted whenever a longer one below it is, so the result is prefix-closed, and it maximises the mean
-    accepted length over the counted positions without assuming that heads err independently.
+    A path is counted whenever a longer one below it is, so the set is prefix-closed, and it maximises the mean accepted
+    length over the counted positions without assuming that heads err independently.
     """
-    within = counts if depth is None else [path for path in counts if len(path) <= depth]
-    ranked = sorted(within, key=lambda path: (-counts[path], len(path), path))
+    paths = counts if max_depth is None else [path for path in counts if len(path) <= max_depth]
+    ranked = sorted(paths, key=lambda path: (-counts[path], len(path), path))
     return Tree.from_paths(ranked[:size])
 
 
-def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, depth: int | None = None) -> Tree:
-    """The best tree of `size` nodes, and of `depth` at most, found from `fit`, chosen on `held_out`.
+# Which tree of a given size is best?
 
-    Steps start only where the step before ended, so after a first count over all positions the paths are counted
-    again where decoding with the last tree would start. Rare paths overfit, so held-out steps decide.
+
+def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, max_depth: int | None = None) -> Tree:
+    """Return the best tree of `size` nodes and at most `max_depth` levels, fitted to `fit` and chosen on `held_out`.
+
+    Decoding steps start only where the previous step ended. So after a first count over all positions, paths are
+    counted again where decoding with the last tree would start. Rare paths overfit, so held-out tokens per step decide
+    between these trees.
     """
-    tree = most_frequent(count_paths(fit), size, depth)
-    found = [tree]
+    tree = most_frequent(count_paths(fit), size, max_depth)
+    trees = [tree]
     for _ in range(_REFITS - 1):
-        reach = AcceptedLength(tree)
-        tree = most_frequent(count_paths(fit, [trace.simulate(reach) for trace in fit]), size, depth)
-        if tree.size == size and tree not in found:
-            found.append(tree)
-    return max(found, key=lambda candidate: tokens_per_step(held_out, candidate))
+        accepted = AcceptedLength(tree)
+        tree = most_frequent(count_paths(fit, [trace.simulate(accepted) for trace in fit]), size, max_depth)
+        if tree.size == size and tree not in trees:
+            trees.append(tree)
+    return max(trees, key=lambda tree: tokens_per_step(held_out, tree))
 
 
 def shallower_trees(tree: Tree, fit: Callable[[int, int], Tree]) -> list[Tree]:
-    """Trees of the same size and of every smaller depth that holds so many nodes; `fit` makes them of both."""
-    found = [fit(tree.size, depth) for depth in range(1, tree.max_depth)]
-    return [flat for flat in found if flat.size == tree.size]
+    """Return trees of the same size for every smaller depth that holds as many nodes.
 
-
-def joint_trees(traces: Sequence[Trace], sizes: Sequence[int], depth: int | None = None) -> dict[int, Tree]:
-    """The best trees, of `depth` at most, that are known here: from counts of rank paths (`calibrate.fit_tree`).
-
-    The independent tree of the same size competes, so that few data do no harm: its products of accuracies rest on
-    more of them than the counts of rare paths do.
+    Args:
+        fit: from size and maximum depth to a tree.
     """
-    others = independent_trees(traces, sizes, depth)
-    found = {}
+    trees = [fit(tree.size, depth) for depth in range(1, tree.max_depth)]
+    return [shallower for shallower in trees if shallower.size == tree.size]
+
+
+# Which searches are there?
+
+
+def joint_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
+    """Return for each size the tree fitted to rank-path counts, or the independent tree where that one is better.
+
+    Products of accuracies rest on more data than counts of rare paths, so with few traces the independent tree can win.
+    """
+    independent = independent_trees(traces, sizes, max_depth)
+    trees = {}
     for size in sizes:
-        tree = fit_tree(traces, traces, size, depth)
-        found[size] = max(tree, others[size], key=lambda candidate: tokens_per_step(traces, candidate))
-    return found
+        fitted = fit_tree(traces, traces, size, max_depth)
+        trees[size] = max(fitted, independent[size], key=lambda tree: tokens_per_step(traces, tree))
+    return trees
 
 
-def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], depth: int | None = None) -> dict[int, Tree]:
-    """The paper's sparse trees: nodes by the product of their heads' accuracies (Medusa, section 2.3.3; SPEC 1).
+def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
+    """Return the paper's sparse trees (Medusa, Searching for the Optimized Tree Construction).
 
-    a_k(i) is how often head k's i-th guess is right. Node after node, the one with the largest product of all that
-    are connected is added, as if heads erred independently of each other.
+    With a_k(i) the accuracy of head k's i-th guess, nodes are added greedily by the product of the accuracies on their
+    path, as if heads erred independently.
     """
-    best = list(itertools.islice(_by_product(head_accuracy(traces)[:depth]), max(sizes, default=0)))
-    return {size: Tree.from_paths(best[:size]) for size in sizes}
+    accuracy = head_accuracy(traces)[:max_depth]
+    paths = list(itertools.islice(_paths_by_product(accuracy), max(sizes, default=0)))
+    return {size: Tree.from_paths(paths[:size]) for size in sizes}
 
 
-def _by_product(top: Sequence[Sequence[float]]) -> Iterator[Ranks]:
-    """Paths by falling product of accuracies; `top` [K][R] are top-1 .. top-R accuracies, so shares are differences.
+def _paths_by_product(top_accuracy: Sequence[Sequence[float]]) -> Iterator[Ranks]:
+    """Yield paths by decreasing product of accuracies; a product never exceeds its parent's, so parents come first.
 
-    A path's product is at most its parent's, so parents come first.
+    Args:
+        top_accuracy: [K][R], top-1 .. top-R; the accuracy of a single guess is the difference of neighbours.
     """
-    shares = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in top]
-    waiting: list[tuple[float, Ranks]] = []
-    if shares:
-        waiting = [(-share, (rank,)) for rank, share in enumerate(shares[0])]
-    heapq.heapify(waiting)
-    while waiting:
-        product, path = heapq.heappop(waiting)
+    accuracy = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in top_accuracy]
+    queue: list[tuple[float, Ranks]] = []
+    if accuracy:
+        queue = [(-value, (rank,)) for rank, value in enumerate(accuracy[0])]
+    heapq.heapify(queue)
+    while queue:
+        product, path = heapq.heappop(queue)
         yield path
-        if len(path) < len(shares):
-            for rank, share in enumerate(shares[len(path)]):
-                heapq.heappush(waiting, (product * share, (*path, rank)))
+        if len(path) < len(accuracy):
+            for rank, value in enumerate(accuracy[len(path)]):
+                heapq.heappush(queue, (product * value, (*path, rank)))
 
 
 def dense_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
-    """For each size the best Cartesian tree of at most so many nodes (Medusa, section 2.1.2)."""
-    limit = max(sizes, default=0)
-    rated = [(tokens_per_step(traces, tree), tree) for tree in _cartesian(traces, limit)]
-    found = {}
+    """Return for each size the best Cartesian tree with at most that many nodes (Medusa, Tree Attention)."""
+    rated = [(tokens_per_step(traces, tree), tree) for tree in _cartesian_trees(traces, max(sizes, default=0))]
+    trees = {}
     for size in sizes:
         fitting = [(rate, tree) for rate, tree in rated if tree.size <= size]
-        found[size] = max(fitting, key=lambda pair: (pair[0], -pair[1].size))[1]
-    return found
+        trees[size] = max(fitting, key=lambda pair: (pair[0], -pair[1].size))[1]
+    return trees
 
 
-def _cartesian(traces: Sequence[Trace], limit: int) -> Iterator[Tree]:
-    """All Cartesian trees of at most `limit` nodes whose deeper levels branch no wider than the ones above."""
+def _cartesian_trees(traces: Sequence[Trace], max_size: int) -> Iterator[Tree]:
+    """Yield all Cartesian trees of at most `max_size` nodes whose deeper levels branch no wider than those above."""
     heads = len(traces[0].ranks[0]) if traces else 0
-    waiting: list[tuple[int, ...]] = [()]
-    while waiting:
-        choices = waiting.pop()
+    stack: list[tuple[int, ...]] = [()]
+    while stack:
+        choices = stack.pop()
         tree = Tree.cartesian(choices)
         yield tree
         if len(choices) == heads:
@@ -137,13 +149,13 @@ def _cartesian(traces: Sequence[Trace], limit: int) -> Iterator[Tree]:
         leaves = 1
         for count in choices:
             leaves *= count
-        for count in range(1, min(choices[-1] if choices else limit, 10) + 1):
-            if tree.size + leaves * count <= limit:
-                waiting.append((*choices, count))
+        for count in range(1, min(choices[-1] if choices else max_size, 10) + 1):
+            if tree.size + leaves * count <= max_size:
+                stack.append((*choices, count))
 
 
 def chain_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
-    """The chain of first guesses, as long as size and heads allow: what a loader without trees gets."""
+    """Return chains of top-1 guesses, as long as size and heads allow: the baseline for loaders without trees."""
     heads = len(traces[0].ranks[0]) if traces else 0
     return {size: Tree.chain(min(size, heads)) for size in sizes}
 
@@ -156,42 +168,47 @@ SEARCHES: dict[str, TreeSearch] = {
 }
 
 
+# What are a search's trees worth on new text?
+
+
 @dataclass(frozen=True)
 class SearchResult:
-    """Tokens per step of one search's trees, by their size, on talks that none of them was fitted to."""
+    """Tokens per step of one search's trees by size, on conversations that they were not fitted to."""
 
     search: str
     by_size: dict[int, float]
 
 
 def compare_searches(
-    talks: Sequence[Talk],
+    conversations: Sequence[Sequence[Trace]],
     sizes: Iterable[int] = range(4, 64),
     searches: Mapping[str, TreeSearch] = SEARCHES,
-    folds: int = FOLDS,
+    folds: int = _FOLDS,
 ) -> list[SearchResult]:
-    """What each search's trees are worth on new text, by cross-fitting.
+    """Estimate tokens per step of each search's trees on new text by cross-validation.
 
-    The talks are dealt into `folds` parts; each part is decoded on paper with the trees that were fitted to all the
-    others, whole conversations at a time, and tokens and steps are summed over the parts.
+    Whole conversations are split into `folds` parts. Decoding of each part is simulated with trees fitted to all
+    others, and tokens and steps are summed over the parts.
+
+    Args:
+        conversations: the traces of each conversation's answers.
 
     Raises:
-        ValueError: fewer talks than two.
+        ValueError: there are fewer than two conversations.
     """
-    if len(talks) < 2:
-        raise ValueError("it takes two conversations: one to fit a tree to, one to judge it by")
-    wanted = sorted(set(sizes))
-    parts = [list(talks[start :: min(folds, len(talks))]) for start in range(min(folds, len(talks)))]
-    tokens = 0
-    steps = {name: dict.fromkeys(wanted, 0) for name in searches}
-    for place, part in enumerate(parts):
-        judge = [trace for talk in part for trace in talk]
-        fit = [trace for other, talks_ in enumerate(parts) if other != place for talk in talks_ for trace in talk]
-        tokens += sum(len(trace.ranks) - 1 for trace in judge)
-        for name, find in searches.items():
-            for size, tree in find(fit, wanted).items():
-                reach = AcceptedLength(tree)
-                steps[name][size] += sum(len(trace.simulate(reach)) for trace in judge)
+    if len(conversations) < 2:
+        raise ValueError("cross-validation of trees needs at least two conversations")
+    sizes = sorted(set(sizes))
+    folds = min(folds, len(conversations))
+    parts = [[trace for traces in conversations[start::folds] for trace in traces] for start in range(folds)]
+    tokens = sum(len(trace.ranks) - 1 for part in parts for trace in part)
+    steps = {name: dict.fromkeys(sizes, 0) for name in searches}
+    for index, held_out in enumerate(parts):
+        fit = [trace for other, part in enumerate(parts) if other != index for trace in part]
+        for name, search in searches.items():
+            for size, tree in search(fit, sizes).items():
+                accepted = AcceptedLength(tree)
+                steps[name][size] += sum(len(trace.simulate(accepted)) for trace in held_out)
     return [
         SearchResult(name, {size: tokens / max(count, 1) for size, count in steps[name].items()}) for name in searches
     ]

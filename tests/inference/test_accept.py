@@ -100,7 +100,7 @@ def test_tokens_that_cannot_come_leave_the_others_their_order() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"temperature is 0(.|\n)*delta is -1"):
+    with pytest.raises(ConfigError, match=r"temperature must be above 0.*got 0(.|\n)*delta must be above 0.*got -1"):
         Typical(0, 0.1, -1)
     with pytest.raises(ValueError, match="a generator for every row"):
         accept(Sampling(), torch.tensor([[0]]), torch.zeros(1, 1, 4), Tree.empty(), None)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from medusa_train.inference.detokenize import TextStream
+from medusa_train.inference.detokenize import TextStream, token_pieces
 
 TEXT = "Grüße, 世界! 👩‍🚀 went   up.\n  Ends here…"
 
@@ -104,3 +104,15 @@ def test_what_only_looked_like_a_stop_string_is_shown_late() -> None:
     assert pieces[:3] == ["", "", "aab"]
     assert pieces[-1] == "aa"
     assert not stream.stopped
+
+
+def test_token_pieces_include_special_tokens_and_never_split_a_character() -> None:
+    tokenizer = _byte_level()
+    tokens = [*_ids(tokenizer, "Größe"), 0]
+    assert token_pieces(tokenizer, tokens) == ("G", "r", "", "ö", "", "ß", "e", "<eos>")
+
+
+def test_token_pieces_of_an_unfinished_character() -> None:
+    tokenizer = _byte_level()
+    assert token_pieces(tokenizer, _ids(tokenizer, "aö")[:-1]) == ("a", "\ufffd")
+    assert token_pieces(tokenizer, []) == ()

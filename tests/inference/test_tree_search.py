@@ -76,8 +76,8 @@ def test_path_counts_and_the_most_frequent() -> None:
 
 def test_depth_limits_the_most_frequent_and_flat_trees_are_as_large() -> None:
     counts = count_paths([TRACE])
-    assert most_frequent(counts, 4, depth=1).paths == ((0,), (1,))
-    assert most_frequent(counts, 4, depth=2) == most_frequent(counts, 4)
+    assert most_frequent(counts, 4, max_depth=1).paths == ((0,), (1,))
+    assert most_frequent(counts, 4, max_depth=2) == most_frequent(counts, 4)
     wide = Trace([[0, 0, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0], [0, 1, 2]] * 4, [3] * 20)
     deep = fit_tree([wide], [wide], 5)
     assert deep.max_depth == 3
@@ -93,7 +93,9 @@ def test_a_level_that_costs_much_makes_trees_flat(
     monkeypatch.setattr(
         calibrate_module,
         "measure_step_latency",
-        lambda backbone, draft, trees, prompt: [1 + 0.01 * tree.size + level_ms * tree.max_depth for tree in trees],
+        lambda backbone, draft, trees, prompt, on_measured: [
+            1 + 0.01 * tree.size + level_ms * tree.max_depth for tree in trees
+        ],
     )
     answer = Trace([[0, 0, 0], [1, 0, -1], [0, 1, -1]] * 10, [3] * 30)
     monkeypatch.setattr(calibrate_module, "trace_answers", lambda *given, **options: [answer] * 6)
@@ -183,7 +185,7 @@ def test_calibration_end_to_end(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "tree.json").read_text())
     assert len(record["head_accuracy"]) == 3
     assert len(record["head_accuracy"][0]) == 10
-    with pytest.raises(MedusaError, match="only 2 answers"):
+    with pytest.raises(MedusaError, match="got 2"):
         calibrate(backbone, _noisy(backbone), prompts[:2])
 
 
@@ -214,7 +216,7 @@ def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:
     long, short = list(range(2, 60)) * 2, [3, 4, 5]
     assert median_prompt(backbone, [long, short]) == short
     assert len(median_prompt(backbone, [long])) == backbone.max_context - 48
-    with pytest.raises(MedusaError, match="no room"):
+    with pytest.raises(MedusaError, match="exceed the model's context"):
         measure_step_latency(backbone, _noisy(backbone), [Tree.empty()], long)
 
 
@@ -338,5 +340,5 @@ def test_no_talk_is_judged_by_a_tree_that_saw_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_conversation_is_not_enough() -> None:
-    with pytest.raises(ValueError, match="two conversations"):
+    with pytest.raises(ValueError, match="at least two conversations"):
         compare_searches([talk(random.Random(1))], [4])

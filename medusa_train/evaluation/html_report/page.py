@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any
 
 from medusa_train.evaluation.html_report.charts import PALETTE, Bar, Curve, bars, columns, curves, tree_drawing
-from medusa_train.inference.detokenize import guessing_heads
 
 Json = Mapping[str, Any]
 
@@ -221,6 +220,18 @@ def coloured_text(answer: Json) -> str:
         text = escape("".join(piece for _, piece in run))
         html.append(f"<i class={_head_class(head)}>{text}</i>" if head and text else text)
     return "".join(html)
+
+
+def guessing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
+    """Return which head guessed each token of an answer: k for head k, 0 for the backbone itself.
+
+    The first token comes from the prefill. Each step then adds as many tokens as `accepted` says, by heads 1, 2, ...,
+    and one by the backbone, unless the answer ends before it.
+    """
+    heads = [0]
+    for length in accepted:
+        heads += [*range(1, length + 1), 0]
+    return (heads + [0] * tokens)[:tokens]
 
 
 def _meta_table(meta: Json) -> str:

@@ -2,7 +2,9 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from medusa_train.evaluation.html_report.page import answers_section, coloured_text, html_page
+import pytest
+
+from medusa_train.evaluation.html_report.page import answers_section, coloured_text, guessing_heads, html_page
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, notes, table_rows
 from medusa_train.inference.traces import Trace
@@ -131,3 +133,18 @@ def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
     assert "head 2</span>" in html
     assert "head 3" not in html
     assert answers_section([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "heads"),
+    [
+        (8, [2, 0, 2], [0, 1, 2, 0, 0, 1, 2, 0]),
+        (7, [2, 0, 2], [0, 1, 2, 0, 0, 1, 2]),  # the answer ended with an accepted token
+        (1, [], [0]),
+        (3, [0, 0], [0, 0, 0]),
+    ],
+)
+def test_accepted_tokens_are_the_heads_in_order_and_then_one_of_the_backbone(
+    tokens: int, accepted: list[int], heads: list[int]
+) -> None:
+    assert guessing_heads(tokens, accepted) == heads
