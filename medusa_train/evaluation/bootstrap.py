@@ -1,4 +1,4 @@
-"""Bootstrap intervals of speed ratios over the questions of a bench. Knows no model and no clock."""
+"""Compute bootstrap intervals over the questions of a bench, for one run's speeds and for two runs' rates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RESAMPLES = 2000
 SEED = 20
 
 
-def interval(draws: Tensor, share: float = 0.95) -> Interval | None:
-    """The middle `share` of the drawn values [R]; None where a tenth or more of them is no number."""
-    finite = draws[torch.isfinite(draws)]
-    if len(finite) < 0.9 * len(draws):
+def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
+    """Return the central interval that holds `share` of the samples [R]; None if over a tenth of them is not finite."""
+    finite = samples[torch.isfinite(samples)]
+    if len(finite) < 0.9 * len(samples):
         return None
     tail = (1 - share) / 2
     low, high = torch.quantile(finite, torch.tensor([tail, 1 - tail], dtype=finite.dtype)).tolist()
@@ -29,19 +29,19 @@ def interval(draws: Tensor, share: float = 0.95) -> Interval | None:
 
 
 def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tensor:
-    """Sums [R, C] of R samples of the n rows [n, C], each drawn n times with replacement."""
+    """Draw R samples of n rows with replacement from `rows` [n, C]; return their sums [R, C]."""
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(rows), (resamples, len(rows)), generator=generator)
+    drawn = torch.randint(len(rows), (resamples, len(rows)), generator=generator)
     counts = torch.zeros(resamples, len(rows), dtype=rows.dtype)
-    counts.scatter_add_(1, chosen, torch.ones_like(counts))
+    counts.scatter_add_(1, drawn, torch.ones_like(counts))
     return counts @ rows
 
 
 def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]:
-    """95 % percentile bootstrap intervals of the ratios in a summary, by the same names.
+    """Compute 95 % percentile bootstrap intervals of the ratios in `metrics.summarize`, by the same names.
 
-    Whole questions are drawn, all their turns together, since the turns of a conversation are not independent. A
-    ratio of sums is computed anew for every sample. Empty with fewer than two questions or without a tree.
+    The unit of resampling is a question with all its turns, since the turns of a conversation are not independent.
+    Ratios of sums are recomputed for every sample. Empty with fewer than two questions or without a tree.
     """
     if not records or records[0].tree is None:
         return {}
@@ -53,19 +53,19 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
     names = ["tree", *records[0].baselines]
     rows = torch.tensor([_row(turns, names) for turns in questions.values()], dtype=torch.float64)
     sums = dict(zip(names, resample(rows).split(len(_sums([])), dim=1), strict=True))
-    return {name: interval(draws) for name, draws in _ratios(sums).items()}
+    return {name: interval(samples) for name, samples in _ratios(sums).items()}
 
 
 def _row(turns: Sequence[TurnRecord], names: Sequence[str]) -> list[float]:
-    made: list[float] = []
+    row: list[float] = []
     for name in names:
         answers = [turn.tree if name == "tree" else turn.baselines[name] for turn in turns]
-        made += _sums([answer for answer in answers if answer is not None])
-    return made
+        row += _sums([answer for answer in answers if answer is not None])
+    return row
 
 
 def _sums(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Tokens, seconds; and of the decoding steps alone: tokens, steps, seconds."""
+    """Sum tokens and seconds; and for the decoding steps alone: tokens, steps and seconds."""
     return [
         sum(len(answer.tokens) for answer in answers),
         sum(answer.seconds for answer in answers),
@@ -76,7 +76,7 @@ def _sums(answers: Sequence[TimedAnswer]) -> list[float]:
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The ratios [R] of the sums [R, 5] of every decoder."""
+    """Compute the ratios [R] from the sums [R, 5] of every decoder."""
     tree, plain = sums["tree"], sums["plain"]
     speed = {name: part[:, 0] / part[:, 1] for name, part in sums.items()}
     over = {name: speed["tree"] / rate for name, rate in speed.items() if name != "tree"}
@@ -95,7 +95,7 @@ PAIRED_RESAMPLES = 10_000
 
 
 class Counts(NamedTuple):
-    """What a question's answers took: tokens that steps brought (the prefill's left out), and steps."""
+    """Totals of a question's answers: tokens (without those of the prefill) and decoding steps."""
 
     tokens: int
     steps: int
@@ -103,12 +103,13 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class RateComparison:
-    """The acceleration rates of two runs on the same questions, and how sure their difference is.
+    """The acceleration rates of two runs on the same questions, with 95 % intervals of their difference and ratio.
 
     Attributes:
-        first, second: tokens per decoding step.
-        difference, ratio: of the second to the first, with 95 % intervals.
-        questions: how many this rests on.
+        first, second: tokens per decoding step of each run.
+        difference, ratio: second minus first, and second over first.
+        difference_interval, ratio_interval: their 95 % intervals.
+        questions: number of questions compared.
     """
 
     first: float
@@ -123,41 +124,43 @@ class RateComparison:
 def compare_rates(
     first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
 ) -> RateComparison:
-    """Compare two runs question by question: percentile bootstrap, whole questions drawn, both runs' together.
+    """Compare the acceleration rates of two runs by a paired percentile bootstrap over questions.
 
-    A question that is easy to foresee is so for both runs, so drawing them in pairs takes that out of the difference
-    (Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapters 8 and 13). A rate is a ratio of sums
-    over the drawn questions, and the turns of a question, which are not independent, are one unit.
+    A question that is easy to draft is easy for both runs; resampling pairs removes that variance from the difference
+    (Efron and Tibshirani, "An Introduction to the Bootstrap"). A rate is a ratio of sums over the drawn questions; the
+    turns of a question are not independent and form one unit.
 
     Args:
-        first, second: by question, summed over its turns.
+        first: totals of the first run by question, summed over its turns.
+        second: totals of the second run.
+        resamples: number of bootstrap samples.
 
     Raises:
-        DataError: other questions, or fewer than two in which both runs made steps.
+        DataError: the questions differ, or there are fewer than two in which both runs made steps.
     """
     if set(first) != set(second):
-        odd = sorted(set(first) ^ set(second))[:5]
-        raise DataError(f"only one of the two runs answered {', '.join(odd)}: measure both on the same questions")
-    asked = [question for question in sorted(first) if first[question].steps and second[question].steps]
-    if len(asked) < 2:
-        raise DataError("it takes two questions or more to compare two runs")
-    rows = torch.tensor([[*first[name], *second[name]] for name in asked], dtype=torch.float64)
+        unpaired = sorted(set(first) ^ set(second))[:5]
+        raise DataError(f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same questions")
+    names = [question for question in sorted(first) if first[question].steps and second[question].steps]
+    if len(names) < 2:
+        raise DataError("comparing two runs needs two or more questions")
+    rows = torch.tensor([[*first[name], *second[name]] for name in names], dtype=torch.float64)
     tokens, steps, other_tokens, other_steps = resample(rows, resamples).unbind(dim=1)
-    draws = torch.stack([tokens / steps, other_tokens / other_steps])
+    rates = torch.stack([tokens / steps, other_tokens / other_steps])
     sums = rows.sum(dim=0).tolist()
     one, two = sums[0] / sums[1], sums[2] / sums[3]
     return RateComparison(
         one,
         two,
         two - one,
-        _of(draws[1] - draws[0]),
+        _finite_interval(rates[1] - rates[0]),
         two / one,
-        _of(draws[1] / draws[0]),
-        len(asked),
+        _finite_interval(rates[1] / rates[0]),
+        len(names),
     )
 
 
-def _of(draws: torch.Tensor) -> Interval:
-    found = interval(draws)
-    assert found is not None  # every drawn question has steps
-    return found
+def _finite_interval(samples: Tensor) -> Interval:
+    bounds = interval(samples)
+    assert bounds is not None  # every question has steps
+    return bounds

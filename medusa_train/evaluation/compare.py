@@ -1,4 +1,4 @@
-"""Finished evaluations side by side: one table, one page. Reads report.json files; knows no model."""
+"""Compare finished evaluations: read their report.json files, and write tables, compare.html and compare.json."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.html_report.comparison import compare_page
 from medusa_train.io import replace_text
 
-#: What has to be the same for two speeds to be comparable, and how it is called.
+#: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
     "bench": "bench",
     "questions": "number of questions",
     "max_new_tokens": "max_new_tokens",
     "dtype": "dtype",
     "compiled": "compile",
-    "packed": "layout of the weights",
-    "attention": "form of attention",
-    "backbone": "form of the backbone",
+    "packed": "weight prepacking",
+    "attention": "attention implementation",
+    "backbone": "form of the backbone (quantization, adapter)",
     "torch": "version of torch",
     "transformers": "version of transformers",
     "device": "device",
@@ -37,24 +37,25 @@ CONDITIONS = {
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation: how it is called here, and the content of its report.json."""
+    """One evaluation: its title in the comparison, and the content of its report.json."""
 
     name: str
     report: Mapping[str, Any]
 
 
 def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
-    """Read the reports of runs, of directories that hold a report.json, or of such files.
+    """Read the reports of runs.
 
-    Of a run the report on `bench` is taken, or where that is None the newest.
+    Args:
+        names: run directories, directories with a report.json, or report.json files.
+        bench: which report of a run to read; None: the newest.
 
     Raises:
-        CheckpointError: fewer than two, or one of them has no such report.
+        CheckpointError: fewer than two names, or one of them has no such report.
     """
     if len(names) < 2:
         raise CheckpointError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
-    found = [_find(name, bench) for name in names]
-    reports = [_read(path) for path in found]
+    reports = [_read(_find(name, bench)) for name in names]
     benches = {report["meta"]["bench"] for report in reports}
     titles = []
     for name, report in zip(names, reports, strict=True):
@@ -71,13 +72,13 @@ def _find(name: str, bench: str | None) -> Path:
         return path
     if (path / "report.json").is_file():
         return path / "report.json"
-    found = sorted(path.glob("eval/*/report.json"), key=lambda file: file.stat().st_mtime)
+    reports = sorted(path.glob("eval/*/report.json"), key=lambda file: file.stat().st_mtime)
     if bench is not None:
-        found = [file for file in found if file.parent.name == bench]
-    if not found:
-        which = "" if bench is None else f" on bench {bench}"
-        raise CheckpointError(f"{name}: holds no evaluation{which} yet; run medusa-eval --model {name} first")
-    return found[-1]
+        reports = [file for file in reports if file.parent.name == bench]
+    if not reports:
+        on_bench = "" if bench is None else f" on bench {bench}"
+        raise CheckpointError(f"{name}: holds no evaluation{on_bench} yet; run medusa-eval --model {name} first")
+    return reports[-1]
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -90,17 +91,17 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def differences(evaluated: Sequence[Evaluated]) -> list[str]:
-    """One line for each condition in which the evaluations differ: their speeds are not comparable as they stand."""
+    """List the conditions in which the evaluations differ, one line each; then their speeds are not comparable."""
     lines = []
-    for key, what in CONDITIONS.items():
+    for key, label in CONDITIONS.items():
         values = [str(one.report["meta"].get(key)) for one in evaluated]
         if len(set(values)) > 1:
-            lines.append(f"not the same {what}: {', '.join(values)}")
+            lines.append(f"different {label}: {', '.join(values)}")
     return lines
 
 
 def rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row of figures for each evaluation."""
+    """Return titles, and one row of figures per evaluation."""
     titles = ["run", "heads", "nodes", "tokens per step", "overhead", "speedup", "over generate", "tokens /s"]
     titles += ["equal fp32", "loops", "grade"]
     return titles, [_row(one) for one in evaluated]
@@ -108,15 +109,15 @@ def rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
 
 def _row(one: Evaluated) -> list[str]:
     meta, overall = one.report["meta"], one.report["overall"]
-    found = overall.get("intervals", {})
+    intervals = overall.get("intervals", {})
 
     def cell(key: str, digits: int = 2, suffix: str = "") -> str:
         value = overall.get(key)
         if value is None:
             return "-"
-        low_high = found.get(key)
-        between = f" ({low_high[0]:.{digits}f}-{low_high[1]:.{digits}f})" if low_high else ""
-        return f"{value:.{digits}f}{suffix}{between}"
+        bounds = intervals.get(key)
+        interval = f" ({bounds[0]:.{digits}f}-{bounds[1]:.{digits}f})" if bounds else ""
+        return f"{value:.{digits}f}{suffix}{interval}"
 
     equal = overall.get("equal_answers")
     ties = f"+{overall['tie_answers']}" if overall.get("tie_answers") else ""
@@ -137,7 +138,7 @@ def _row(one: Evaluated) -> list[str]:
 
 
 def category_rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row of speedups for each category that any of the evaluations has."""
+    """Return titles, and one row of speedups for each category of any evaluation."""
     categories: dict[str, None] = {}
     for one in evaluated:
         categories.update(dict.fromkeys(one.report["categories"]))
@@ -152,7 +153,7 @@ def category_rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[
 
 
 def show(evaluated: Sequence[Evaluated]) -> Group:
-    """Both tables for the terminal, and what makes them hard to compare."""
+    """Return both tables for the terminal, and the conditions that differ."""
     parts: list[Table | Text] = []
     for titles, lines in (rows(evaluated), category_rows(evaluated)):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
@@ -166,7 +167,7 @@ def show(evaluated: Sequence[Evaluated]) -> Group:
 
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
-    """Write compare.html and compare.json into `directory` (made if absent); returns their paths."""
+    """Write compare.html and compare.json to `directory`, created if it does not exist; returns their paths."""
     page, data = directory / "compare.html", directory / "compare.json"
     reports = {one.name: one.report for one in evaluated}
     replace_text(page, compare_page(reports, rows(evaluated), category_rows(evaluated), differences(evaluated)))

@@ -1,7 +1,7 @@
-"""Grades answers from 1 to 10 by a judging model, one at a time (MT-Bench's single-answer grading). Knows no decoder.
+"""Grade answers from 1 to 10 with a judge model (MT-Bench, single-answer grading), and write FastChat's file formats.
 
-The wording of the prompts is this project's own, so scores are close to published MT-Bench scores but not the same
-measurement; compare runs that one judge graded with these prompts.
+The prompts are worded differently from FastChat's, so scores are close to published MT-Bench scores but not the same
+measurement: compare only runs that one judge graded with these prompts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _GRADE = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*(?:/\s*10\s*)?\]\]")
 
 @dataclass(frozen=True)
 class Judge:
-    """A model of a server that grades answers, at temperature 0."""
+    """A judge model on an OpenAI-compatible server, called at temperature 0."""
 
     server: OpenAIClient
     model: str
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Its reply to a conversation, empty where it said nothing.
+        """Return the reply to a conversation; empty if the server returns no text.
 
         Raises:
-            RequestRejected: the server does not take this conversation. ServerError: it takes none, or did not answer.
+            RequestRejected: the server rejects this conversation.
+            ServerError: the server rejects every request, or does not answer.
         """
         body = {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": REPLY_TOKENS}
         content = self.server.complete(body)["choices"][0]["message"].get("content")
@@ -57,11 +58,14 @@ class Judge:
 
 @dataclass(frozen=True)
 class Grades:
-    """What a judge said of an evaluation.
+    """The judgements of an evaluation.
 
     Attributes:
-        judge: the judging model. lines: all judgements in FastChat's form.
-        categories: of every question. failed, reason: how many answers were not judged, and why the last was not.
+        judge: name of the judge model.
+        lines: all judgements in FastChat's format.
+        categories: category of each question.
+        failed: number of answers that were not judged.
+        reason: why the last of those was not judged.
     """
 
     judge: str
@@ -71,11 +75,11 @@ class Grades:
     reason: str = ""
 
     def summary(self) -> dict[str, Any]:
-        """Mean grades: all, per turn, per category; answers without a grade are counted and left out of the means."""
+        """Return mean grades overall, per turn and per category; answers without a grade are counted separately."""
         graded = [line for line in self.lines if line["score"] != NO_SCORE]
 
-        def mean(of: Sequence[Mapping[str, Any]]) -> float | None:
-            return fmean(line["score"] for line in of) if of else None
+        def mean(lines: Sequence[Mapping[str, Any]]) -> float | None:
+            return fmean(line["score"] for line in lines) if lines else None
 
         turns = sorted({line["turn"] for line in graded})
         categories: dict[str, list[Mapping[str, Any]]] = {}
@@ -103,25 +107,34 @@ def grade(
     concurrency: int = 4,
     on_done: Callable[[], None] = lambda: None,
 ) -> Grades:
-    """Have every answer graded; judgements are appended to `path` as they come in, and those there are not repeated.
+    """Grade every answer; judgements are appended to `path` as they arrive, and those already there are reused.
 
-    A judgement is of use again when judge, question, turn and the whole prompt (the answer within it) are the same.
-    An answer that the server refuses is counted and left for the next time; where it takes none at all, all that are
-    left are.
+    A judgement is reused if judge, question, turn and the whole prompt, which contains the answer, are the same. An
+    answer whose request the server rejects counts as failed; after any other server error all remaining ones do. Failed
+    answers are graded when the evaluation is run again.
+
+    Args:
+        records: the answers.
+        questions: their questions.
+        model_id: name of the judged model, for the judgements.
+        judge: the judge model.
+        path: JSON Lines file of judgements.
+        concurrency: number of requests at a time.
+        on_done: called after each request.
     """
     prompts = {(r.question_id, r.turn): prompt for r, prompt in zip(records, _prompts(records, questions), strict=True)}
-    wanted = {name: json.dumps(prompt) for name, prompt in prompts.items()}
+    texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
     lines: dict[tuple[int | str, int], dict[str, Any]] = {}
     for line in _read(path):
-        name = (line["question_id"], line["turn"])
-        if line["judge"] == [judge.model, PROMPT_NAME] and wanted.get(name) == line["user_prompt"]:
-            lines[name] = line
+        key = (line["question_id"], line["turn"])
+        if line["judge"] == [judge.model, PROMPT_NAME] and texts.get(key) == line["user_prompt"]:
+            lines[key] = line
     reason = ""
     with JsonLinesFile(path) as file, ThreadPoolExecutor(max(concurrency, 1)) as pool:
-        asked = {pool.submit(judge.ask, prompt): name for name, prompt in prompts.items() if name not in lines}
+        requests = {pool.submit(judge.ask, prompt): key for key, prompt in prompts.items() if key not in lines}
         try:
-            for future in as_completed(asked):
-                name = asked[future]
+            for future in as_completed(requests):
+                key = requests[future]
                 on_done()
                 try:
                     reply = future.result()
@@ -132,37 +145,37 @@ def grade(
                     reason = str(error)
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
-                lines[name] = judgement(
-                    name[0], model_id, judge.model, PROMPT_NAME, wanted[name], reply, grade_in(reply), name[1]
+                lines[key] = judgement(
+                    key[0], model_id, judge.model, PROMPT_NAME, texts[key], reply, parse_grade(reply), key[1]
                 )
-                file.append(lines[name])
+                file.append(lines[key])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    made = [lines[name] for name in prompts if name in lines]
+    judged = [lines[key] for key in prompts if key in lines]
     categories = {record.question_id: record.category for record in records}
-    return Grades(judge.model, made, categories, len(prompts) - len(made), reason)
+    return Grades(judge.model, judged, categories, len(prompts) - len(judged), reason)
 
 
-def grade_in(reply: str) -> float:
-    """The grade that a reply gives, the last one if there are several; -1 where there is none from 1 to 10."""
-    grades = [float(found) for found in _GRADE.findall(reply)]
+def parse_grade(reply: str) -> float:
+    """Return the last grade from 1 to 10 in a reply; -1 if there is none."""
+    grades = [float(match) for match in _GRADE.findall(reply)]
     return next((value for value in reversed(grades) if 1 <= value <= 10), NO_SCORE)
 
 
 def _prompts(records: Sequence[TurnRecord], questions: Sequence[Question]) -> list[list[dict[str, str]]]:
     by_id = {question.question_id: question for question in questions}
     earlier: dict[int | str, list[TurnRecord]] = {}
-    made = []
+    prompts = []
     for record in records:
         before = earlier.setdefault(record.question_id, [])
-        made.append(_prompt(by_id[record.question_id], before, record))
+        prompts.append(_prompt(by_id[record.question_id], before, record))
         before.append(record)
-    return made
+    return prompts
 
 
 def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord) -> list[dict[str, str]]:
-    """What the judge is asked about one turn: the conversation up to it, with reference answers where there are any."""
+    """Build the judge's prompt for one turn: the conversation up to it, with reference answers where there are any."""
     references = question.reference[: record.turn]
     task = _TASK.format(which="last" if before else "only", reference=_BY_REFERENCE if references else "")
     parts = []
@@ -175,34 +188,34 @@ def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The judgements of an earlier time; torn and foreign lines are passed over."""
+    """Read the judgements of an earlier run; incomplete and unrelated lines are skipped."""
     try:
         lines = list(complete_lines(path))
     except OSError:
         return []
-    found = []
+    judgements = []
     for _, line in lines:
         try:
             record = json.loads(line)
             record["question_id"], record["turn"], record["judge"], record["user_prompt"], record["score"]
         except (ValueError, KeyError, TypeError):
             continue
-        found.append(record)
-    return found
+        judgements.append(record)
+    return judgements
 
 
 def _step_lengths(answer: TimedAnswer) -> list[int]:
-    """Tokens of every step: what was accepted and the backbone's own, which a last step may end before."""
+    """Count the tokens of each step: the accepted ones and one of the backbone, which the last step may lack."""
     lengths = [accepted + 1 for accepted in answer.accepted]
     if lengths:
-        lengths[-1] -= sum(lengths) + 1 - len(answer.tokens)  # the first token is the prefill's
+        lengths[-1] -= sum(lengths) + 1 - len(answer.tokens)  # the first token comes from the prefill
     return lengths
 
 
 def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str, Any]]:
-    """One `model_answer` line per question: FastChat's keys, and in the choice what Spec-Bench adds to them.
+    """Build one `model_answer` line per question, with FastChat's keys and the ones that Spec-Bench adds.
 
-    Spec-Bench's `accept_lengths` counts all tokens that a step gave, the backbone's own included.
+    Spec-Bench's `accept_lengths` counts all tokens of a step, including the one of the backbone.
     """
     questions: dict[int | str, list[TurnRecord]] = {}
     for record in records:
@@ -210,7 +223,7 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
     lines = []
     for question_id, turns in questions.items():
         texts = [turn.text for turn in turns]
-        name = hashlib.sha256(json.dumps([model_id, question_id, texts]).encode()).hexdigest()[:22]
+        answer_id = hashlib.sha256(json.dumps([model_id, question_id, texts]).encode()).hexdigest()[:22]
         choice = {
             "index": 0,
             "turns": texts,
@@ -223,7 +236,7 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
             {
                 "question_id": question_id,
                 "category": turns[0].category,
-                "answer_id": name,
+                "answer_id": answer_id,
                 "model_id": model_id,
                 "choices": [choice],
                 "tstamp": time.time(),
@@ -242,7 +255,7 @@ def judgement(
     score: float,
     turn: int,
 ) -> dict[str, Any]:
-    """One `model_judgment` line of single-answer grading; a score of -1 says that none was found in the reply."""
+    """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has no grade."""
     return {
         "question_id": question_id,
         "model": model_id,

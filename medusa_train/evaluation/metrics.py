@@ -1,7 +1,7 @@
-"""The figures of an evaluation, as pure functions of measured answers (SPEC 1, terms). Knows no model and no clock.
+"""Compute the figures of an evaluation from its timed answers: rates, speedups, overhead, acceptance, equal answers.
 
-Every rate is a ratio of sums (total tokens over total time), but for `mean_speedup`, the mean of the questions' own
-ratios, which stands beside it; a ratio whose denominator is zero, because nothing of the kind was measured, is None.
+A rate is a ratio of sums (total tokens over total time), except `mean_speedup`, a mean over questions. A ratio is
+None if its denominator is zero, that is if nothing of the kind was measured.
 """
 
 from __future__ import annotations
@@ -21,103 +21,32 @@ from medusa_train.trees.tree import Ranks, Tree
 Figures = dict[str, Any]
 
 
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    if numerator is None or denominator is None or denominator <= 0:
-        return None
-    return numerator / denominator
-
-
-def acceleration_rate(answers: Sequence[TimedAnswer]) -> float | None:
-    """Tokens per decoding step; 1.0 for plain decoding.
-
-    The first token of an answer comes from the prefill, which is not a step, so it does not count.
-    """
-    return _ratio(sum(len(answer.tokens) - 1 for answer in answers), sum(answer.steps for answer in answers))
-
-
-def step_seconds(answers: Sequence[TimedAnswer]) -> float | None:
-    """Mean latency of one decoding step in seconds, prefill excluded."""
-    return _ratio(sum(answer.decode_seconds for answer in answers), sum(answer.steps for answer in answers))
-
-
-def overhead(tree: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> float | None:
-    """Latency of a step with the tree over the latency of a plain step."""
-    return _ratio(step_seconds(tree), step_seconds(plain))
-
-
-def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
-    """Total tokens over total wall time, prefill included."""
-    return _ratio(sum(len(answer.tokens) for answer in answers), sum(answer.seconds for answer in answers))
-
-
-def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Index of the first token in which two answers differ (where one ends, if it is the other's beginning)."""
-    for index, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return index
-    return None if len(first) == len(second) else min(len(first), len(second))
-
-
-def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
-    """Answers with that verdict; None when the dtype was not run."""
-    verdicts = [record.exact[dtype] for record in records if dtype in record.exact]
-    return sum(found is verdict for found in verdicts) if verdicts else None
-
-
-def speedup(records: Sequence[TurnRecord], baseline: str = "plain") -> float | None:
-    """Total tokens over total time of the tree's answers, over the same of a baseline's."""
-    tree = [record.tree for record in records if record.tree is not None]
-    return _ratio(tokens_per_second(tree), tokens_per_second([record.baselines[baseline] for record in records]))
-
-
-def mean_speedup(records: Sequence[TurnRecord]) -> float | None:
-    """Mean of the questions' own speedups over the empty tree, each with all its turns: short answers count as much."""
-    questions: dict[int | str, list[TurnRecord]] = {}
+def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
+    """Compute `summarize` per category, in the order in which the categories first appear."""
+    groups: dict[str, list[TurnRecord]] = {}
     for record in records:
-        questions.setdefault(record.question_id, []).append(record)
-    ratios = [ratio for turns in questions.values() if (ratio := speedup(turns)) is not None]
-    return fmean(ratios) if ratios else None
-
-
-def time_to_first_token(answers: Sequence[TimedAnswer]) -> float | None:
-    """Mean seconds until the first token; None where a decoder does not say."""
-    return _ratio(sum(answer.prefill_seconds for answer in answers), len(answers)) or None
-
-
-def compare_baselines(
-    records: Sequence[TurnRecord], intervals: dict[str, Interval | None]
-) -> dict[str, dict[str, object]]:
-    """For every baseline: its tokens per second, the tree's speedup over it, and answers that equal the plain ones."""
-    compared: dict[str, dict[str, object]] = {}
-    for name in records[0].baselines if records else ():
-        answers = [record.baselines[name] for record in records]
-        compared[name] = {
-            "tokens_per_s": tokens_per_second(answers),
-            "speedup": speedup(records, name),
-            "speedup_interval": intervals.get(f"over_{name}"),
-            "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
-        }
-    return compared
+        groups.setdefault(record.category, []).append(record)
+    return {category: summarize(group) for category, group in groups.items()}
 
 
 def summarize(records: Sequence[TurnRecord]) -> Figures:
-    """All figures of one group of answers (a category, or the whole bench)."""
+    """Compute all figures of one group of answers (a category, or the whole bench)."""
     tree = [record.tree for record in records if record.tree is not None]
     plain = [record.plain for record in records]
     generate = [record.generate for record in records]
     traces = [record.trace for record in records if record.trace is not None]
-    speed, baseline, stock = tokens_per_second(tree), tokens_per_second(plain), tokens_per_second(generate)
-    fastest = max((rate for rate in (baseline, stock) if rate is not None), default=None)
+    tree_rate, plain_rate, generate_rate = (tokens_per_second(answers) for answers in (tree, plain, generate))
+    fastest = max((rate for rate in (plain_rate, generate_rate) if rate is not None), default=None)
     intervals = speed_intervals(records)
     return {
         "acceleration_rate": acceleration_rate(tree),
         "overhead": overhead(tree, plain),
-        "speedup": _ratio(speed, baseline),
-        "speedup_over_generate": _ratio(speed, stock),
-        "speedup_over_fastest": _ratio(speed, fastest),
-        "tokens_per_s": speed,
-        "baseline_tokens_per_s": baseline,
-        "generate_tokens_per_s": stock,
+        "speedup": _ratio(tree_rate, plain_rate),
+        "speedup_over_generate": _ratio(tree_rate, generate_rate),
+        "speedup_over_fastest": _ratio(tree_rate, fastest),
+        "tokens_per_s": tree_rate,
+        "baseline_tokens_per_s": plain_rate,
+        "generate_tokens_per_s": generate_rate,
         "answers": len(records),
         "equal_answers": _count(records, "float32", Verdict.EQUAL),
         "tie_answers": _count(records, "float32", Verdict.TIE),
@@ -130,43 +59,108 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "accepted_lengths": accepted_lengths(tree),
         "ctar": ctar(tree),
         "chain_acceleration_rate": chain_acceleration_rate(traces),
-        "head_accuracy": accuracy_on_answers(traces),
+        "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": compare_baselines(records, intervals),
-        "intervals": {name: found for name, found in intervals.items() if not name.startswith("over_")},
+        "intervals": {name: interval for name, interval in intervals.items() if not name.startswith("over_")},
     }
 
 
-def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
-    """`summarize` for each category, in the order in which the categories first appear."""
-    groups: dict[str, list[TurnRecord]] = {}
+def acceleration_rate(answers: Sequence[TimedAnswer]) -> float | None:
+    """Return tokens per decoding step; 1.0 for plain decoding.
+
+    The first token of an answer comes from the prefill, which is not a step, and does not count.
+    """
+    return _ratio(sum(len(answer.tokens) - 1 for answer in answers), sum(answer.steps for answer in answers))
+
+
+def overhead(tree: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> float | None:
+    """Return the latency of a step with the tree over that of a plain step."""
+    return _ratio(step_seconds(tree), step_seconds(plain))
+
+
+def step_seconds(answers: Sequence[TimedAnswer]) -> float | None:
+    """Return the mean latency of a decoding step in seconds, prefill excluded."""
+    return _ratio(sum(answer.decode_seconds for answer in answers), sum(answer.steps for answer in answers))
+
+
+def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
+    """Return total tokens over total wall time, prefill included."""
+    return _ratio(sum(len(answer.tokens) for answer in answers), sum(answer.seconds for answer in answers))
+
+
+def time_to_first_token(answers: Sequence[TimedAnswer]) -> float | None:
+    """Return the mean seconds to the first token; None if the decoder does not report it."""
+    return _ratio(sum(answer.prefill_seconds for answer in answers), len(answers)) or None
+
+
+def speedup(records: Sequence[TurnRecord], baseline: str = "plain") -> float | None:
+    """Return the tokens per second of the tree's answers over those of a baseline."""
+    tree = [record.tree for record in records if record.tree is not None]
+    return _ratio(tokens_per_second(tree), tokens_per_second([record.baselines[baseline] for record in records]))
+
+
+def mean_speedup(records: Sequence[TurnRecord]) -> float | None:
+    """Return the mean over questions (all turns together) of their speedups, so that short answers weigh as much."""
+    questions: dict[int | str, list[TurnRecord]] = {}
     for record in records:
-        groups.setdefault(record.category, []).append(record)
-    return {category: summarize(group) for category, group in groups.items()}
+        questions.setdefault(record.question_id, []).append(record)
+    ratios = [ratio for turns in questions.values() if (ratio := speedup(turns)) is not None]
+    return fmean(ratios) if ratios else None
+
+
+def compare_baselines(
+    records: Sequence[TurnRecord], intervals: dict[str, Interval | None]
+) -> dict[str, dict[str, object]]:
+    """Return per baseline its tokens per second, the tree's speedup over it, and its answers equal to plain ones."""
+    baselines: dict[str, dict[str, object]] = {}
+    for name in records[0].baselines if records else ():
+        answers = [record.baselines[name] for record in records]
+        baselines[name] = {
+            "tokens_per_s": tokens_per_second(answers),
+            "speedup": speedup(records, name),
+            "speedup_interval": intervals.get(f"over_{name}"),
+            "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
+        }
+    return baselines
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Return the index of the first token in which two answers differ; None if they are equal.
+
+    If one answer is a prefix of the other, that is the index just after its end.
+    """
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return None if len(first) == len(second) else min(len(first), len(second))
 
 
 def accepted_lengths(answers: Sequence[TimedAnswer]) -> list[int]:
-    """How many steps accepted 0, 1, 2, ... draft tokens, up to the most that any step did; empty without steps."""
+    """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest; empty without steps."""
     counts = Counter(length for answer in answers for length in answer.accepted)
     return [counts[length] for length in range(max(counts) + 1)] if counts else []
 
 
 def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
-    """CTAR(w) for w = 1, 2, ...: the share of steps in which at least w drafted tokens were accepted (Kangaroo, 5)."""
+    """Return CTAR(w) for w = 1, 2, ...: the share of steps that accepted at least w draft tokens.
+
+    Source: Kangaroo, consistent token acceptance rate.
+    """
     lengths = accepted_lengths(answers)
     steps = sum(lengths)
     return [sum(lengths[least:]) / steps for least in range(1, len(lengths))]
 
 
 def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
-    """Share of the steps in which each node of `tree` is accepted, in the order of `tree.paths`.
+    """Simulate decoding the traced answers with `tree`; return the share of steps that accept each node.
 
-    Counted by decoding the traced answers once more on paper. None without any step.
+    The order is that of `tree.paths`. None without any step.
     """
     steps = 0
     accepted: Counter[Ranks] = Counter()
-    reach = AcceptedLength(tree)
+    lengths = AcceptedLength(tree)
     for trace in traces:
-        starts = trace.simulate(reach)
+        starts = trace.simulate(lengths)
         steps += len(starts)
         for start in starts:
             path = trace.path(start)
@@ -175,13 +169,20 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
 
 
 def chain_acceleration_rate(traces: Sequence[Trace]) -> float | None:
-    """Tokens per step that the chain of all heads' first guesses would have had on the traced answers.
+    """Simulate decoding the traced answers with the chain of all heads' top-1 tokens; return its tokens per step.
 
-    This is what loaders without a tree get of the same heads (vLLM's Medusa).
+    Servers that draft without a tree (vLLM's Medusa) decode like this.
     """
     return tokens_per_step(traces, Tree.chain(len(traces[0].ranks[0]))) if traces else None
 
 
-def accuracy_on_answers(traces: Sequence[Trace]) -> list[list[float]] | None:
-    """Top-1 .. top-10 accuracy per head [K][10] at every position of the traced answers; None without any."""
-    return head_accuracy(traces) if traces else None
+def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
+    """Count the answers with `verdict`; None if the dtype was not run."""
+    verdicts = [record.exact[dtype] for record in records if dtype in record.exact]
+    return sum(one is verdict for one in verdicts) if verdicts else None
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    if numerator is None or denominator is None or denominator <= 0:
+        return None
+    return numerator / denominator

@@ -75,7 +75,7 @@ def test_a_question_without_a_step_counts_for_neither_run() -> None:
 def test_other_questions_are_refused() -> None:
     with pytest.raises(DataError, match="only one of the two runs answered c"):
         compare_rates({"a": Counts(1, 1), "b": Counts(1, 1)}, {"a": Counts(1, 1), "b": Counts(1, 1), "c": Counts(1, 1)})
-    with pytest.raises(DataError, match="two questions"):
+    with pytest.raises(DataError, match="two or more questions"):
         compare_rates({"a": Counts(1, 1)}, {"a": Counts(2, 1)})
 
 

@@ -35,13 +35,13 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
     assert lines[2][1] == "-"
     console = Console(file=io.StringIO(), width=200)
     console.print(show(evaluated))
-    assert "not the same" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "different" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
     evaluated = load_reports([str(a), str(b)], None)
-    assert differences(evaluated) == ["not the same max_new_tokens: 16, 64", "not the same dtype: bfloat16, float32"]
+    assert differences(evaluated) == ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
 
 
 def test_the_newest_report_is_taken_or_that_of_the_bench(tmp_path: Path) -> None:

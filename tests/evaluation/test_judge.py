@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from medusa_train.errors import ConfigError
-from medusa_train.evaluation.judge import NO_SCORE, PROMPT_NAME, Judge, grade, grade_in, model_answers
+from medusa_train.evaluation.judge import NO_SCORE, PROMPT_NAME, Judge, grade, model_answers, parse_grade
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.openai_client import OpenAIClient
@@ -98,7 +98,7 @@ def records(text: str = "Roses.") -> list[TurnRecord]:
     ],
 )
 def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) -> None:
-    assert grade_in(reply) == score
+    assert parse_grade(reply) == score
 
 
 def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ import pytest
 from medusa_train.evaluation.metrics import (
     acceleration_rate,
     accepted_lengths,
-    accuracy_on_answers,
     by_category,
     chain_acceleration_rate,
     ctar,
@@ -14,7 +13,7 @@ from medusa_train.evaluation.metrics import (
     tokens_per_second,
 )
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.inference.traces import Trace
+from medusa_train.inference.traces import Trace, head_accuracy
 from medusa_train.trees.tree import Tree
 
 
@@ -185,7 +184,6 @@ def test_the_chain_takes_first_guesses_only() -> None:
 
 
 def test_accuracy_is_per_head_and_rank() -> None:
-    accuracy = accuracy_on_answers([TRACE])
+    accuracy = head_accuracy([TRACE])
     assert accuracy is not None
     assert accuracy[0][:2] == [3 / 5, 4 / 5]
-    assert accuracy_on_answers([]) is None
