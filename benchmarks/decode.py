@@ -38,8 +38,9 @@ from medusa_train.evaluation.choose_dtype import is_out_of_memory, release_memor
 from medusa_train.inference.accept import accept  # noqa: E402
 from medusa_train.inference.generate import Decoder  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
-from medusa_train.models.compiled import block_end  # noqa: E402
+from medusa_train.models.compiled import round_up_to_block  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState  # noqa: E402
+from medusa_train.models.loading import load_backbone  # noqa: E402
 from medusa_train.models.precision import free_memory  # noqa: E402
 from medusa_train.trees.masks import TreeMask, additive_mask  # noqa: E402
 from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
@@ -137,14 +138,14 @@ class Shape:
         if self.directory is None:
             backbone = Backbone(random_model(self.config, getattr(torch, dtype), device), None, self.name)
         else:
-            backbone = Backbone.load(str(self.directory), dtype=dtype, device=device)
+            backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
         with device:  # or large heads would be created on the CPU first
             drafts = {
                 HEADS_ROW: MedusaDraft.from_backbone(backbone, HEADS),
                 SHARED_ROW: MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=True),
             }
         if setting == "prepacked":
-            if not any([backbone.pack(), *(draft.prepack() for draft in drafts.values())]):
+            if not any([backbone.prepack_weights(), *(draft.prepack() for draft in drafts.values())]):
                 raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
         elif setting == "compiled":
             try:
@@ -253,8 +254,8 @@ class Context:
                 hidden = backbone.run(tokens, positions=positions, mask=mask, cache=cache).hidden
                 logits = backbone.logits(hidden)
             else:
-                mask = masks.at(cache.length, block_end(cache.length + tree.size + 1))
-                _, logits = compiled(tokens, positions, mask, cache.expect(tree.size + 1), cache.length)
+                mask = masks.at(cache.length, round_up_to_block(cache.length + tree.size + 1))
+                _, logits = compiled(tokens, positions, mask, cache.reserve(tree.size + 1), cache.length)
             (accepted,) = accept(None, tokens, logits, tree)
             cache.keep(accepted.path)
             cache.length = self.length

@@ -53,6 +53,7 @@ from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.features import Features, TokenRows  # noqa: E402
 from medusa_train.models.lm_head import LMHead  # noqa: E402
+from medusa_train.models.loading import load_backbone  # noqa: E402
 from medusa_train.models.precision import Precision  # noqa: E402
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
 from medusa_train.training.inspect import estimate_memory  # noqa: E402
@@ -310,7 +311,7 @@ def tiny_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone,
     data = load_data(cfg, Console(file=io.StringIO()))
     loader = iter(BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True))
     batches = [next(loader).to(precision.device) for _ in range(STEP_BATCHES)]
-    return cfg, Backbone.load(cfg.base_model, dtype=precision.dtype, device=precision.device), batches
+    return cfg, load_backbone(cfg.base_model, dtype=precision.dtype, device=precision.device), batches
 
 
 def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, list[Batch]]:

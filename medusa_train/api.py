@@ -53,14 +53,11 @@ def load(
 
 def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    import torch
-
     from medusa_train.checkpoint.load import load_with_draft
     from medusa_train.inference.model import Model
-    from medusa_train.models.precision import has_fast_bf16
+    from medusa_train.models.precision import auto_dtype
 
     if dtype == "auto":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = "bfloat16" if has_fast_bf16(device) else "float32"
+        dtype = auto_dtype()
     loaded = load_with_draft(paths, dtype, compiled=compiled)
     return Model(loaded.backbone, loaded.draft, loaded.tree, paths.chat_template)

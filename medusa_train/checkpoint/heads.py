@@ -122,7 +122,7 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
             f"{backbone.name or 'the backbone'} has {backbone.hidden_size} and {backbone.vocab_size}. "
             f"Name the backbone they were trained on" + (f" ({heads.base_model})." if heads.base_model else ".")
         )
-    lm_head = backbone.unembedding()
+    lm_head = backbone.lm_head()
     draft = MedusaDraft(
         heads.hidden_size,
         vocab_size,

@@ -11,6 +11,7 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.tree import Tree
 
@@ -38,9 +39,12 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compile
         BackboneError: the backbone cannot be loaded.
         CheckpointError: the heads or the tree cannot be read, or do not fit the backbone.
     """
-    backbone = load_backbone(paths, dtype) if paths.adapter is None else _load_merged(paths, paths.adapter, dtype)
+    if paths.adapter is None:
+        backbone = load_base_model(paths, dtype)
+    else:
+        backbone = _load_merged(paths, paths.adapter, dtype)
     if pack:
-        backbone.pack()
+        backbone.prepack_weights()
     if compiled:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
         backbone.compile_passes()
@@ -52,10 +56,10 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compile
     return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))
 
 
-def load_backbone(paths: ModelPaths, dtype: str) -> Backbone:
+def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
     """Load the backbone in the form that it decodes in, without its adapter. Raises BackboneError."""
     quantization = paths.quantization if paths.adapter is None else None  # merging an adapter dequantises
-    return Backbone.load(
+    return load_backbone(
         paths.base_model, dtype=dtype, quantization=quantization, trust_remote_code=paths.trust_remote_code
     )
 
@@ -86,7 +90,7 @@ def compile_cache_dir(run: Path) -> Path:
 
 def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
     """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to `dtype`."""
-    backbone = Backbone.load(
+    backbone = load_backbone(
         paths.base_model, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code
     )
     Adapter.load(backbone, adapter).merge()

@@ -20,7 +20,7 @@ class Batch:
     in each document; padding goes on counting) and `segments` (the document within the row, 0, 1, ...; -1: padding) are
     [B, T] int64. `records` says where each document was read, row by row.
 
-    A row of several documents needs a mask that keeps them apart (`models.packing_mask`).
+    A row of several documents needs a mask that keeps them apart (`models.document_mask`).
     """
 
     tokens: Tensor

@@ -21,6 +21,7 @@ from medusa_train.evaluation.validation_data import run_config, validation_conve
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
 
 if TYPE_CHECKING:
@@ -107,14 +108,14 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
 
 
 def _load(paths: ModelPaths, name: str, dtype: str) -> Backbone:
-    return Backbone.load(name, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code)
+    return load_backbone(name, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code)
 
 
 def _version(backbone: Backbone) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
         there = batch.to(backbone.device)
         feats = backbone.run(there.tokens, positions=there.positions, segments=there.segments)
-        return feats.hidden, backbone.unembedding()
+        return feats.hidden, backbone.lm_head()
 
     return version
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from medusa_train.checkpoint.load import load_backbone
+from medusa_train.checkpoint.load import load_base_model
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
@@ -57,8 +57,8 @@ def fastest_dtype(paths: ModelPaths, prompt_of: Callable[[Backbone], list[int]],
             note(f"dtype {dtype}: the weights alone would not fit into the free memory; left out")
             continue
         try:
-            seconds[dtype], weights, is_packed = _probe(paths, dtype, prompt_of)
-            packed += [dtype] if is_packed else []
+            seconds[dtype], weights, is_prepacked = _probe(paths, dtype, prompt_of)
+            packed += [dtype] if is_prepacked else []
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -90,8 +90,8 @@ def _probe(
 
     The backbone is let go on return.
     """
-    backbone = load_backbone(paths, dtype)
-    packed = backbone.pack()
+    backbone = load_base_model(paths, dtype)
+    packed = backbone.prepack_weights()
     return plain_step_seconds(backbone, prompt_of(backbone)), WeightMemory.of(backbone.model, backbone.device), packed
 
 

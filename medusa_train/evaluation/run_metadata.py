@@ -23,7 +23,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.speed import describe_baseline
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.prepack import is_packed
+from medusa_train.models.prepack import is_prepacked
 
 
 def collect_metadata(
@@ -50,7 +50,7 @@ def collect_metadata(
         "max_new_tokens": cfg.max_new_tokens,
         "backbone": paths.backbone_form,
         "dtype": dtype,
-        "packed": is_packed(subject.backbone.model),
+        "packed": is_prepacked(subject.backbone.model),
         "attention": subject.backbone.attention,
         "compiled": subject.backbone.compiled is not None,
         "heads": None if draft is None else draft.num_heads,

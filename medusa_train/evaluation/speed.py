@@ -21,6 +21,7 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 
 WARM_UP_TOKENS = 64
 
@@ -224,7 +225,7 @@ def extra_baselines(
 
 
 def _assistant(name: str, backbone: Backbone) -> Backbone:
-    assistant = Backbone.load(name, dtype=backbone.dtype, device=backbone.device)
+    assistant = load_backbone(name, dtype=backbone.dtype, device=backbone.device)
     if assistant.tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
         raise BackboneError(
             f"assistant_model {name}: its tokenizer is not the backbone's; take a smaller one of its kind"

@@ -19,7 +19,7 @@ from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, write_failure
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import load_backbone, resolve_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.tree import Tree
 
@@ -112,7 +112,7 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
         CheckpointError: the adapter does not fit.
     """
     _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    backbone = Backbone.load(
+    backbone = load_backbone(
         paths.base_model,
         dtype=getattr(config, "dtype", None) or "float32",
         # bitsandbytes dequantises on either device, faster on a GPU

@@ -165,7 +165,7 @@ def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Export
 
 def _lm_head(paths: ModelPaths, heads: HeadTensors) -> tuple[Tensor, Tensor | None]:
     """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads' dtype."""
-    lm_head = load_trained_backbone(paths).unembedding()
+    lm_head = load_trained_backbone(paths).lm_head()
     device, dtype = torch.device("cpu"), heads.state["blocks.0.0.linear.weight"].dtype
     weight = lm_head.weight.detach().to(device, dtype)
     return weight, None if lm_head.bias is None else lm_head.bias.detach().to(device, dtype)

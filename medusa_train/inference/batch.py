@@ -190,7 +190,7 @@ class Batch:
         if not self.active:
             self._session, self._cache = self._prefill(rows, prompts, capacity)
         else:
-            self._cache.join(self._prefill(rows, prompts, max(map(len, prompts)))[1], capacity)
+            self._cache.append_rows(self._prefill(rows, prompts, max(map(len, prompts)))[1], capacity)
         self.active += rows
         self._retire()
 

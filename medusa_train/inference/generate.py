@@ -13,11 +13,11 @@ from torch import Tensor
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import block_end
+from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.features import PLAIN, Features
-from medusa_train.trees.kv_cache import BatchCache, TreeCache, mask_behind
-from medusa_train.trees.masks import TreeMasks
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.masks import TreeMasks, mask_with_prefix
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
@@ -221,7 +221,7 @@ class DecodingSession:
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; see `BatchCache.take`."""
         assert isinstance(self.cache, BatchCache)
-        self.cache.take(rows)
+        self.cache.select_rows(rows)
         if self._draft is not None:
             self._draft_state = self._draft.select_rows(self._draft_state, rows)
 
@@ -247,10 +247,10 @@ class DecodingSession:
             # nodes past the context are never accepted, but the model's position table must cover their ids
             positions = positions.clamp(max=backbone.max_context - 1)
         compiled = None if isinstance(cache, BatchCache) or self._needs != PLAIN else backbone.compiled
-        end = block_end(cache.length + tree.size + 1)
+        end = round_up_to_block(cache.length + tree.size + 1)
         if compiled is not None and end < cache.capacity:
             mask = self._masks.at(tree, cache.length, end)
-            slots = cache.expect(tree.size + 1)
+            slots = cache.reserve(tree.size + 1)
             hidden, logits = compiled(proposal.tokens, positions, mask, slots, cache.length)
             return Features(hidden), logits
         feats = backbone.run(
@@ -270,7 +270,7 @@ class DecodingSession:
         that of several is rebuilt in each step, since their lengths differ.
         """
         if isinstance(self.cache, BatchCache):
-            return mask_behind(self.cache, self._masks.block(tree))
+            return mask_with_prefix(self.cache, self._masks.block(tree))
         return self._masks.at(tree, self.cache.length) if tree.size else None
 
 

@@ -128,11 +128,11 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
     first = len(prompt) - 1  # the position from which heads guess when answer[0] is the root
     count, heads = len(answer), draft.num_heads
     ranks = torch.full((count, heads), -1, dtype=torch.long)
-    all_states = draft.teacher_forced_states(feats, Rows.of(inputs))
+    all_states = draft.teacher_forced_states(feats, Rows.from_tokens(inputs))
     for k, states in zip(range(1, min(heads, count - 1) + 1), all_states, strict=False):
         head = draft.lm_head(k)
         logits = head.logits(states[0, first : first + count - k])
-        ranks[: count - k, k - 1] = rank_of(logits, head.places(tokens[0, len(prompt) + k :])).cpu()
+        ranks[: count - k, k - 1] = rank_of(logits, head.rows_of(tokens[0, len(prompt) + k :])).cpu()
     return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)])
 
 

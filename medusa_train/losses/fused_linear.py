@@ -98,7 +98,7 @@ def linear_loss(
         torch.is_grad_enabled(),
     )
     # A and the dropout before it get their gradients from ordinary autograd: z is only r wide
-    z = None if low_rank is None else low_rank.down(hidden[rows])
+    z = None if low_rank is None else low_rank.project_down(hidden[rows])
     up = None if low_rank is None else low_rank.b
     return LossSums(*_LinearLoss.apply(hidden, unembedding.weight, unembedding.bias, z, up, job))
 
@@ -136,7 +136,7 @@ class _TeacherRows:
         low_rank = teacher.unembedding.low_rank
         if low_rank is not None:
             a = low_rank.a.detach().to(product_dtype(low_rank.a))
-            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.factor  # no dropout: it is the teacher
+            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling  # no dropout: it is the teacher
 
     def product(self, part: slice, out: Tensor) -> None:
         """Write W h of a chunk of the rows that count into `out` [C, V]."""

@@ -233,7 +233,7 @@ class Objective:
         target = self._targets(batch, k)
         if head.token_map is None:
             return target
-        places = head.places(target)
+        places = head.rows_of(target)
         return torch.where(places < 0, IGNORE_INDEX, places)
 
 
@@ -256,7 +256,7 @@ class _Judge:
     def over(self, tokens: Tensor | None) -> LMHeadLike:
         """Its unembedding over these tokens alone; None: all. The rows are copied once for all heads."""
         if tokens is not self._tokens:
-            self._part = self._whole if tokens is None else self._whole.only(tokens)
+            self._part = self._whole if tokens is None else self._whole.restrict_to(tokens)
             self._tokens = tokens
         return self._part
 

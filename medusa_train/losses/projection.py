@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LowRankLike(Protocol):
-    """A LoRA branch beside W: it adds `factor * B A dropout(h)`."""
+    """A LoRA branch beside W: it adds `scaling * B A dropout(h)`."""
 
     @property
     def a(self) -> Tensor:
@@ -20,11 +20,11 @@ class LowRankLike(Protocol):
         """B, [V, r]."""
 
     @property
-    def factor(self) -> float:
+    def scaling(self) -> float:
         """lora_alpha / r."""
 
-    def down(self, hidden: Tensor) -> Tensor:
-        """`factor * A dropout(h)`, [..., d] -> [..., r]."""
+    def project_down(self, hidden: Tensor) -> Tensor:
+        """`scaling * A dropout(h)`, [..., d] -> [..., r]."""
 
 
 class LMHeadLike(Protocol):
@@ -54,10 +54,10 @@ class LMHeadLike(Protocol):
     def token_map(self) -> Tensor | None:
         """Which token each row stands for, long [V], where that is not its number."""
 
-    def only(self, tokens: Tensor) -> LMHeadLike:
+    def restrict_to(self, tokens: Tensor) -> LMHeadLike:
         """The rows of `tokens` (long [N]) alone, in that order."""
 
-    def places(self, tokens: Tensor) -> Tensor:
+    def rows_of(self, tokens: Tensor) -> Tensor:
         """The row of each token of any shape, long; -1 where there is none."""
 
 

@@ -65,7 +65,7 @@ _SAMPLE_KEYS = 256
 _TRIALS = 30
 
 
-def grouped_query_forward(
+def folded_head_forward(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -84,10 +84,10 @@ def grouped_query_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return grouped_query_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    return folded_head_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
-def grouped_query_attention(
+def folded_head_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
 ) -> Tensor:
     """Attention whose query heads share keys and values: [B, H, q, d] -> [B, H, q, d_v].
@@ -121,11 +121,11 @@ def _decodes(query: Tensor, mask: Tensor | None, dropout: float) -> bool:
 
 def register() -> None:
     """Make `NAME` known to transformers, with the masks of its "sdpa"."""
-    AttentionInterface.register(NAME, grouped_query_forward)
+    AttentionInterface.register(NAME, folded_head_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def use_grouped_query_attention(model: Any) -> bool:
+def use_folded_head_attention(model: Any) -> bool:
     """Switch a model on a CPU to this attention where it is measured to be faster; return whether it is used now.
 
     Only one whose attention is transformers' "sdpa", and where there is something to gain: in bfloat16, or where query
@@ -168,7 +168,7 @@ def _faster(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
     cases = [torch.zeros(1, 1, q, _SAMPLE_KEYS, dtype=dtype) for q in (1, 9)]
     queries = [torch.ones(1, heads, mask.shape[2], size, dtype=dtype) for mask in cases]
     for _ in range(_TRIALS):
-        for forward, taken in ((sdpa_attention_forward, stock), (grouped_query_forward, ours)):
+        for forward, taken in ((sdpa_attention_forward, stock), (folded_head_forward, ours)):
             started = time.perf_counter()
             for query, mask in zip(queries, cases, strict=True):
                 forward(layer, query, key, key, mask)

@@ -1,43 +1,61 @@
-"""A stock transformers causal LM, run to hidden states; knows no draft, no loss and no tree."""
+"""A causal language model of transformers, run to hidden states with explicit masks, positions and cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.attention import document_bounds, use_grouped_query_attention
-from medusa_train.models.compatibility import check_model
-from medusa_train.models.compiled import BLOCK, CompiledPass, capacity_for
-from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.hf_config import context_length, eos_ids, layer_types, logit_scale, rope_switch
-from medusa_train.models.hooks import inputs_of, outputs_of
-from medusa_train.models.layer_split import Split
-from medusa_train.models.lm_head import Embedding, LMHead
-from medusa_train.models.loading import dtype_of, load_model
-from medusa_train.models.lora import low_rank_of
+from medusa_train.models.attention import document_bounds, use_folded_head_attention
+from medusa_train.models.compiled import BLOCK, CompiledPass, compiled_capacity
+from medusa_train.models.features import PLAIN, Features, FeatureSpec, capture_inputs, capture_outputs
+from medusa_train.models.hf_config import (
+    context_length,
+    eos_ids,
+    has_experts,
+    layer_types,
+    logit_scale,
+    rope_switch,
+)
+from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
+from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
+from medusa_train.models.precision import parse_dtype
 from medusa_train.models.prepack import prepack_linears
-from medusa_train.models.quantization import Quantization
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import packing_mask, windowed
+from medusa_train.trees.masks import TreeMask, additive_mask, document_mask, layer_masks
+from medusa_train.trees.tree import Tree
 
 
 class Backbone:
-    """The language model whose tokens are predicted and verified.
+    """The language model whose next tokens are drafted and verified.
 
-    It is used as it comes: a 4-D additive mask, explicit position ids and our own cache are handed to the stock
-    forward; logits are made here from the hidden states, so that heads can share every transform.
+    The transformers model is used unchanged: its forward gets a 4-D additive mask, explicit position ids and a
+    `TreeCache`. Logits are computed here from the hidden states, so that heads can apply the same transforms.
+    `loading.load_backbone` builds a backbone from a directory or the hub and checks that it is supported.
+
+    Args:
+        model: a transformers causal language model; it is frozen and set to eval mode.
+        tokenizer: its tokenizer.
+        name: directory or hub name, for messages.
 
     Attributes:
-        name: as the user gave it. device, dtype, hidden_size (d), vocab_size (V), num_layers: plain facts.
-        max_context: positions the model was made for. rope_switch: where a longrope model changes its angles, or None.
-        eos_ids: tokens that end an answer.
-        varlen: whether packed documents are kept apart by their bounds, see `use_varlen`.
-        compiled: decoding passes of single rows as one program, after `compile_passes`.
+        device, dtype, hidden_size (d), vocab_size (V), num_layers: of the model.
+        max_context: number of positions that the model was trained for.
+        rope_switch: position from which a longrope model uses its long factors, or None.
+        eos_ids: end-of-sequence tokens.
+        layer_types: kinds of attention among the layers.
+        window: size of the sliding window, or None.
+        attention: transformers' name of the attention implementation that takes masks.
+        varlen: whether packed documents are separated by their bounds, see `use_varlen`.
+        compiled: the compiled decoding pass for single rows, after `compile_passes`.
+
+    Raises:
+        BackboneError: the model has no lm_head, or a layer type that trees do not support.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
@@ -55,53 +73,16 @@ class Backbone:
         self.num_layers: int = self.config.num_hidden_layers
         self.max_context: int = context_length(self.config)
         self.eos_ids = eos_ids(model, tokenizer)
-        self.layer_types = layer_types(self.config)
+        self.layer_types = set(layer_types(self.config))
         self.window: int | None = getattr(self.config, "sliding_window", None)
         self.rope_switch = rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.scale = logit_scale(self.config)
         self.attention: str = self.config._attn_implementation
         self.varlen = False
-        self._splits: dict[int, Split] = {}
+        self._splits: dict[int, LayerSplit] = {}
         self.compiled: CompiledPass | None = None
         model.eval().requires_grad_(False)
-        check_model(self)
-
-    @property
-    def head(self) -> Any:
-        """The module that makes logits: lm_head, or what an adapter put in its place."""
-        return self.model.get_output_embeddings()
-
-    @classmethod
-    def load(
-        cls,
-        name: str,
-        *,
-        dtype: str | torch.dtype = "float32",
-        device: str | torch.device | None = None,
-        quantization: Quantization | None = None,
-        trust_remote_code: bool = False,
-    ) -> Backbone:
-        """Load a backbone and its tokenizer from a directory or the hub, frozen and in eval mode.
-
-        Args:
-            dtype: of the weights; of the products, where `quantization` keeps the weights in 4 or 8 bits.
-
-        Raises:
-            BackboneError: it can't be found, read, or is of a kind that can't be verified by a tree.
-        """
-        model, tokenizer = load_model(
-            name,
-            dtype=dtype_of(dtype),
-            device=device,
-            quantization=quantization,
-            trust_remote_code=trust_remote_code,
-        )
-        return cls(model, tokenizer, name)
-
-    def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
-        """This model converted in place to another dtype, as a backbone that knows its new one."""
-        return Backbone(self.model.to(dtype_of(dtype)), self.tokenizer, self.name)
 
     def run(
         self,
@@ -114,37 +95,44 @@ class Backbone:
         need: FeatureSpec = PLAIN,
         early: Tensor | None = None,
     ) -> Features:
-        """One forward pass through the decoder layers, no logits.
+        """Run the decoder layers once, without computing logits.
 
         Args:
             tokens: [B, T] token ids.
-            positions: [B, T] position ids; by default they go on from the cache.
-            mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, of the model's
-                dtype; by default causal. Sliding windows are laid over it here.
-            cache: keys and values before `tokens`; the T new ones stay pending in it.
-            segments: [B, T], the document that a position of a packed row belongs to, -1: padding. Each document is
-                then computed as in a row of its own; its positions begin anew. In place of `mask` and `cache`.
-            need: which states to return.
-            early: [B, T, d], what the first `need.early` layers made of `tokens` before (`Split.first`), with positions
-                and mask as given here; their keys and values are pending in `cache`. Only the others are run.
+            positions: [B, T] position ids; by default they continue those in the cache.
+            mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, in the model's dtype;
+                by default causal. Sliding windows are applied to it here.
+            cache: keys and values before `tokens`; the T new ones are pending in it afterwards.
+            segments: [B, T], index of the document in a packed row, -1: padding. Each document is computed as in a row
+                of its own, with positions that restart. Excludes `mask` and `cache`.
+            need: which hidden states to return.
+            early: [B, T, d], states of `tokens` after the first `need.early` layers, from `LayerSplit.run_first` with
+                the same positions and mask; their keys and values are pending in `cache`. Only the remaining layers
+                run.
+
+        Returns:
+            Hidden states after the final norm, and after `need.early` layers if requested.
+
+        Raises:
+            ValueError: `mask` or `early` without position ids, or `early` without cache.
         """
         if early is not None:
             if positions is None or cache is None:
-                raise ValueError("early states need position ids and the cache that they are pending in")
-            split = self.split(need.early or 0)
-            return split.rest(early, split.places(positions, mask, cache.length), cache)
-        tapped = None if need.early is None else self.layer(need.early - 1)
+                raise ValueError("early states need position ids and the cache in which they are pending")
+            split = self.split_at(need.early or 0)
+            return split.run_rest(early, split.inputs(positions, mask, cache.length), cache)
+        if mask is not None and positions is None:
+            raise ValueError("an explicit mask needs position ids")
         bounds: dict[str, Any] = {}
         if segments is not None and self.varlen:
             bounds = document_bounds(segments)
         elif segments is not None:
-            mask = packing_mask(segments, self.dtype)
+            mask = document_mask(segments, self.dtype)
         attention_mask: Any = mask
-        if mask is not None:
-            if positions is None:
-                raise ValueError("a mask of one's own needs position ids")
-            attention_mask = self.windowed(mask, positions, 0 if cache is None else cache.length)
-        with self.masks_allowed(not bounds), outputs_of(tapped) as seen:
+        if mask is not None and positions is not None:
+            attention_mask = self._with_windows(mask, positions, 0 if cache is None else cache.length)
+        exit_layer = None if need.early is None else self.layer(need.early - 1)
+        with self._masked_attention(enabled=not bounds), capture_outputs(exit_layer) as captured:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -153,52 +141,164 @@ class Backbone:
                 use_cache=cache is not None,
                 **bounds,
             )
-        return Features(out.last_hidden_state, *seen)
+        return Features(out.last_hidden_state, *captured)
 
-    def layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, from 0.
+    def _with_windows(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
+        """Apply sliding windows to a mask; models whose layer types differ take a dict of masks."""
+        masks = layer_masks(mask, positions, prefix, self.layer_types, self.window)
+        return masks if len(masks) > 1 and self.window is not None else masks.popitem()[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the backbone's next-token logits, [..., d] -> [..., V]."""
+        if self.softcap is None and self.scale == 1.0:
+            return self.output_embeddings(hidden)
+        return self.lm_head().transform(self.output_embeddings(hidden))
+
+    def lm_head(self) -> LMHead:
+        """Return the weights of lm_head, an active LoRA branch included, with the transforms of its logits."""
+        head = self.output_embeddings
+        return LMHead(head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank_of(head))
+
+    @property
+    def output_embeddings(self) -> Any:
+        """The module that computes raw logits: lm_head, or the layer that PEFT replaced it with."""
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def embedding(self) -> Embedding:
+        """Return the input embedding, with the factor that some models apply before the first layer.
+
+        The factor is measured by comparing the input of the first layer with the embedding vectors.
 
         Raises:
-            BackboneError: there are not so many, or the architecture keeps them under another name.
+            BackboneError: the model changes embeddings in another way.
+        """
+        table = self.model.get_input_embeddings()
+        probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
+        with capture_inputs(self.layer(0)) as captured:
+            self.run(probe)
+        inputs, vectors = captured[0].double(), table(probe).double()
+        scale = float((inputs * vectors).sum() / vectors.square().sum().clamp(min=1e-30))
+        if (inputs - vectors * scale).norm() > 1e-2 * inputs.norm():
+            raise BackboneError(
+                f"{type(self.body).__name__} is not supported by this draft: the input of its first layer is not a "
+                "scaled token embedding"
+            )
+        return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
+
+    def layer(self, index: int) -> nn.Module:
+        """Return decoder layer `index`, from 0.
+
+        Raises:
+            BackboneError: there is no such layer, or the architecture has no `layers`.
         """
         layers = getattr(self.body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise BackboneError(f"the layers of {type(self.body).__name__} can't be told apart here")
+            raise BackboneError(f"{type(self.body).__name__} has no list of decoder layers named `layers`")
         if not 0 <= index < len(layers):
-            raise BackboneError(f"{self.name or 'the backbone'} has {len(layers)} layers, no {index + 1}th one")
+            raise BackboneError(
+                f"layer {index + 1} does not exist: {self.name or 'the backbone'} has {len(layers)} layers"
+            )
         return layers[index]
 
-    def split(self, layers: int) -> Split:
-        """The decoder layers in two parts, the first `layers` and the others.
+    def new_cache(self, capacity: int) -> TreeCache:
+        """Return an empty cache for at least `capacity` positions of a single row."""
+        return TreeCache(self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity))
+
+    def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
+        """Convert the model in place and return it as a new backbone."""
+        return Backbone(self.model.to(parse_dtype(dtype, self.device)), self.tokenizer, self.name)
+
+    def agrees(self, states: Tensor, expected: Tensor) -> bool:
+        """Return whether two results of the same computation agree up to the rounding of this model.
+
+        Half precision and quantized weights round differently in passes of different sizes, so only a gross difference
+        counts there. A mixture of experts always agrees there, since rounding may route a token to another expert.
+        """
+        exact = self.dtype in (torch.float32, torch.float64) and not getattr(self.model, "is_quantized", False)
+        if not exact and has_experts(self.config):
+            return True
+        distance = (states.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
+        return float(distance) < (1e-3 if exact else 0.25)
+
+    # Early exit
+
+    def split_at(self, exit_layer: int) -> LayerSplit:
+        """Return the decoder layers in two parts, the first `exit_layer` layers and the remaining ones.
 
         Raises:
-            BackboneError: there are not more than `layers`, or this architecture can't be run in parts.
+            BackboneError: `exit_layer` is out of range, or the layers of this architecture cannot run separately.
         """
-        if layers not in self._splits:
-            self._splits[layers] = Split(self, layers)
-        return self._splits[layers]
+        if exit_layer not in self._splits:
+            check_exit_layer(exit_layer, self.num_layers, self.name or "the backbone")
+            runner = LayerRunner(self.body, layer_types(self.config))
+            attention = partial(self._masked_attention, enabled=True)
+            split = LayerSplit(runner, exit_layer, self.embedding(), self.window, attention)
+            self._check_split(split)
+            self._splits[exit_layer] = split
+        return self._splits[exit_layer]
+
+    @torch.no_grad()
+    def _check_split(self, split: LayerSplit) -> None:
+        """Run a small tree in two parts, the first of them in two passes, and compare with the whole model."""
+        tree = Tree.cartesian([2])
+        step = max(1, self.vocab_size // 8)
+        tokens = torch.arange(5, device=self.device)[None] * step % self.vocab_size
+        positions = 2 + tree.depths.to(self.device)[None]
+        mask = TreeMask(additive_mask(tree.ancestors, self.dtype), 5).at(2).to(self.device)
+        cache = self.new_cache(5)
+        self.run(tokens[:, :2], cache=cache)
+        cache.commit(2)
+        expected = self.run(tokens[:, 2:], positions=positions, mask=mask, cache=cache).hidden
+        name = f"base_model {self.name}: {type(self.model).__name__}"
+        try:
+            inputs = split.inputs(positions, mask, 2)
+            parts = ((0, 1), (1, 3))
+            early = [split.run_first(tokens[:, 2 + a : 2 + b], inputs.slice(a, b), cache) for a, b in parts]
+            hidden = split.run_rest(torch.cat(early, dim=1), inputs, cache).hidden
+        except (TypeError, AttributeError, KeyError) as error:
+            raise BackboneError(f"{name} cannot run layer by layer: {error}") from error
+        if not self.agrees(hidden, expected):
+            raise BackboneError(f"{name} cannot run layer by layer: hidden states differ from the whole model's")
+
+    # Packed documents
 
     def use_varlen(self, implementation: str) -> None:
-        """From now on tell an attention implementation where packed documents end, instead of masking them.
+        """Separate packed documents by their bounds with an attention implementation that takes no mask.
 
-        It stays the model's own between passes, since activations may be recomputed in a backward pass; passes
-        without `segments` still run in the one that takes masks.
+        It stays set on the model between passes, since activations may be recomputed in the backward pass; passes
+        without `segments` still run with the implementation that takes masks.
 
         Raises:
-            BackboneError: documents are not kept apart: the model does not hand the bounds on. It is as it was.
+            BackboneError: documents attend to each other, since the model does not pass the bounds on. The model is
+                left unchanged.
         """
         self.model.set_attn_implementation(implementation)
         self.varlen = True
-        if not self._keeps_documents_apart():
+        if not self._separates_documents():
             self.model.set_attn_implementation(self.attention)
             self.varlen = False
-            raise BackboneError(f"{type(self.model).__name__} lets packed documents see each other with it")
+            raise BackboneError(
+                f"{type(self.model).__name__} with {implementation} lets packed documents attend to each other"
+            )
+
+    @torch.no_grad()
+    def _separates_documents(self) -> bool:
+        """Return whether a row's second document is unchanged, bit for bit, when its first document changes."""
+        segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=self.device)
+        positions = torch.tensor([[0, 1, 2, 0, 1]], device=self.device).expand(2, -1)
+        tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
+        changed = torch.where(segments == 0, (tokens + 1) % self.vocab_size, tokens)
+        before, after = (
+            self.run(rows, positions=positions, segments=segments).hidden[segments == 1] for rows in (tokens, changed)
+        )
+        return torch.equal(before, after)
 
     @contextmanager
-    def masks_allowed(self, allowed: bool) -> Iterator[None]:
-        """Within, if `allowed`: the attention that the model was loaded with."""
+    def _masked_attention(self, *, enabled: bool) -> Iterator[None]:
+        """Switch from varlen attention to the implementation that takes masks, if `enabled`."""
         varlen = self.config._attn_implementation
-        if not (allowed and self.varlen):
+        if not (enabled and self.varlen):
             yield
             return
         self.model.set_attn_implementation(self.attention)
@@ -207,91 +307,34 @@ class Backbone:
         finally:
             self.model.set_attn_implementation(varlen)
 
-    @torch.no_grad()
-    def _keeps_documents_apart(self) -> bool:
-        """Whether the second document of a row stays as it is, to the bit, when the first one changes."""
-        segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=self.device)
-        positions = torch.tensor([[0, 1, 2, 0, 1]], device=self.device).expand(2, -1)
-        tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
-        changed = torch.where(segments == 0, (tokens + 1) % self.vocab_size, tokens)
-        states, others = (
-            self.run(row, positions=positions, segments=segments).hidden[segments == 1] for row in (tokens, changed)
-        )
-        return torch.equal(states, others)
+    # Faster decoding
 
-    @torch.no_grad()
-    def embedding(self) -> Embedding:
-        """The input embedding as the body feeds it to its first layer.
+    def prepack_weights(self) -> bool:
+        """Use weight layouts and an attention that are faster for few tokens on a CPU, if measured to be so.
 
-        Some bodies scale it on the way, so what arrives there is compared with the table's own vectors.
+        Sums are rounded in another order then. Other devices are left unchanged.
 
-        Raises:
-            BackboneError: it is changed on the way in another manner.
+        Returns:
+            Whether weights were prepacked.
         """
-        table = self.model.get_input_embeddings()
-        probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        with inputs_of(self.layer(0)) as seen:
-            self.run(probe)
-        fed, own = seen[0].double(), table(probe).double()
-        scale = float((fed * own).sum() / own.square().sum().clamp(min=1e-30))
-        if (fed - own * scale).norm() > 1e-2 * fed.norm():
-            raise BackboneError(f"{type(self.body).__name__} feeds its first layer more than scaled token embeddings")
-        return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
-
-    def pack(self) -> bool:
-        """Make passes over few tokens faster on a CPU, where that is measured; says whether weights were laid out.
-
-        Sums are then rounded in another order. Attention of few rows changes its form too (`models.few_rows`).
-        """
-        self._attend_few_rows()
+        self._use_folded_head_attention()
         return prepack_linears(self.model)
 
-    def _attend_few_rows(self) -> None:
-        if use_grouped_query_attention(self.model):
+    def _use_folded_head_attention(self) -> None:
+        if use_folded_head_attention(self.model):
             self.attention = self.config._attn_implementation
 
     def compile_passes(self) -> None:
-        """From now on decode single rows with passes compiled by torch.compile; takes up to a minute.
+        """Decode single rows with passes compiled by torch.compile, which takes up to a minute.
 
         Raises:
-            BackboneError: masks or angles of this model depend on what a compiled pass can't see, or this machine
-                can't compile.
+            BackboneError: the model has sliding windows or longrope, or torch.compile fails on this machine.
         """
         if self.layer_types != {"full_attention"} and self.window is not None:
             raise BackboneError(f"compile: {self.name or 'this model'} has sliding windows; leave the key out")
         if self.rope_switch is not None:
-            raise BackboneError(
-                f"compile: {self.name or 'this model'} changes its angles on the way; leave the key out"
-            )
-        self._attend_few_rows()
+            raise BackboneError(f"compile: {self.name or 'this model'} uses longrope; leave the key out")
+        self._use_folded_head_attention()
         compiled = CompiledPass(self.body, self.logits, on_cpu=self.device.type == "cpu")
-        compiled.warm_up(TreeCache(self.num_layers, capacity_for(2 * BLOCK)), self.device, self.dtype)
+        compiled.warm_up(TreeCache(self.num_layers, compiled_capacity(2 * BLOCK)), self.device, self.dtype)
         self.compiled = compiled
-
-    def unembedding(self) -> LMHead:
-        """lm_head with every transform that the model puts on its logits."""
-        head = self.head
-        low_rank = low_rank_of(head)
-        return LMHead(head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> the backbone's own next-token logits [..., V]."""
-        if self.softcap is None and self.scale == 1.0:
-            return self.head(hidden)
-        return self.unembedding().transform(self.head(hidden))
-
-    def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for `capacity` positions, or some more where passes are compiled."""
-        return TreeCache(self.num_layers, capacity if self.compiled is None else capacity_for(capacity))
-
-    def windowed(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
-        """AND a 4-D mask with the model's sliding windows, per mask type where layers differ.
-
-        A 4-D mask replaces the model's own one, windows included, so they have to be put back.
-        """
-        if self.layer_types == {"full_attention"} or self.window is None:
-            return mask
-        sliding = windowed(mask, positions, prefix, self.window)
-        if self.layer_types == {"sliding_attention"}:
-            return sliding
-        return {"full_attention": mask, "sliding_attention": sliding}

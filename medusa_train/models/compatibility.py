@@ -1,137 +1,113 @@
-"""Whether heads can be trained for an architecture and its trees verified; names what is missing. Trains nothing."""
+"""Check that an architecture is supported: its logits can be reproduced and token trees verified in one pass."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.hf_config import KNOWN_LAYER_TYPES
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES
+from medusa_train.trees.masks import TreeMask, additive_mask
+from medusa_train.trees.tree import Tree
 
-if TYPE_CHECKING:
-    from medusa_train.models.backbone import Backbone
-
-
-#: Config keys of layers that carry a running state in place of keys and values.
-_STATE_SPACE = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "block_types")
-_NEEDED = ("attention_mask", "position_ids", "past_key_values")
-_FAMILIES = (
-    "Llama, Mistral, Qwen2 and 3, Gemma 2 and 3 (text), Phi-3, OLMo 2, SmolLM3, Granite and models built like them"
-)
+#: Config keys of layers that carry a recurrent state instead of keys and values.
+_STATE_SPACE_KEYS = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "block_types")
+_FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
+_FAMILIES = "Llama, Mistral, Qwen2 and 3, Gemma 2 and 3 (text), Phi-3, OLMo 2, SmolLM3, Granite and similar models"
 
 
 def check_architecture(config: Any, name: str) -> None:
-    """Refuse an architecture by its config alone, before any weight is loaded.
+    """Reject an unsupported architecture by its transformers config, before any weight is loaded.
 
     Raises:
-        BackboneError: names the architecture and everything that is missing.
+        BackboneError: names the architecture and every reason.
     """
-    if lacks := list(_lacks(config)):
-        raise BackboneError(_refusal(name, _architecture(config), lacks))
+    if reasons := list(_config_problems(config)):
+        names = getattr(config, "architectures", None)
+        raise BackboneError(_refusal(name, names[0] if names else f"architecture {config.model_type!r}", reasons))
 
 
 def check_model(backbone: Backbone) -> None:
-    """Refuse a loaded model that would not do what heads and trees rely on.
+    """Reject a loaded model whose logits or tree passes would be wrong, by running small probes.
 
     Raises:
-        BackboneError: names the class and what is missing.
+        BackboneError: names the model class and the reason.
     """
-    kind = type(backbone.model).__name__
-    accepted = inspect.signature(type(backbone.body).forward).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    lacks = [f"its forward takes no {name}" for name in _NEEDED if name not in accepted and not open_ended]
-    if not lacks and not _logits_are_known(backbone):
-        lacks.append(
-            "it makes its logits in a way that is not known here (neither lm_head alone, nor with soft-capping or "
-            "scaling); heads for it would be wrong"
-        )
-    if not lacks and not _trees_can_be_verified(backbone):
-        lacks.append(
-            "it computes a token otherwise when siblings of its ancestors are in the same pass: it does not keep to a "
-            "4-D attention mask and to the position ids that it is given"
-        )
-    if lacks:
-        raise BackboneError(_refusal(backbone.name, kind, lacks))
+    if reason := _model_problem(backbone):
+        raise BackboneError(_refusal(backbone.name, type(backbone.model).__name__, [reason]))
 
 
-def _refusal(name: str, kind: str, lacks: list[str]) -> str:
-    reasons = "".join(f"\n  {reason}" for reason in lacks)
-    return f"base_model {name}: {kind} is not supported:{reasons}\nSupported: {_FAMILIES}"
+def _refusal(name: str, architecture: str, reasons: list[str]) -> str:
+    lines = "".join(f"\n  {reason}" for reason in reasons)
+    return f"base_model {name}: {architecture} is not supported:{lines}\nSupported: {_FAMILIES}"
 
 
-def _architecture(config: Any) -> str:
-    names = getattr(config, "architectures", None)
-    return names[0] if names else f"the architecture {config.model_type!r}"
-
-
-def _lacks(config: Any) -> Iterator[str]:
-    """What an architecture lacks, as clauses."""
+def _config_problems(config: Any) -> Iterator[str]:
     text = config.get_text_config()
-    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not own_code:
-        yield "transformers has no causal language model of this type, or this version of it does not know it yet"
+    has_remote_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_remote_code:
+        yield "the installed transformers has no causal language model of this type; a newer version may"
     if getattr(config, "is_encoder_decoder", False):
-        yield "it is an encoder-decoder; a draft reads the states of a decoder that reads all the text itself"
+        yield "encoder-decoder models are not supported; drafts need a decoder-only model"
     if not getattr(text, "max_position_embeddings", None):
-        yield "its config names no max_position_embeddings: a tree's nodes could not be given their positions"
+        yield "no max_position_embeddings in its config: position ids of tree nodes would be ignored"
     if getattr(text, "alibi", False):
-        yield "its attention goes by distances in the row (ALiBi), which are wrong between the branches of a tree"
-    if any(getattr(text, key, None) for key in _STATE_SPACE):
-        yield "it has state-space layers, whose state can't branch into a tree"
+        yield "ALiBi attention: distances within the row are wrong between the branches of a tree"
+    if any(getattr(text, key, None) for key in _STATE_SPACE_KEYS):
+        yield "state-space layers: a recurrent state cannot branch into a tree"
     if getattr(text, "kv_lora_rank", None):
-        yield "its latent attention has keys and values of unlike sizes, for which there is no cache here"
+        yield "multi-head latent attention: keys and values of different sizes do not fit the tree cache"
     if getattr(text, "use_bidirectional_attention", False):
-        yield "its attention sees later tokens"
-    if unknown := sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES):
-        yield f"layers of type {', '.join(unknown)} can't be verified by a tree"
+        yield "bidirectional attention: a position attends to later tokens"
+    if unsupported := sorted(set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES):
+        yield f"layers of type {', '.join(unsupported)} do not support tree attention"
+
+
+def _model_problem(backbone: Backbone) -> str | None:
+    parameters = inspect.signature(type(backbone.body).forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and (
+        missing := [name for name in _FORWARD_ARGUMENTS if name not in parameters]
+    ):
+        return f"its forward takes no {', '.join(missing)}"
+    if not _reproduces_logits(backbone):
+        return "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads would be wrong"
+    if not _verifies_trees(backbone):
+        return (
+            "its output for a token depends on siblings of its ancestors in the same pass: the 4-D attention mask or "
+            "the position ids are ignored"
+        )
+    return None
 
 
 @torch.no_grad()
-def _logits_are_known(backbone: Backbone) -> bool:
-    """Whether the logits that we make of the hidden states are the model's own."""
+def _reproduces_logits(backbone: Backbone) -> bool:
     probe = torch.arange(min(4, backbone.vocab_size), device=backbone.device)[None]
-    theirs = backbone.model(input_ids=probe, use_cache=False).logits.float()
-    ours = backbone.logits(backbone.run(probe).hidden).float()
-    return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max().clamp(min=1.0)))
+    expected = backbone.model(input_ids=probe, use_cache=False).logits.float()
+    logits = backbone.logits(backbone.run(probe).hidden).float()
+    return torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max().clamp(min=1.0)))
 
 
 @torch.no_grad()
-def _trees_can_be_verified(backbone: Backbone) -> bool:
-    """Whether a node of a tree is computed as if its own path were the whole text.
+def _verifies_trees(backbone: Backbone) -> bool:
+    """Return whether a tree node gets the hidden state that it has in a row with its ancestors only.
 
-        prefix 0 1 2 | root 3 | siblings 4, 5 | 6, a child of 5       the path: 0 1 2 3 5 6
-
-    Half precision and quantised weights round differently from pass to pass, so there only a gross difference counts;
-    and none in a mixture of experts, where rounding may choose another expert.
+    prefix 0 1 2 | root 3 | siblings 4, 5 | 6, a child of 5       row: 0 1 2 3 5 6
     """
-    exact = backbone.dtype in (torch.float32, torch.float64) and not getattr(backbone.model, "is_quantized", False)
-    if backbone.max_context < 8 or (not exact and has_experts(backbone.config)):
+    if backbone.max_context < 8:
         return True
+    tree = Tree.from_paths([(0,), (1,), (1, 0)])
     step = max(1, backbone.vocab_size // 8)
     tokens = torch.arange(7, device=backbone.device) * step % backbone.vocab_size
-    path = backbone.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1].double()
+    expected = backbone.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
     cache = backbone.new_cache(7)
     backbone.run(tokens[None, :3], cache=cache)
     cache.commit(3)
-    positions = torch.tensor([[3, 4, 4, 5]], device=backbone.device)
-    node = backbone.run(tokens[None, 3:], positions=positions, mask=_probe_mask(backbone), cache=cache).hidden[0, -1]
-    distance = (node.double() - path).norm() / path.norm().clamp(min=1e-12)
-    return float(distance) < (1e-3 if exact else 0.25)
-
-
-def _probe_mask(backbone: Backbone) -> Tensor:
-    """The additive mask [1, 1, 4, 7] of the probe: each node sees the prefix, itself and its ancestors."""
-    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
-    sees = torch.cat([torch.ones(4, 3, dtype=torch.bool), sees], dim=1)
-    mask = torch.zeros(1, 1, 4, 7, dtype=backbone.dtype).masked_fill_(~sees, float("-inf"))
-    return mask.to(backbone.device)
-
-
-def has_experts(config: Any) -> bool:
-    """Whether rounding may send a token to another expert."""
-    return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    positions = 3 + tree.depths.to(backbone.device)[None]
+    mask = TreeMask(additive_mask(tree.ancestors, backbone.dtype), 7).at(3).to(backbone.device)
+    hidden = backbone.run(tokens[None, 3:], positions=positions, mask=mask, cache=cache).hidden[0, -1]
+    return backbone.agrees(hidden, expected)

@@ -24,17 +24,17 @@ BLOCK = 128
 _NUMBERS = itertools.count()
 
 
-def block_end(positions: int) -> int:
+def round_up_to_block(positions: int) -> int:
     """The end of the block that the last of so many positions lies in."""
     return -(-positions // BLOCK) * BLOCK
 
 
-def capacity_for(positions: int) -> int:
+def compiled_capacity(positions: int) -> int:
     """Of a cache for passes that look at whole blocks.
 
     One more than they look at: what is looked at is then always a part of the memory, for one program and not two.
     """
-    return block_end(positions) + 1
+    return round_up_to_block(positions) + 1
 
 
 class _Layer(CacheLayerMixin):
@@ -121,7 +121,7 @@ class CompiledPass:
 
     @torch.inference_mode()
     def warm_up(self, cache: TreeCache, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile both programs, over an empty `cache` with a capacity of `capacity_for` some positions.
+        """Compile both programs, over an empty `cache` with a capacity of `compiled_capacity` some positions.
 
         Raises:
             BackboneError: this machine can't compile, a C++ compiler missing for instance.
@@ -137,7 +137,7 @@ class CompiledPass:
                 # a part of a larger one, as the loop's: its strides are no constants either
                 mask = torch.full((1, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device)
                 mask[..., :2] = 0
-                self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], cache.expect(count), 1)
+                self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], cache.reserve(count), 1)
         except TorchDynamoException as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise BackboneError(
@@ -152,7 +152,7 @@ class CompiledPass:
 
         Args:
             tokens, positions: [1, q]. mask: additive [1, 1, q, S], a part of a larger one, -inf behind the last token;
-                S is a `block_end`.
+                S is a `round_up_to_block`.
             stored: the cache's memory [layers, 2, 1, kv_heads, capacity, head_dim] for more than S positions; what the
                 tokens add is written behind `length`.
         """

@@ -1,36 +1,38 @@
-"""What a draft reads: states of the backbone, and the tokens that they belong to; knows no model."""
+"""Hidden states that drafts read: which ones, the tokens they belong to, and hooks that capture them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which states a draft asks for, besides those after the final norm.
+    """Hidden states that a draft reads besides those after the final norm.
 
     Attributes:
-        early: additionally the states after so many decoder layers (1 .. number of layers); None: no others.
+        early: number of decoder layers (1 .. num_layers) whose output is returned as `Features.early`; None: none.
     """
 
     early: int | None = None
 
 
-#: The states after the final norm alone.
+#: Only the states after the final norm.
 PLAIN = FeatureSpec()
 
 
 @dataclass(frozen=True)
 class Features:
-    """States of the backbone at T positions.
+    """Hidden states of the backbone at T positions.
 
     Attributes:
-        hidden: [B, T, d], after the final norm: what `lm_head` reads. `hidden[:, t]` predicts the token t + 1.
-        early: [B, T, d], after the first `FeatureSpec.early` decoder layers; None where nobody asked.
+        hidden: [B, T, d], after the final norm: the input of lm_head. `hidden[:, t]` predicts token t + 1.
+        early: [B, T, d], after the first `FeatureSpec.early` decoder layers; None if they were not requested.
     """
 
     hidden: Tensor
@@ -38,7 +40,7 @@ class Features:
 
 
 class TokenRows(Protocol):
-    """Right-padded rows of one or more documents each, all [B, T]; a training batch is one."""
+    """Right-padded rows of one or more documents each, all tensors [B, T]; a training batch implements it."""
 
     @property
     def tokens(self) -> Tensor:
@@ -46,23 +48,50 @@ class TokenRows(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """Position ids, from 0 in each document."""
+        """Position ids, starting at 0 in each document."""
 
     @property
     def segments(self) -> Tensor:
-        """The document that a position belongs to; -1: padding."""
+        """Index of the document within the row; -1 for padding."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`TokenRows` by themselves."""
+    """Plain implementation of `TokenRows`."""
 
     tokens: Tensor
     positions: Tensor
     segments: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor) -> Rows:
-        """Rows of one whole document each."""
+    def from_tokens(cls, tokens: Tensor) -> Rows:
+        """Build rows of one unpadded document each from token ids [B, T]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return cls(tokens, positions, torch.zeros_like(tokens))
+
+
+@contextmanager
+def capture_outputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Yield a list to which each call of `module` appends the hidden states it returns; None captures nothing."""
+    captured: list[Tensor] = []
+    if module is None:
+        yield captured
+        return
+    hook = module.register_forward_hook(lambda _, __, out: captured.append(out if isinstance(out, Tensor) else out[0]))
+    try:
+        yield captured
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def capture_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list to which each call of `module` appends the hidden states it receives."""
+    captured: list[Tensor] = []
+    hook = module.register_forward_pre_hook(
+        lambda _, args, kwargs: captured.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    try:
+        yield captured
+    finally:
+        hook.remove()

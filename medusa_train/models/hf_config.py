@@ -1,4 +1,4 @@
-"""What a model's own files say of it, under the names that families and versions give it; knows no weights."""
+"""Read properties of a model from its transformers config, which families and versions name differently."""
 
 from __future__ import annotations
 
@@ -6,60 +6,69 @@ from typing import Any
 
 from medusa_train.errors import BackboneError
 
-#: Kinds of attention that a tree's mask can be laid over.
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+#: Kinds of attention that a tree mask can be applied to.
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def context_length(config: Any) -> int:
+    """Return the number of positions that the model was trained for.
+
+    Raises:
+        BackboneError: the config has no max_position_embeddings (ALiBi and state-space models).
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not length:
+        raise BackboneError(f"{config.model_type}: no max_position_embeddings in its config; only models with it work")
+    return int(length)
+
+
+def layer_types(config: Any) -> list[str]:
+    """Return the kind of attention of each decoder layer.
+
+    transformers lists them in `layer_types`. Without the list every layer has a sliding window if the config class
+    declares `sliding_window` (Mistral, Phi-3); a stray `sliding_window` in the config.json of another class is ignored.
+
+    Raises:
+        BackboneError: a kind that a tree mask cannot be applied to (state-space, chunked or linear attention).
+    """
+    count = config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if not types:
+        has_window = getattr(config, "sliding_window", None) and hasattr(type(config)(), "sliding_window")
+        types = ["sliding_attention" if has_window else "full_attention"] * count
+    if unsupported := set(types) - SUPPORTED_LAYER_TYPES:
+        raise BackboneError(f"{config.model_type}: no tree attention for layers of type {sorted(unsupported)}")
+    return list(types[:count])
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`."""
+    divisor = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+    return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
 
 
 def rope_switch(config: Any) -> int | None:
-    """The position from which a longrope model uses its long angles; the largest position of a pass decides."""
+    """Return the position from which a longrope model uses its long factors; None for other models.
+
+    The largest position of a forward pass decides for the whole pass.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
     return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
 
 
+def has_experts(config: Any) -> bool:
+    """Return whether the model is a mixture of experts, where rounding may route a token to another expert."""
+    return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends an answer: the generation config's, else the tokenizer's."""
+    """Return all end-of-sequence tokens, from the generation config or else from the tokenizer."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-def layer_types(config: Any) -> set[str]:
-    """The kinds of attention among the layers.
-
-    transformers lists them in `layer_types`; an older config without the list has windows everywhere where its class
-    declares a `sliding_window` (Mistral, Phi-3), and none where the attribute is a stray of somebody's file.
-
-    Raises:
-        BackboneError: a kind that tree verification can't mask (state-space, chunked or linear attention).
-    """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:
-        windowed = getattr(config, "sliding_window", None) and hasattr(type(config)(), "sliding_window")
-        kinds = {"sliding_attention" if windowed else "full_attention"}
-    if unknown := kinds - KNOWN_LAYER_TYPES:
-        raise BackboneError(f"{config.model_type}: layers of type {sorted(unknown)} can't be verified by a tree")
-    return kinds
-
-
-def logit_scale(config: Any) -> float:
-    """Granite divides its logits, Cohere multiplies them."""
-    divisor = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
-    return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
-
-
-def context_length(config: Any) -> int:
-    """Positions that a model was made for.
-
-    Raises:
-        BackboneError: its config does not say (ALiBi and state-space models, whose trees can't be verified here).
-    """
-    length = getattr(config, "max_position_embeddings", None)
-    if not length:
-        raise BackboneError(f"{config.model_type}: names no max_position_embeddings; only models with it are supported")
-    return int(length)

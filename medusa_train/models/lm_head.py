@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,25 +13,35 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA branch beside a matrix: `factor * B A dropout(h)`.
+    """A LoRA branch beside a matrix: `scaling * B A dropout(h)`.
 
     Attributes:
-        a: [r, d]. b: [V, r]. factor: lora_alpha / r.
+        a: [r, d]. b: [V, r]. scaling: lora_alpha / r.
         dropout: acts on h in this branch only; the identity outside training.
     """
 
     a: Tensor
     b: Tensor
-    factor: float
+    scaling: float
     dropout: Callable[[Tensor], Tensor]
 
-    def only(self, rows: Tensor) -> LowRank:
+    def select_rows(self, rows: Tensor) -> LowRank:
         """The branch of these rows of the matrix alone."""
         return replace(self, b=self.b[rows])
 
-    def down(self, hidden: Tensor) -> Tensor:
-        """`factor * A dropout(h)`, [..., d] -> [..., r]: what b multiplies."""
-        return linear(self.dropout(hidden).to(self.a.dtype), self.a) * self.factor
+    def project_down(self, hidden: Tensor) -> Tensor:
+        """`scaling * A dropout(h)`, [..., d] -> [..., r]: what b multiplies."""
+        return linear(self.dropout(hidden).to(self.a.dtype), self.a) * self.scaling
+
+
+def low_rank_of(module: Any) -> LowRank | None:
+    """Return the LoRA branch of a linear layer with an active PEFT adapter, else None."""
+    if not getattr(module, "lora_A", None) or module.disable_adapters or not module.active_adapters:
+        return None
+    (name,) = module.active_adapters
+    return LowRank(
+        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], module.lora_dropout[name]
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class LMHead:
     low_rank: LowRank | None = None
     token_map: Tensor | None = None
 
-    def only(self, tokens: Tensor) -> LMHead:
+    def restrict_to(self, tokens: Tensor) -> LMHead:
         """A copy of the rows of `tokens` (long [N]), in that order.
 
         Its softmax is this one's restricted to them: `exp(l_i) / sum_j exp(l_j)` over `tokens` alone.
@@ -63,11 +74,11 @@ class LMHead:
             self,
             weight=self.weight[rows],
             bias=None if self.bias is None else self.bias[rows],
-            low_rank=None if self.low_rank is None else self.low_rank.only(rows),
+            low_rank=None if self.low_rank is None else self.low_rank.select_rows(rows),
             token_map=rows if self.token_map is None else self.token_map[rows],
         )
 
-    def places(self, tokens: Tensor) -> Tensor:
+    def rows_of(self, tokens: Tensor) -> Tensor:
         """The row of each token of any shape, long; -1 where a reduced vocabulary has none for it."""
         if self.token_map is None:
             return tokens
@@ -83,18 +94,18 @@ class LMHead:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def raw(self, hidden: Tensor) -> Tensor:
+    def raw_logits(self, hidden: Tensor) -> Tensor:
         """Logits before scale and soft cap, [..., d] -> [..., V]: the same order, for less."""
         if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(self.weight.dtype)  # float32 heads on a shared bfloat16 matrix
         logits = linear(hidden, self.weight, self.bias)
         if self.low_rank is not None:
-            logits = logits + linear(self.low_rank.down(hidden), self.low_rank.b).to(logits.dtype)
+            logits = logits + linear(self.low_rank.project_down(hidden), self.low_rank.b).to(logits.dtype)
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., V]."""
-        return self.transform(self.raw(hidden))
+        return self.transform(self.raw_logits(hidden))
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from medusa_train.errors import BackboneError, CheckpointError
-from medusa_train.models.lm_head import LowRank
-
-if TYPE_CHECKING:
-    from medusa_train.models.backbone import Backbone
-
+from medusa_train.models.backbone import Backbone
 
 HEAD = "lm_head"
 
@@ -46,16 +42,6 @@ def linear_names(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     head_names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
     return [*sorted(names - head_names), *sorted(names & head_names)]
-
-
-def low_rank_of(module: Any) -> LowRank | None:
-    """The LoRA branch of a linear layer that carries an active adapter, else None."""
-    if not getattr(module, "lora_A", None) or module.disable_adapters or not module.active_adapters:
-        return None
-    (name,) = module.active_adapters
-    return LowRank(
-        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], module.lora_dropout[name]
-    )
 
 
 def _with_masters(peft: Any) -> Any:

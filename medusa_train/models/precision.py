@@ -1,4 +1,4 @@
-"""What a device computes fast in. Knows devices; no keys, no model."""
+"""Which dtype a device computes in, and how much memory it has left."""
 
 from __future__ import annotations
 
@@ -11,25 +11,57 @@ from typing import Literal
 import torch
 
 
+def default_device() -> torch.device:
+    """Return the current GPU, or the CPU without one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; without it a CPU is slower than in float32."""
+    """Return whether the device multiplies bfloat16 in hardware; a CPU without it is slower than in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
-        # the only public sign of it; torch names no other for CPUs
+        # torch has no public API for this on CPUs
         return bool(torch.cpu._is_avx512_bf16_supported())
     return False
 
 
+def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:
+    """Return the name of the dtype that `auto` stands for on a device.
+
+    Args:
+        device: by default `default_device()`.
+        float16: whether a GPU without bfloat16 may use float16. Training sets it to False, since float16 gradients
+            need loss scaling, which a user turns on with `fp16: true`.
+
+    Returns:
+        "bfloat16" where the device multiplies it in hardware, else "float16" on a GPU, else "float32".
+    """
+    device = device or default_device()
+    if has_fast_bf16(device):
+        return "bfloat16"
+    return "float16" if float16 and device.type == "cuda" else "float32"
+
+
+def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) -> torch.dtype:
+    """Return the torch dtype of a name such as "bfloat16" or "auto" (see `auto_dtype`)."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return getattr(torch, auto_dtype(device) if dtype == "auto" else dtype)
+
+
 @dataclass(frozen=True)
 class Precision:
-    """The backbone is loaded in `dtype`; heads keep float32 masters and multiply in `dtype` by autocast."""
+    """Precision of a training run.
+
+    The backbone is loaded in `dtype`; heads keep float32 master weights and run under autocast to `dtype`.
+    """
 
     device: torch.device
     dtype: torch.dtype
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Context for whatever touches the heads; does nothing in float32."""
+        """Return the autocast context for the heads; it does nothing in float32."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def __str__(self) -> str:
@@ -37,25 +69,22 @@ class Precision:
 
 
 def choose_precision(bf16: bool | Literal["auto"], device: torch.device, *, fp16: bool = False) -> Precision:
-    """Pick bfloat16 where it is asked for, or left to us and fast; float16 where a GPU is asked for it; else float32.
-
-    CPUs compute float16 slowly and with few operations: float32 takes its place there.
-    """
+    """Return the precision for the keys `bf16` and `fp16`; float16 becomes float32 on a CPU, where it is slow."""
     if fp16:
         return Precision(device, torch.float16 if device.type == "cuda" else torch.float32)
-    wanted = has_fast_bf16(device) if bf16 == "auto" else bf16
-    return Precision(device, torch.bfloat16 if wanted else torch.float32)
+    if bf16 == "auto":
+        return Precision(device, parse_dtype(auto_dtype(device, float16=False)))
+    return Precision(device, torch.bfloat16 if bf16 else torch.float32)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had on the device; None where it does not say."""
+    """Return the bytes of memory available on the device; None where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        # A CPU's memory can be promised and not be there: the process is killed, and no exception tells of it.
-        found = re.search(
-            r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
-        )
+        # Linux overcommits memory: a process that exceeds it is killed without an exception, so check beforehand.
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
-    return None if found is None else 1024 * int(found[1])
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return None if match is None else 1024 * int(match[1])

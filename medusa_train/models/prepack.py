@@ -24,13 +24,13 @@ _SAMPLE = 16  # of the weights are timed, spread over the model
 _TRIALS = 40
 
 
-class Layout:
+class PrepackedWeight:
     """One weight [out, in] as oneDNN wants it: a copy, as large as the weight."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear(x, weight, bias)`: [..., in] -> [..., out]; without gradients."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
@@ -44,14 +44,14 @@ class PrepackedLinear(nn.Linear):
     def __init__(self, like: nn.Linear) -> None:
         super().__init__(like.in_features, like.out_features, bias=False, device="meta")
         self.weight, self.bias = like.weight, like.bias
-        self._layout: Layout | None = Layout(like.weight)
+        self._layout: PrepackedWeight | None = PrepackedWeight(like.weight)
         self.train(like.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if self._layout is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(input)
-        return self._layout.product(input, self.bias)
+        return self._layout.linear(input, self.bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PrepackedLinear:
         self._layout = None  # other weights from here on
@@ -78,7 +78,7 @@ def prepack_linears(module: nn.Module) -> bool:
     return True
 
 
-def is_packed(module: nn.Module) -> bool:
+def is_prepacked(module: nn.Module) -> bool:
     """Whether linear layers in `module` have a layout."""
     return any(isinstance(child, PrepackedLinear) for child in module.modules())
 
@@ -101,7 +101,7 @@ def _faster(weights: Sequence[Tensor]) -> bool:
     """Whether one row takes less time with layouts, measured in turns over several weights, as a model goes on."""
     rows = [torch.ones(1, 1, weight.shape[1], dtype=weight.dtype) for weight in weights]
     try:
-        layouts = [Layout(weight) for weight in weights]
+        layouts = [PrepackedWeight(weight) for weight in weights]
     except (RuntimeError, AttributeError):  # a build of torch without these kernels
         return False
     stock: list[float] = []
@@ -112,7 +112,7 @@ def _faster(weights: Sequence[Tensor]) -> bool:
             linear(row, weight)
         between = time.perf_counter()
         for row, layout in zip(rows, layouts, strict=True):
-            layout.product(row)
+            layout.linear(row)
         stock.append(between - started)
         packed.append(time.perf_counter() - between)
     return statistics.median(packed) < statistics.median(stock)

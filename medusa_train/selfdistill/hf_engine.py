@@ -16,21 +16,12 @@ from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.precision import has_fast_bf16
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.trees.tree import Tree
 
 POOL = 4  # batches of requests at hand, so that those of like lengths can be picked
 JOIN = 4  # as many places as this share of a batch are free before others join: each time costs a pass over the prompts
-
-
-def fastest_dtype(device: torch.device | None = None) -> str:
-    """bfloat16 where the device multiplies it in hardware, else float16 on a GPU and float32 on a CPU."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if has_fast_bf16(device):
-        return "bfloat16"
-    return "float16" if device.type == "cuda" else "float32"
 
 
 @dataclass(frozen=True, slots=True)

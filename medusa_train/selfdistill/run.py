@@ -213,9 +213,9 @@ def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
         return None
     if cfg.dtype != "auto":
         return cfg.dtype
-    from medusa_train.selfdistill.hf_engine import fastest_dtype
+    from medusa_train.models.precision import auto_dtype  # imports torch
 
-    return fastest_dtype()
+    return auto_dtype()
 
 
 def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class BackboneRecipe:
 
     def unembedding(self) -> LMHead:
         """Return lm_head with its current weights, LoRA branch included."""
-        return self.backbone.unembedding()
+        return self.backbone.lm_head()
 
     def teacher(self, batch: Batch, feats: Features) -> tuple[Features, LMHead]:
         """Return features and lm_head of the teacher: the backbone with its adapter disabled.
@@ -221,7 +221,7 @@ def _unfreeze(backbone: Backbone, layers: int | None) -> None:
     if layers is None:
         modules: list[nn.Module] = [backbone.model]
     elif hasattr(body, "layers") and hasattr(body, "norm"):
-        modules = [*body.layers[-layers:], body.norm, backbone.head]
+        modules = [*body.layers[-layers:], body.norm, backbone.output_embeddings]
     else:
         raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
     for module in modules:

@@ -23,7 +23,7 @@ from medusa_train.losses.fused_linear import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import HEAD, linear_names
-from medusa_train.models.precision import choose_precision
+from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.training.load_data import load_data, load_tokenizer
 from medusa_train.training.setup import make_plan
 
@@ -144,7 +144,7 @@ def _percent(dataset: EncodedDataset) -> str:
 
 
 def _memory(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_config: Any) -> Memory:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     return estimate_memory(
         cfg,
         model_config,

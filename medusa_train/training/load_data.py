@@ -18,7 +18,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
-from medusa_train.models.layer_split import check_exit
+from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.training.backbone_recipe import check_initial_weights
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
@@ -67,7 +67,7 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> TrainingDa
     text_config = config.get_text_config()
     check_vocabulary(cfg, text_config.vocab_size)
     if cfg.draft == "kangaroo":
-        check_exit(cfg.draft_config.settings["exit_layer"], text_config.num_hidden_layers, cfg.base_model)
+        check_exit_layer(cfg.draft_config.settings["exit_layer"], text_config.num_hidden_layers, cfg.base_model)
     context = context_length(text_config)
     if cfg.sequence_len > context:
         console.print(

@@ -204,7 +204,7 @@ def choose_tree(
     if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
         recipe.adapter.merge()
     with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
-        recipe.backbone.pack()
+        recipe.backbone.prepack_weights()
         draft.prepack()
     try:
         with progress.phase("choosing the tree", token_budget, "greedy tokens", transient=False) as phase:

@@ -19,6 +19,7 @@ from medusa_train.metrics_log import Dashboard, MetricLoggers, TensorBoard, Wand
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import (
@@ -115,7 +116,7 @@ def _load_model(
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {device.type}; using {precision}")
-    backbone = Backbone.load(
+    backbone = load_backbone(
         cfg.base_model,
         dtype=precision.dtype,
         device=precision.device,

@@ -289,7 +289,7 @@ def build_strategy(
     return DeepSpeedStrategy(
         draft,
         backbone.model,
-        [*draft.parameters(), *backbone.head.parameters()],
+        [*draft.parameters(), *backbone.output_embeddings.parameters()],
         optimizer,
         scheduler,
         complete_config(config, cfg, world.size, backbone.hidden_size),

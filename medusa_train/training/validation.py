@@ -122,7 +122,7 @@ def validate(
                     wanted = shift_labels(batch.labels, i + 1, batch.segments)
                     valid = wanted != IGNORE_INDEX
                     head = draft.lm_head(i + 1)
-                    rows = head.places(wanted[valid])
+                    rows = head.rows_of(wanted[valid])
                     loss, places = _score(hidden[valid], rows, head)
                     sums[i] += loss
                     known[i] += int((rows >= 0).sum())

@@ -51,14 +51,14 @@ class TreeCache(Cache):
 
     Attributes:
         length: committed positions.
-        ahead: pending positions that stay before those of the next pass; 0: a pass writes over what is pending. A tree
-            that grows level by level is written so.
+        pending_offset: number of pending positions that the next pass keeps, for trees written level by level; 0: the
+            next pass overwrites what is pending.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.ahead = 0
+        self.pending_offset = 0
         self._pending = 0
         self._storage: Tensor | None = None
         self._num_layers = num_layers
@@ -75,10 +75,10 @@ class TreeCache(Cache):
         self._storage = keys.new_zeros(self._num_layers, 2, batch, heads, self.capacity, dim)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put q pending positions behind the committed ones and `ahead` pending ones.
+        """Put q pending positions behind the committed ones and `pending_offset` pending ones.
 
         Returns:
-            All keys and values so far, [.., length + ahead + q, ..] each.
+            All keys and values so far, [.., length + pending_offset + q, ..] each.
 
         Raises:
             MedusaError: they do not fit into the capacity.
@@ -86,7 +86,7 @@ class TreeCache(Cache):
         if self._storage is None:
             self.allocate(keys, values)
         assert self._storage is not None
-        start = self.length + self.ahead
+        start = self.length + self.pending_offset
         end = start + keys.shape[2]
         if end > self.capacity:
             raise MedusaError(f"the cache holds {self.capacity} positions, {end} are needed")
@@ -96,7 +96,7 @@ class TreeCache(Cache):
         stored[1, :, :, start:] = values
         return stored[0], stored[1]
 
-    def expect(self, count: int) -> Tensor:
+    def reserve(self, count: int) -> Tensor:
         """The memory [layers, 2, batch, kv_heads, capacity, head_dim] for a pass that writes `count` positions itself.
 
         They stand behind the committed ones, pending as after `write`.
@@ -157,7 +157,7 @@ class BatchCache(TreeCache):
     """A `TreeCache` whose row b holds `lengths[b]` committed positions, at columns 0 .. lengths[b] - 1.
 
         row 0  a a a a a a a a P P P       a committed, P pending, - neither: nobody may attend to these columns
-        row 1  b b b b b - - - P P P       (`gaps`)
+        row 1  b b b b b - - - P P P       (`padding_mask`)
                                ^ length
 
     Pending positions stand behind the longest row, at the same columns in all, so that a pass writes them in one piece.
@@ -218,7 +218,7 @@ class BatchCache(TreeCache):
             kept = self._storage[:, :, rows, :, torch.tensor(source, device=device)]
         self._storage[:, :, rows, :, there] = kept
 
-    def take(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with `rows` alone; row i becomes what was row rows[i].
 
         In place: a row may only move to the place of one that is given up or has moved before (rows[i] >= i). Before
@@ -235,7 +235,7 @@ class BatchCache(TreeCache):
         self.lengths = [self.lengths[was] for was in rows]
         self.length = max(self.lengths, default=0)
 
-    def join(self, other: BatchCache, capacity: int) -> None:
+    def append_rows(self, other: BatchCache, capacity: int) -> None:
         """Let the rows of `other` follow one's own, with copies of what they have committed.
 
         Args:
@@ -250,13 +250,13 @@ class BatchCache(TreeCache):
         if other._storage is None:
             raise ValueError("nothing was written in the cache whose rows are to join")
         rows, used = len(self.lengths), other.length
-        memory = self._reserve(rows + len(other.lengths), max(capacity, used))
+        memory = self._grow(rows + len(other.lengths), max(capacity, used))
         self._storage = memory[:, :, : rows + len(other.lengths)]
         self._storage[:, :, rows:, :, :used] = other._storage[:, :, :, :, :used]
         self.lengths = [*self.lengths, *other.lengths]
         self.length = max(self.lengths)
 
-    def _reserve(self, rows: int, capacity: int) -> Tensor:
+    def _grow(self, rows: int, capacity: int) -> Tensor:
         """The memory for so many rows of so many positions, with what is there in its place."""
         if self._memory is None:
             raise ValueError("nothing was written in the cache that rows are to join")
@@ -275,27 +275,7 @@ class BatchCache(TreeCache):
         """Committed positions per row, long [B, 1]."""
         return torch.tensor(self.lengths, device=device)[:, None]
 
-    def gaps(self, device: torch.device) -> Tensor:
+    def padding_mask(self, device: torch.device) -> Tensor:
         """Where nobody may look: bool [B, length], true behind each row's own end."""
         ends = torch.tensor(self.lengths, device=device)
         return torch.arange(self.length, device=device) >= ends[:, None]
-
-
-def mask_behind(cache: TreeCache, block: Tensor) -> Tensor:
-    """What the pending positions of a pass see: their own row's committed positions, and of each other as `block` says.
-
-    Args:
-        block: additive, [q, q], or [1 or B, q, q] where rows differ.
-
-    Returns:
-        [1 or B, 1, q, length + q], B for a `BatchCache`.
-    """
-    block = block if block.dim() == 3 else block[None]
-    if not isinstance(cache, BatchCache):
-        mask = block.new_zeros(1, 1, block.shape[1], cache.length + block.shape[2])
-        mask[0, :, :, cache.length :] = block
-        return mask
-    rows = len(cache.lengths)
-    prefix = block.new_zeros(rows, cache.length).masked_fill_(cache.gaps(block.device), float("-inf"))
-    prefix = prefix[:, None].expand(-1, block.shape[1], -1)
-    return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]

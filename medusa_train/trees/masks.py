@@ -1,48 +1,57 @@
-"""What the nodes of a tree may see behind a growing prefix, as an additive mask updated in place; knows no model."""
+"""Attention masks: of token trees over a cached prefix, of packed documents, and of sliding windows.
+
+All masks are additive, 0 where a query attends to a key and -inf elsewhere, in the dtype of the model: attention in
+transformers' "eager" form adds bool masks as numbers.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Tree
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `visible` (bool, any shape) is true, else -inf."""
+    """Convert a bool mask of any shape: 0 where `visible` is true, else -inf."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 class TreeMask:
-    """The additive mask of a tree pass, updated in place: [1, 1, n + 1, capacity].
+    """The mask of a tree in a single row, updated in place as the prefix grows.
 
     Args:
-        block: the mask among the nodes themselves, additive [n + 1, n + 1].
+        block: additive mask among the nodes, [n + 1, n + 1].
+        capacity: largest number of keys.
     """
 
     def __init__(self, block: Tensor, capacity: int) -> None:
         self._block = block
         # columns after the nodes stay masked
         self._mask = block.new_full((1, 1, len(block), capacity), float("-inf"))
-        self._clean = 0  # columns up to here are all zero
+        self._clean = 0  # columns before this one are all zero
 
-    def at(self, prefix: int, upto: int | None = None) -> Tensor:
-        """The mask [1, 1, n + 1, S] for nodes after `prefix` cached positions, which must never decrease.
+    def at(self, prefix: int, key_length: int | None = None) -> Tensor:
+        """Return the mask [1, 1, n + 1, S] for nodes after `prefix` cached positions.
 
         Args:
-            upto: S; by default prefix + n + 1. Columns after the nodes are masked.
+            prefix: never smaller than in the call before.
+            key_length: S; by default prefix + n + 1. Keys after the nodes are masked.
         """
         end = prefix + len(self._block)
         self._mask[..., self._clean : prefix] = 0
         self._mask[0, 0, :, prefix:end] = self._block
         self._clean = prefix
-        return self._mask[..., : end if upto is None else upto]
+        return self._mask[..., : end if key_length is None else key_length]
 
 
 class TreeMasks:
-    """The masks of all trees that occur in an answer, built once per tree.
+    """The masks of all trees that occur in one generation, built once per tree.
 
-    A draft may cut the tree it is asked for, so there can be several.
+    Usually there is one tree, but a draft may propose less than the tree it is asked for.
     """
 
     def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,59 +63,90 @@ class TreeMasks:
         self._masks: dict[int, TreeMask] = {}
 
     def block(self, tree: Tree) -> Tensor:
-        """The mask among the nodes of `tree`: itself and its ancestors, additive [n + 1, n + 1]."""
+        """Return the mask among the nodes of `tree`, additive [n + 1, n + 1]: each attends to itself and ancestors."""
         if id(tree) not in self._blocks:
             self._blocks[id(tree)] = tree, additive_mask(tree.ancestors.to(self._device), self._dtype)
         return self._blocks[id(tree)][1]
 
-    def at(self, tree: Tree, prefix: int, upto: int | None = None) -> Tensor:
-        """The mask of `tree` after `prefix` cached positions, see `TreeMask.at`."""
+    def at(self, tree: Tree, prefix: int, key_length: int | None = None) -> Tensor:
+        """Return the mask of `tree` after `prefix` cached positions, see `TreeMask.at`."""
         if id(tree) not in self._masks:
             self._masks[id(tree)] = TreeMask(self.block(tree), self._capacity)
-        return self._masks[id(tree)].at(prefix, upto)
+        return self._masks[id(tree)].at(prefix, key_length)
 
 
-def packing_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A block-diagonal causal mask: each position sees itself and the earlier ones of its own document.
-
-        segments   0 0 1 1 -       sees  x
-                                         x x
-                                         . . x
-                                         . . x x
-                                         . . . . x
-
-    Stock models make such masks from restarting position ids only under conditions that differ between versions,
-    and otherwise let documents leak into each other without a word. Padding forms a document of its own, so that no
-    position sees nothing at all (a softmax over nothing is NaN). Sliding windows are laid over it by `Backbone.run`:
-    within a document positions differ as in a row of its own, and between documents nothing is seen anyway.
+def mask_with_prefix(cache: TreeCache, block: Tensor) -> Tensor:
+    """Extend a mask among pending positions by the committed positions of each row.
 
     Args:
-        segments: [B, T], the document within the row, contiguous; -1: padding.
-        dtype: of the backbone. Additive, as attention in transformers' "eager" form takes bool masks for numbers.
+        cache: a `BatchCache` masks the padding between a row's committed positions and the pending ones.
+        block: additive, [q, q], or [1 or B, q, q] if rows differ.
 
     Returns:
-        [B, 1, T, T], 0 where seen, else -inf; or None where no row holds two documents, for which the model's own
-        causal mask does, and is faster.
+        [1 or B, 1, q, cache.length + q], with B for a `BatchCache`.
+    """
+    block = block if block.dim() == 3 else block[None]
+    if not isinstance(cache, BatchCache):
+        mask = block.new_zeros(1, 1, block.shape[1], cache.length + block.shape[2])
+        mask[0, :, :, cache.length :] = block
+        return mask
+    rows = len(cache.lengths)
+    prefix = block.new_zeros(rows, cache.length).masked_fill_(cache.padding_mask(block.device), float("-inf"))
+    prefix = prefix[:, None].expand(-1, block.shape[1], -1)
+    return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]
+
+
+def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Build the block-diagonal causal mask of packed rows: a position attends to its own document only.
+
+        segments   0 0 1 1 -       mask    x . . . .
+                                           x x . . .
+                                           . . x . .
+                                           . . x x .
+                                           . . . . x
+
+    Models in transformers derive such masks from restarting position ids only under conditions that differ between
+    versions, and otherwise let documents attend to each other silently. Padding counts as a document, since a softmax
+    over no keys is NaN. Sliding windows are applied by `Backbone.run`.
+
+    Args:
+        segments: [B, T], index of the document within the row, contiguous; -1: padding.
+        dtype: of the backbone.
+
+    Returns:
+        [B, 1, T, T]; None if no row holds two documents, where the model's own causal mask is correct and faster.
     """
     if int(segments.max()) <= 0:
         return None
     length = segments.shape[1]
-    seen = segments[:, :, None] == segments[:, None, :]
-    seen &= torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    mask = torch.zeros(seen.shape, dtype=dtype, device=segments.device)
-    return mask.masked_fill_(~seen, float("-inf"))[:, None]
+    attended = segments[:, :, None] == segments[:, None, :]
+    attended &= torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return additive_mask(attended, dtype)[:, None]
 
 
-def windowed(mask: Tensor, positions: Tensor, prefix: int, window: int | None) -> Tensor:
-    """AND an additive mask with a sliding window.
+def apply_sliding_window(mask: Tensor, positions: Tensor, prefix: int, window: int | None) -> Tensor:
+    """Mask the keys outside a sliding window.
 
     Args:
-        mask: [1 or B, 1, T, prefix + T], 0 where seen, else -inf.
-        positions: [B, T], of the T queries and last keys; the keys before them stand at positions 0 .. prefix - 1.
-        window: how far back a position sees, itself included; None: everything.
+        mask: additive, [1 or B, 1, T, prefix + T].
+        positions: [B, T] position ids of the queries, which are the last T keys; keys before are at 0 .. prefix - 1.
+        window: number of positions that a query attends to, itself included; None: all.
     """
     if window is None:
         return mask
     keys = torch.cat([torch.arange(prefix, device=positions.device).expand(len(positions), -1), positions], dim=1)
-    too_far = positions[:, :, None] - keys[:, None, :] >= window
-    return mask.masked_fill(too_far[:, None], float("-inf"))
+    outside = positions[:, :, None] - keys[:, None, :] >= window
+    return mask.masked_fill(outside[:, None], float("-inf"))
+
+
+def layer_masks(
+    mask: Tensor, positions: Tensor, prefix: int, layer_types: Iterable[str], window: int | None
+) -> dict[str, Tensor]:
+    """Return the mask of each layer type, see `apply_sliding_window`.
+
+    A 4-D mask replaces the one that a model builds itself, sliding windows included, so these must be applied again.
+    """
+    masks = dict.fromkeys(layer_types, mask)
+    if "sliding_attention" in masks:
+        masks["sliding_attention"] = apply_sliding_window(mask, positions, prefix, window)
+    return masks

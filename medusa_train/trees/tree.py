@@ -116,7 +116,7 @@ class Tree:
         return torch.tensor([0, *(path[-1] for path in self.paths)])
 
     @cached_property
-    def guess_index(self) -> Tensor:
+    def candidate_index(self) -> Tensor:
         """For every node below the root its place in the flat [max_depth x width] table of best guesses, long [n]."""
         return (self.depths[1:] - 1) * self.width + self.ranks[1:]
 
@@ -131,7 +131,7 @@ class Tree:
     def to(self, device: torch.device) -> Tree:
         """The same tree with its tensors on `device`, for a loop that reads them at every step."""
         moved = Tree(self.paths)
-        for name in ("parents", "depths", "ranks", "guess_index", "ancestors"):
+        for name in ("parents", "depths", "ranks", "candidate_index", "ancestors"):
             moved.__dict__[name] = getattr(self, name).to(device)  # where `cached_property` keeps its value
         return moved
 
@@ -170,7 +170,7 @@ class Level:
         inner_first, inner_last: their places among all inner nodes of the tree.
         width: how many of the best guesses below an inner node the tree reads at most.
         parents: for every node of the next level the place of its parent in `inner`, long [next].
-        guesses: for every node of the next level its place in the flat [m x width] table of guesses, long [next].
+        candidates: for every node of the next level its place in the flat [m x width] table of guesses, long [next].
     """
 
     first: int
@@ -180,10 +180,10 @@ class Level:
     inner_last: int
     width: int
     parents: Tensor
-    guesses: Tensor
+    candidates: Tensor
 
 
-class Levels:
+class TreeLevels:
     """The levels of a tree, the root's first, with tensors on the tree's device.
 
     Attributes:
@@ -225,7 +225,7 @@ class Levels:
             self._long([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
         )
 
-    def cut(self, depth: int) -> Tree:
+    def truncate(self, depth: int) -> Tree:
         """The tree's first `depth` levels below the root; the same object every time."""
         if depth not in self._cut:
             paths = self.tree.paths[: self.levels[depth].last - 1]

@@ -19,9 +19,9 @@ from medusa_train.cli.common import split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.evaluation.records import TurnLog
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.kangaroo import KangarooDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import backbone_dir, chats, sentence
@@ -104,7 +104,7 @@ def fake_training(words: Sequence[str]) -> None:
     cfg = load_config(TrainConfig, path, overrides)
     run = Path(cfg.output_dir)
     run.mkdir(parents=True)
-    backbone = Backbone.load(cfg.base_model, dtype="float32")
+    backbone = load_backbone(cfg.base_model, dtype="float32")
     torch.manual_seed(1)
     draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings)
     with torch.no_grad():

@@ -58,7 +58,7 @@ def test_saved_and_loaded_they_are_the_same(tmp_path: Path, share: bool, dtype: 
 def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None:
     made, backbone = draft(share=share), random_backbone("llama", dtype=torch.float32)
     heads = read_heads(save_draft(made, tmp_path / "ours", "m"))
-    write_vllm(heads, tmp_path / "vllm", backbone.head.weight if share else None)
+    write_vllm(heads, tmp_path / "vllm", backbone.output_embeddings.weight if share else None)
     tensors = load_file(tmp_path / "vllm" / "model.safetensors")
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert (config["vocab_size"], config["truncated_vocab_size"]) == (61, 8)
@@ -66,7 +66,7 @@ def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None
     assert config_as_loaded(config) == config
     assert loader_problems(tensors, config) == []
     if share:
-        assert torch.equal(tensors["lm_heads.0.weight"], backbone.head.weight[KEPT])
+        assert torch.equal(tensors["lm_heads.0.weight"], backbone.output_embeddings.weight[KEPT])
     again = read_heads(tmp_path / "vllm")
     assert (again.shared, again.vocab_size) == (share, 61)
     write_heads(again, tmp_path / "last")

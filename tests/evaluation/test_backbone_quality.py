@@ -11,6 +11,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.evaluation.backbone_quality import Quality, compare_backbones, load_versions, measure_backbone_quality
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.evaluation.tiny_model import write_run
 
@@ -19,7 +20,7 @@ from tests.evaluation.tiny_model import write_run
 def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
     """A run with an adapter that changes its backbone, and the data that it learnt."""
     run = write_run(tmp_path / "run", backbone_dir)
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.0))
     for parameter in adapter.parameters():
         parameter.data.normal_(0, 0.05)
@@ -97,7 +98,7 @@ def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
 
 def adapted(backbone_dir: Path, directory: Path) -> None:
     """Save an adapter on every linear layer that changes the backbone."""
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.5))
     torch.manual_seed(3)
     with torch.no_grad():
@@ -115,16 +116,16 @@ def test_an_adapter_s_run_against_plain_formulas(run_dir: Path, backbone_dir: Pa
     write_config(tmp_path, backbone_dir)
     adapted(backbone_dir, tmp_path / "adapter")
     found = compare_backbones(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
-    merged = Backbone.load(str(backbone_dir))
+    merged = load_backbone(str(backbone_dir))
     Adapter.load(merged, tmp_path / "adapter").merge()
-    tokens, before, after, kl = plain(Backbone.load(str(backbone_dir)), merged)
+    tokens, before, after, kl = plain(load_backbone(str(backbone_dir)), merged)
     assert kl > 0.01
     assert found.tokens == tokens
     assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
 
 
 def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
-    changed = Backbone.load(str(backbone_dir))
+    changed = load_backbone(str(backbone_dir))
     torch.manual_seed(4)
     with torch.no_grad():
         changed.model.lm_head.weight.add_(0.02 * torch.randn_like(changed.model.lm_head.weight))
@@ -133,7 +134,7 @@ def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_d
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, backbone_dir)
     found = compare_backbones(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
-    _, before, after, kl = plain(Backbone.load(str(backbone_dir)), changed)
+    _, before, after, kl = plain(load_backbone(str(backbone_dir)), changed)
     assert kl > 0.001
     assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
 

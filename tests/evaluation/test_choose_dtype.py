@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from medusa_train.checkpoint.load import load_backbone
+from medusa_train.checkpoint.load import load_base_model
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import choose_dtype as fastest
@@ -31,7 +31,7 @@ def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callab
         loaded.append(dtype)
         if dtype in for_dtypes:
             raise error
-        return load_backbone(paths, dtype)
+        return load_base_model(paths, dtype)
 
     return load
 
@@ -50,7 +50,7 @@ def test_a_dtype_without_enough_memory_is_left_out_and_named(
 ) -> None:
     loaded: list[str] = []
     load = failing({"float32"}, torch.OutOfMemoryError("CUDA out of memory."), loaded)
-    monkeypatch.setattr(fastest, "load_backbone", load)
+    monkeypatch.setattr(fastest, "load_base_model", load)
     said: list[str] = []
     assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
     assert loaded == ["float32", "bfloat16"]
@@ -62,10 +62,10 @@ def test_a_dtype_without_enough_memory_is_left_out_and_named(
 def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest, "load_backbone", failing({"float32", "bfloat16"}, MemoryError(), []))
+    monkeypatch.setattr(fastest, "load_base_model", failing({"float32", "bfloat16"}, MemoryError(), []))
     with pytest.raises(BackboneError, match="not enough memory for it here in any dtype"):
         fastest_dtype(paths, prompt_of, lambda line: None)
-    monkeypatch.setattr(fastest, "load_backbone", failing({"bfloat16"}, RuntimeError("a bug"), []))
+    monkeypatch.setattr(fastest, "load_base_model", failing({"bfloat16"}, RuntimeError("a bug"), []))
     with pytest.raises(RuntimeError, match="a bug"):
         fastest_dtype(paths, prompt_of, lambda line: None)
 
@@ -76,7 +76,7 @@ def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded
     loaded: list[str] = []
     stored = LlamaConfig(dtype="bfloat16")
     monkeypatch.setattr(fastest, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
-    monkeypatch.setattr(fastest, "load_backbone", failing(set(), MemoryError(), loaded))
+    monkeypatch.setattr(fastest, "load_base_model", failing(set(), MemoryError(), loaded))
     monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype != "float32")
     said: list[str] = []
     assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
@@ -93,9 +93,9 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Backbone, "load", load)
     over_4bit = ModelPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
-    load_backbone(over_4bit, "bfloat16")
+    load_base_model(over_4bit, "bfloat16")
     folded = ModelPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")
-    load_backbone(folded, "float32")
+    load_base_model(folded, "float32")
     assert asked == [("m", "bfloat16", "nf4", True), ("m", "float32", None, False)]
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_train.checkpoint.heads import save_heads
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
 TEMPLATE = (
@@ -63,7 +63,7 @@ def write_backbone(directory: Path) -> Path:
 
 
 def write_run(run: Path, backbone_dir: Path, num_heads: int = 3) -> Path:
-    backbone = Backbone.load(str(backbone_dir), dtype="float32")
+    backbone = load_backbone(str(backbone_dir), dtype="float32")
     draft = MedusaDraft.from_backbone(backbone, num_heads=num_heads)
     (run / "heads").mkdir(parents=True)
     save_heads(draft, run / "heads", str(backbone_dir))

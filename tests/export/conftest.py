@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from medusa_train.checkpoint.heads import save_heads
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
@@ -44,7 +44,7 @@ def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
     def make(*, shared: bool = False, adapter: bool = False, num_heads: int = 5, **keys: object) -> Path:
         run = tmp_path / "run"
         quantization = "nf4" if keys.get("load_in_4bit") else None
-        backbone = Backbone.load(str(backbone_dir), device="cpu", quantization=quantization)
+        backbone = load_backbone(str(backbone_dir), device="cpu", quantization=quantization)
         draft = MedusaDraft.from_backbone(backbone, num_heads, share_lm_head=shared)
         torch.manual_seed(1)
         with torch.no_grad():

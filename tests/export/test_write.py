@@ -19,7 +19,7 @@ from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run, warnings_for
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
 HEADS_TARGETS: list[ExportTarget] = ["reference", "tgi", "vllm", "trtllm"]
@@ -54,7 +54,7 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
     again = read_heads(done.target)
     assert again.shared == (to in ("tgi", "vllm", "reference-v2"))
     assert any("a copy of that lm_head" in fact for fact in done.facts) != again.shared
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     states = torch.randn(4, backbone.hidden_size)
     ours, theirs = load_heads(run / "heads", backbone), load_heads(done.target, backbone)
     assert torch.equal(ours.head_logits(states, 2), theirs.head_logits(states, 2))

@@ -143,9 +143,9 @@ def test_training_yields_what_the_losses_ask_for(kind: str) -> None:
     draft = random_draft(kind, backbone).train()
     tokens = torch.arange(2, 14).view(2, 6)
     feats = backbone.run(tokens, need=draft.needs)
-    states = list(draft.head_states(feats, Rows.of(tokens)))
+    states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
     assert len(states) == draft.trained_heads
-    assert len(list(draft.teacher_forced_states(feats, Rows.of(tokens)))) == draft.num_heads
+    assert len(list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))) == draft.num_heads
     assert {tuple(state.shape) for state in states} == {(2, 6, 32)}
     sum(draft.lm_head(k).logits(state).logsumexp(-1).mean() for k, state in enumerate(states, start=1)).backward()
     assert all(parameter.grad is not None for parameter in draft.parameters())

@@ -20,7 +20,7 @@ from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.kangaroo_state import KangarooState
 from medusa_train.models.features import Rows
-from medusa_train.models.layer_split import Places
+from medusa_train.models.layer_split import LayerInputs
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 from tests.inference.chi_square import p_value
@@ -37,7 +37,7 @@ def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
     """A random model whose later layers add little, so that an early exit is often right and sometimes wrong."""
     backbone = random_backbone(family)
     with torch.no_grad():
-        backbone.head.weight.mul_(sharpness)
+        backbone.output_embeddings.weight.mul_(sharpness)
         for layer in backbone.body.layers[first:]:
             for name, parameter in layer.named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -111,8 +111,8 @@ class Recorder(KangarooDraft):
     waited: set[int]
     proposals: list[Proposal]
 
-    def _logits(self, state: KangarooState, early: Tensor, level: Level, places: Places) -> Tensor:
-        logits = super()._logits(state, early, level, places)
+    def _logits(self, state: KangarooState, early: Tensor, level: Level, inputs: LayerInputs) -> Tensor:
+        logits = super()._logits(state, early, level, inputs)
         if level.first == 0:
             lengths = getattr(state.cache, "lengths", None) or [state.cache.length]
             self.log.append((list(lengths), logits[:, 0].clone()))
@@ -140,7 +140,7 @@ def test_incremental_states_are_the_training_forms(family: str, tree: str) -> No
     def expected(text: list[int]) -> Tensor:
         tokens = torch.tensor([text])
         with torch.no_grad():
-            return backbone.logits(draft.states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))[0])
+            return backbone.logits(draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))[0])
 
     for prompt in PROMPTS:
         draft.log.clear()
@@ -205,7 +205,7 @@ def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) ->
     guesses: list[int] = []
     while len(guesses) < draft.num_heads:
         tokens = torch.tensor([text + guesses])
-        states = draft.states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+        states = draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
         p = backbone.logits(states[0, -1]).softmax(-1)
         guesses.append(int(p.argmax()))
         if float(p.max()) <= draft.threshold:
@@ -325,7 +325,7 @@ def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
         for place in range(len(answer)):
             for k in range(1, min(3, len(answer) - 1 - place) + 1):
                 tokens = torch.tensor([prompt + answer[: place + k]])
-                states = draft.states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+                states = draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
                 best = backbone.logits(states[0, -1]).topk(10).indices.tolist()
                 target = answer[place + k]
                 assert trace.ranks[place][k - 1] == (best.index(target) if target in best else -1)
@@ -361,7 +361,7 @@ def test_a_loop_that_asks_for_no_guesses_is_followed() -> None:
             cache.keep([0])
             state = draft.advance(state, feats, Proposal(roots, Tree.empty()), [[0]])
         draft.propose(state, torch.tensor(text[-1:]), Tree.chain(2))
-        rows = Rows.of(torch.tensor([text]))
+        rows = Rows.from_tokens(torch.tensor([text]))
         expected = backbone.logits(draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1])
     assert torch.allclose(draft.log[0][1][0], expected, atol=1e-9)
 

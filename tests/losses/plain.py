@@ -66,7 +66,7 @@ def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tenso
     logits = hidden @ head.weight.double().t()
     if head.low_rank is not None:
         kept = head.low_rank.dropout(hidden) if dropout else hidden
-        logits = logits + head.low_rank.factor * (kept @ head.low_rank.a.double().t() @ head.low_rank.b.double().t())
+        logits = logits + head.low_rank.scaling * (kept @ head.low_rank.a.double().t() @ head.low_rank.b.double().t())
     if head.bias is not None:
         logits = logits + head.bias.double()
     logits = logits * head.scale

@@ -233,7 +233,7 @@ def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
     hidden, head, targets = make(torch.bfloat16, rank=RANK)
     assert head.low_rank is not None
     a, b = (tensor.detach().float().requires_grad_() for tensor in (head.low_rank.a, head.low_rank.b))
-    mixed = LMHead(head.weight.detach(), low_rank=LowRank(a, b, head.low_rank.factor, lambda h: h))
+    mixed = LMHead(head.weight.detach(), low_rank=LowRank(a, b, head.low_rank.scaling, lambda h: h))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         result = linear_cross_entropy(hidden.float(), mixed, targets, chunk=8)
     wanted = plain(hidden, mixed, targets)

@@ -15,8 +15,8 @@ from medusa_train.models.attention import (
     NAME,
     document_bounds,
     flash_obstacle,
-    grouped_query_attention,
-    grouped_query_forward,
+    folded_head_attention,
+    folded_head_forward,
 )
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -92,7 +92,7 @@ def test_an_attention_that_lets_documents_leak_is_refused() -> None:
     batch = collate(documents(), 0)
     with torch.no_grad():
         masked = states(backbone, batch)
-        with pytest.raises(BackboneError, match="LlamaForCausalLM lets packed documents see each other"):
+        with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* lets packed documents attend to each other"):
             backbone.use_varlen(LEAKING)
         assert not backbone.varlen
         assert torch.equal(states(backbone, batch), masked)
@@ -159,7 +159,7 @@ def test_it_is_attention_by_the_book(
 ) -> None:
     query, key, value = (tensor.to(dtype) for tensor in made(2, heads, kv_heads, q, 11))
     mask = tree_mask(masks, q, 11) if masks else None
-    found = grouped_query_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
+    found = folded_head_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
     expected = by_the_book(query.double(), key.double(), value.double(), mask, 0.3)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -167,7 +167,7 @@ def test_it_is_attention_by_the_book(
 @pytest.mark.parametrize("q", [1, 5])
 def test_values_may_be_of_another_size(q: int) -> None:
     query, key, value = made(2, 6, 2, q, 11)
-    found = grouped_query_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
+    found = folded_head_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
     expected = by_the_book(query, key, value[..., :3], None, 0.3)
     torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
 
@@ -177,7 +177,7 @@ def test_a_soft_cap_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(few_rows, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
     with torch.no_grad():
-        grouped_query_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
+        folded_head_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
     assert seen == [30.0]
 
 
@@ -186,13 +186,13 @@ def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: 
     def never(*args: object) -> Tensor:
         raise AssertionError("not the stock function")
 
-    monkeypatch.setattr(few_rows, "grouped_query_attention", never)
+    monkeypatch.setattr(few_rows, "folded_head_attention", never)
     q = 5
     query, key, value = made(1, 4, 2, q, q)
     mask = {"prefill": None, "mask by head": tree_mask(1, q, q).repeat(1, 4, 1, 1)}.get(case, tree_mask(1, q, q))
     with torch.set_grad_enabled(case == "gradient"):
         query.requires_grad_(case == "gradient")
-        found, _ = grouped_query_forward(Attends(2), query, key, value, mask)
+        found, _ = folded_head_forward(Attends(2), query, key, value, mask)
         expected, _ = sdpa_attention_forward(Attends(2), query, key, value, mask)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         if case == "gradient":
@@ -208,11 +208,11 @@ def test_a_model_decodes_as_with_the_stock_attention(family: str, monkeypatch: p
     prompt, trees = [5, 9, 11, 3], (None, Tree.cartesian([3, 2]))
     expected = [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees]
     seen = []
-    attention = few_rows.grouped_query_attention
+    attention = few_rows.folded_head_attention
     monkeypatch.setattr(
-        few_rows, "grouped_query_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
+        few_rows, "folded_head_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
     )
-    backbone.pack()
+    backbone.prepack_weights()
     assert backbone.attention == backbone.config._attn_implementation == NAME
     assert [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees] == expected
     assert set(seen) == {1, 10}  # plain steps, and a tree of nine nodes behind its root
@@ -228,7 +228,7 @@ def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> No
         cache.commit(5)
         position = torch.tensor([[5]])
         stock = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
-        backbone.pack()
+        backbone.prepack_weights()
         assert backbone.attention == backbone.config._attn_implementation == NAME
         ours = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
     torch.testing.assert_close(ours, stock, rtol=5e-2, atol=5e-2)
@@ -237,9 +237,9 @@ def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_model_takes_it_where_it_is_slower_or_can_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
     capped = random_backbone("gemma2", dtype=torch.bfloat16)
-    capped.pack()
+    capped.prepack_weights()
     assert capped.attention == capped.config._attn_implementation == "eager"
     monkeypatch.setattr(few_rows, "_faster", lambda *shape: False)
     slower = random_backbone("llama", dtype=torch.bfloat16)
-    slower.pack()
+    slower.prepack_weights()
     assert slower.attention == "sdpa"

@@ -11,9 +11,8 @@ from torch import Tensor
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import FeatureSpec
-from medusa_train.models.layer_split import Split
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.tree import Levels, Tree
+from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_backbone
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -37,21 +36,21 @@ def _after_prompt(backbone: Backbone) -> TreeCache:
 def test_level_by_level_and_then_the_rest_is_the_whole_model(family: str, layers: int) -> None:
     """The states, and the keys and values that stay in the cache."""
     backbone = random_backbone(family)
-    split = Split(backbone, layers)
+    split = backbone.split_at(layers)
     tokens = torch.tensor([[40, 7, 8, 9, 10, 11, 12]])
     prefix = PROMPT.shape[1]
     positions, mask = TREE.depths[None] + prefix, _mask(TREE, prefix)
     whole, ours = _after_prompt(backbone), _after_prompt(backbone)
     expected = backbone.run(tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=layers))
     assert expected.early is not None
-    places = split.places(positions, mask, ours.length)
+    inputs = split.inputs(positions, mask, ours.length)
     parts = [
-        split.first(tokens[:, level.first : level.last], places.part(level.first, level.last), ours)
-        for level in Levels(TREE).levels
+        split.run_first(tokens[:, level.first : level.last], inputs.slice(level.first, level.last), ours)
+        for level in TreeLevels(TREE).levels
     ]
     early = torch.cat(parts, dim=1)
     assert torch.allclose(early, expected.early, atol=1e-11)
-    assert torch.allclose(split.rest(early, places, ours).hidden, expected.hidden, atol=1e-11)
+    assert torch.allclose(split.run_rest(early, inputs, ours).hidden, expected.hidden, atol=1e-11)
     for cache in (whole, ours):
         cache.keep([0, 2, 5])
     one, other = (backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, ours))
@@ -60,38 +59,40 @@ def test_level_by_level_and_then_the_rest_is_the_whole_model(family: str, layers
 
 def test_a_chain_in_a_single_row_needs_no_mask() -> None:
     backbone = random_backbone("qwen3")
-    split = Split(backbone, 1)
+    split = backbone.split_at(1)
     tokens, chain = torch.tensor([[40, 7, 8]]), Tree.chain(2)
     prefix = PROMPT.shape[1]
     positions = chain.depths[None] + prefix
     states = []
     for mask in (_mask(chain, prefix), None):
         cache = _after_prompt(backbone)
-        places = split.places(positions, mask, prefix)
-        states.append(torch.cat([split.first(tokens[:, i : i + 1], places.part(i, i + 1), cache) for i in range(3)], 1))
+        inputs = split.inputs(positions, mask, prefix)
+        states.append(
+            torch.cat([split.run_first(tokens[:, i : i + 1], inputs.slice(i, i + 1), cache) for i in range(3)], 1)
+        )
     assert torch.allclose(states[0], states[1], atol=1e-11)
     with pytest.raises(ValueError, match="sliding window need a mask"):
-        Split(random_backbone("mistral-window"), 1).places(positions, None, prefix)
+        random_backbone("mistral-window").split_at(1).inputs(positions, None, prefix)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_probe_passes_in_lower_precision(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma2", "granite"):
-        Split(random_backbone(family, dtype=dtype), 1)
+        random_backbone(family, dtype=dtype).split_at(1)
 
 
 def test_what_does_not_run_in_parts_is_refused() -> None:
     backbone = random_backbone("llama")
     for layers in (0, 3):
-        with pytest.raises(BackboneError, match="has 3, so choose 1 to 2"):
-            Split(backbone, layers)
+        with pytest.raises(BackboneError, match="has 3 layers; use 1 to 2"):
+            backbone.split_at(layers)
 
     passes = itertools.count()  # every second one ends otherwise, as a body might that knows of more than its layers
     backbone.body.norm.register_forward_hook(lambda _, __, out: out * (1 + next(passes) % 2))
-    with pytest.raises(BackboneError, match="do not give what it gives itself"):
-        Split(backbone, 1)
+    with pytest.raises(BackboneError, match="differ from the whole model's"):
+        backbone.split_at(1)
     bare = random_backbone("llama")
     del bare.body.rotary_emb
     bare.body.rotary = None
     with pytest.raises(BackboneError, match="has no rotary_emb"):
-        Split(bare, 1)
+        bare.split_at(1)

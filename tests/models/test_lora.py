@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec, linear_names
 from tests.families import random_backbone
 
@@ -17,7 +18,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 def _logits(backbone: Backbone) -> torch.Tensor:
-    return backbone.unembedding().logits(backbone.run(TOKENS).hidden)
+    return backbone.lm_head().logits(backbone.run(TOKENS).hidden)
 
 
 def _shake(adapter: Adapter, seed: int = 0) -> None:
@@ -61,11 +62,11 @@ def test_logits_of_an_adapted_lm_head_are_the_modules_own() -> None:
     _shake(adapter)
     hidden = backbone.run(TOKENS).hidden
     theirs = backbone.model(TOKENS, use_cache=False).logits
-    assert torch.allclose(backbone.unembedding().logits(hidden), theirs, atol=1e-5)
+    assert torch.allclose(backbone.lm_head().logits(hidden), theirs, atol=1e-5)
     assert torch.equal(backbone.logits(hidden), theirs)
-    assert backbone.unembedding().low_rank is not None
+    assert backbone.lm_head().low_rank is not None
     with adapter.teacher():
-        assert backbone.unembedding().low_rank is None
+        assert backbone.lm_head().low_rank is None
 
 
 def test_a_tied_lm_head_is_left_out_or_refused() -> None:
@@ -73,7 +74,7 @@ def test_a_tied_lm_head_is_left_out_or_refused() -> None:
     with pytest.raises(BackboneError, match="shares its matrix"):
         Adapter.attach(backbone, LoraSpec(targets=("lm_head", "q_proj")))
     Adapter.attach(backbone, LoraSpec())
-    assert backbone.unembedding().low_rank is None
+    assert backbone.lm_head().low_rank is None
 
 
 def test_whole_modules_learn_in_float32(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_adapters_are_saved_small_loaded_frozen_and_merged(tmp_path: Path) -> No
     assert not loaded.parameters()
     loaded.merge()
     assert torch.allclose(_logits(again), expected, atol=1e-4)
-    assert again.unembedding().low_rank is None
+    assert again.lm_head().low_rank is None
     with pytest.raises(CheckpointError, match="holds no adapter"):
         Adapter.load(again, tmp_path)
 
@@ -131,7 +132,7 @@ def test_a_4_bit_backbone_trains_after_an_eval_pass_as_before_it(four_bit: Path)
     """On CPUs with AVX512-bf16 an eval pass would switch to a kernel without autograd."""
 
     def gradient(evaluate_first: bool) -> torch.Tensor:
-        backbone = Backbone.load(str(four_bit), dtype="bfloat16", device="cpu", quantization="nf4")
+        backbone = load_backbone(str(four_bit), dtype="bfloat16", device="cpu", quantization="nf4")
         assert backbone.model.is_loaded_in_4bit
         adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("q_proj", "down_proj")))
         _shake(adapter)
@@ -151,7 +152,7 @@ def test_a_4_bit_backbone_trains_after_an_eval_pass_as_before_it(four_bit: Path)
 
 
 def test_merging_over_4_bits_dequantises_first(four_bit: Path) -> None:
-    backbone = Backbone.load(str(four_bit), dtype="float32", device="cpu", quantization="nf4")
+    backbone = load_backbone(str(four_bit), dtype="float32", device="cpu", quantization="nf4")
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0))
     _shake(adapter)
     backbone.model.eval()

@@ -10,7 +10,13 @@ from torch.nn.functional import linear
 from medusa_train.models import prepack as packed
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.models.prepack import Layout, PrepackedLinear, is_packed, prepack_linears, worth_prepacking
+from medusa_train.models.prepack import (
+    PrepackedLinear,
+    PrepackedWeight,
+    is_prepacked,
+    prepack_linears,
+    worth_prepacking,
+)
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -32,7 +38,7 @@ def test_a_layout_gives_the_same_product(dtype: torch.dtype, tolerance: float, r
     offset = torch.randn(40, dtype=dtype) if bias else None
     with torch.inference_mode():
         torch.testing.assert_close(
-            Layout(weight).product(x, offset), linear(x, weight, offset), rtol=tolerance, atol=tolerance
+            PrepackedWeight(weight).linear(x, offset), linear(x, weight, offset), rtol=tolerance, atol=tolerance
         )
 
 
@@ -50,7 +56,7 @@ def test_gradients_come_from_the_plain_weights() -> None:
 def test_other_weights_drop_the_layout(always_faster: None) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     assert prepack_linears(model)
-    assert is_packed(model)
+    assert is_prepacked(model)
     x = torch.randn(2, 8)
     model.double()  # a layout of float32 weights would fail, or answer for weights that are gone
     with torch.no_grad():
@@ -83,7 +89,7 @@ def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_faster", lambda weights: False)
     model = nn.Sequential(nn.Linear(8, 8))
     assert not prepack_linears(model)
-    assert not is_packed(model)
+    assert not is_prepacked(model)
 
 
 @needs_onednn

@@ -40,12 +40,12 @@ def heads(backbone: Backbone, *, share: bool = False, spread: float = 0.0, layer
 def test_untrained_heads_are_the_backbones_rows(family: str, bias: bool, share: bool) -> None:
     backbone = random_backbone(family)
     if bias:
-        backbone.head.bias = nn.Parameter(torch.randn(61, dtype=torch.float64), requires_grad=False)
+        backbone.output_embeddings.bias = nn.Parameter(torch.randn(61, dtype=torch.float64), requires_grad=False)
     draft = heads(backbone, share=share)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     feats = backbone.run(tokens)
     theirs = backbone.logits(feats.hidden)[..., KEPT]
-    for k, hidden in enumerate(draft.head_states(feats, Rows.of(tokens)), start=1):
+    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
         torch.testing.assert_close(draft.lm_head(k).logits(hidden), theirs, rtol=1e-12, atol=1e-12)
     numbers = MedusaDraft.count_parameters(backbone.model, **draft.settings)
     assert sum(parameter.numel() for parameter in draft.parameters()) == numbers
@@ -57,13 +57,13 @@ def test_rows_carry_every_part_of_an_unembedding() -> None:
         torch.randn(61, 8), torch.randn(61), 3.0, 0.5, LowRank(torch.randn(2, 8), torch.randn(61, 2), 0.5, lambda h: h)
     )
     states = torch.randn(4, 5, 8)
-    part = whole.only(KEPT)
+    part = whole.restrict_to(KEPT)
     torch.testing.assert_close(part.logits(states), whole.logits(states)[..., KEPT])
     tokens = torch.tensor([[40, 1, 2], [-100, 60, 61]])
-    assert part.places(tokens).tolist() == [[0, -1, 14], [-1, 4, -1]]
-    assert whole.places(tokens) is tokens
-    again = part.only(torch.tensor([4, 0]))
-    assert again.places(torch.tensor([60, 40, 4, 0])).tolist() == [0, 1, -1, -1]
+    assert part.rows_of(tokens).tolist() == [[0, -1, 14], [-1, 4, -1]]
+    assert whole.rows_of(tokens) is tokens
+    again = part.restrict_to(torch.tensor([4, 0]))
+    assert again.rows_of(torch.tensor([60, 40, 4, 0])).tolist() == [0, 1, -1, -1]
 
 
 def test_a_vocabulary_without_its_tokens_is_refused() -> None:
@@ -150,5 +150,5 @@ def test_the_vocabulary_is_saved_with_the_weights(share: bool) -> None:
     other.load_state_dict(draft.state_dict())
     states = torch.randn(3, backbone.hidden_size, dtype=torch.float64)
     assert torch.equal(other.head_logits(states, 2), draft.head_logits(states, 2))
-    assert other.lm_head(1).places(torch.tensor([40])).tolist() == [0]
+    assert other.lm_head(1).rows_of(torch.tensor([40])).tolist() == [0]
     assert other.half().token_map.dtype == torch.int64

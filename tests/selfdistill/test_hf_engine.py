@@ -15,6 +15,7 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.selfdistill import hf_engine as local
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.selfdistill.hf_engine import (
@@ -22,7 +23,6 @@ from medusa_train.selfdistill.hf_engine import (
     _surely_best,
     _surely_cut,
     _surely_drawn,
-    fastest_dtype,
     is_certain,
 )
 from medusa_train.trees.tree import Tree
@@ -101,7 +101,7 @@ def test_what_is_certain_stays_when_logits_move(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.8), Sampling(0.8, top_k=20, top_p=0.9)])
 def test_whole_answers(tmp_path: Path, sampling: Sampling | None) -> None:
-    backbone = Backbone.load(str(write_backbone(tmp_path / "backbone")), dtype=torch.float64)
+    backbone = load_backbone(str(write_backbone(tmp_path / "backbone")), dtype=torch.float64)
     prompt = [1, 9, 8, 7]
 
     def generator() -> torch.Generator | None:
@@ -111,7 +111,7 @@ def test_whole_answers(tmp_path: Path, sampling: Sampling | None) -> None:
     assert is_certain(backbone, prompt, tokens, sampling, generator())
     assert not is_certain(backbone, prompt, [*tokens[:20], (tokens[20] + 1) % 300, *tokens[21:]], sampling, generator())
     with torch.no_grad():
-        backbone.head.weight.zero_()  # all tokens tie
+        backbone.output_embeddings.weight.zero_()  # all tokens tie
     if sampling is None:
         assert not is_certain(backbone, prompt, [0] * 5)
 
@@ -130,7 +130,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def backbone(directory: Path) -> Backbone:
-    return Backbone.load(str(directory), dtype=torch.float64)
+    return load_backbone(str(directory), dtype=torch.float64)
 
 
 def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any) -> HFEngine:
@@ -221,17 +221,6 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
         backbone.tokenizer.chat_template = template
 
 
-@pytest.mark.parametrize(
-    ("device", "fast", "expected"),
-    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda", True, "bfloat16"), ("cuda", False, "float16")],
-)
-def test_the_fastest_dtype_is_bfloat16_where_the_device_has_it(
-    monkeypatch: pytest.MonkeyPatch, device: str, fast: bool, expected: str
-) -> None:
-    monkeypatch.setattr(local, "has_fast_bf16", lambda asked: fast)
-    assert fastest_dtype(torch.device(device)) == expected
-
-
 QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
 
 
@@ -253,7 +242,7 @@ def all_answers(answering: HFEngine) -> list[Answer]:
 def test_answers_do_not_depend_on_the_batch(
     directory: Path, dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = Backbone.load(str(directory), dtype=dtype)
+    backbone = load_backbone(str(directory), dtype=dtype)
     sizes: list[int] = []
     step = Batch.step
 
@@ -293,7 +282,7 @@ def test_an_answer_that_hangs_on_rounding_is_made_again_alone(
 
 def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
     """Turns of conversations that come back while others are under way, and rows that end at unlike times."""
-    backbone = Backbone.load(str(directory), dtype=torch.float64)
+    backbone = load_backbone(str(directory), dtype=torch.float64)
     free = engine(backbone, max_new_tokens=24)
     said = [Decoder(backbone).generate(free._prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
     backbone.eos_ids = tuple({said[0][3], said[4][8], said[7][15]})

@@ -17,8 +17,8 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.load_data import load_data
@@ -53,7 +53,7 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     assert all(0 < line["outside_vocabulary"] < 1 for line in logged)
     assert logged[-1]["loss"] < logged[0]["loss"]
 
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     draft = load_draft(out / "heads", backbone)
     prompt = data.prompts.prompts()[0]
     plain = Decoder(backbone).generate(prompt, 30).tokens
@@ -100,7 +100,7 @@ def test_a_vocabulary_that_is_not_reduced_is_refused_before_weights_are_loaded(m
 def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -> None:
     cfg = make_config()
     data = load_data(cfg, Console(file=io.StringIO()))
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     recipe = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
     draft = MedusaDraft.from_backbone(backbone, 2, vocab_size=len(kept), token_map=kept)

@@ -16,6 +16,7 @@ from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.loading import load_backbone
 from medusa_train.training.inspect import estimate_memory, inspect_run
 from medusa_train.training.run import train
 from tests.training.conftest import metrics
@@ -77,7 +78,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(make_draft_config, make_c
     train(make_draft_config("hydra", output_dir=first), console, console)
     again = make_draft_config("hydra", lora_model_dir=first, max_steps=1, learning_rate=1e-9)
     assert train(again, console, console) == 0
-    backbone = Backbone.load(again.base_model)
+    backbone = load_backbone(again.base_model)
     one, other = (load_draft(home, backbone) for home in (tmp_path / "first" / "heads", tmp_path / "run" / "heads"))
     assert torch.allclose(one.lm_head(2).weight, other.lm_head(2).weight, atol=1e-6)
     with pytest.raises(ConfigError, match="holds a hydra draft; set draft: hydra"):
@@ -93,14 +94,14 @@ def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make
     monkeypatch.setattr(Backbone, "load", None)
     cfg = make_draft_config("kangaroo", kangaroo={"exit_layer": 9})
     for command in (train, inspect_run):
-        with pytest.raises(BackboneError, match=r"early exit after 9 layers: .* choose 1 to"):
+        with pytest.raises(BackboneError, match=r"exit_layer 9 is out of range: .* use 1 to"):
             command(cfg, console, console)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_estimated_from_shapes(kind, make_draft_config):
     cfg = make_draft_config(kind)
-    backbone = Backbone.load(cfg.base_model)
+    backbone = load_backbone(cfg.base_model)
     draft = DRAFTS[kind].from_backbone(backbone, **cfg.draft_config.settings)
     learnt = sum(parameter.numel() for parameter in draft.parameters())
     found = estimate_memory(cfg, backbone.model.config, rows=2, width=64, dtype=torch.float32, device="cpu")

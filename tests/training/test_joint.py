@@ -15,7 +15,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.training.optim import parameter_groups
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after, train
@@ -55,7 +55,7 @@ def test_the_trained_model_is_the_one_that_is_evaluated(make_config, console, tm
     train(make_config(**{**LORA, "learning_rate": 5e-2}, calibration_tokens=80), console)
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     tokens = torch.tensor([[0, 2, 10, 3, 40]])
-    original = Backbone.load(str(backbone_dir))
+    original = load_backbone(str(backbone_dir))
     adapted = subject.backbone.logits(subject.backbone.run(tokens).hidden)
     assert not torch.allclose(adapted, original.logits(original.run(tokens).hidden), atol=1e-3)
     plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
@@ -164,7 +164,7 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
         name for name in before if "layers.1." in name or name in ("model.norm.weight", "lm_head.weight")
     }
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
-    assert torch.equal(subject.backbone.head.weight, after["lm_head.weight"])
+    assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
 
 def test_full_joint_training_changes_everything(make_config, console, tmp_path, backbone_dir):
@@ -184,7 +184,7 @@ def test_soft_targets_for_heads_alone(make_config, console, tmp_path, backbone_d
     hard, soft = (tmp_path / name for name in ("hard", "soft"))
     train(make_config(output_dir=str(hard)), console)
     train(make_config(output_dir=str(soft), medusa_soft_targets=0.5), console)
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     one, other = load_heads(hard / "heads", backbone), load_heads(soft / "heads", backbone)
     assert not torch.equal(one.lm_heads[0].weight, other.lm_heads[0].weight)
 

@@ -15,7 +15,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.training import run as whole
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.trees.tree import Tree
@@ -95,7 +95,7 @@ def test_the_tree_of_the_latest_evaluation_lies_in_every_checkpoint(make_config,
 
 def test_trained_heads_decode_to_the_same_text(make_config, console, tmp_path, backbone_dir):
     train(make_config(), console)
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     draft = load_heads(tmp_path / "run" / "heads", backbone)
     plain = Decoder(backbone).generate([0, 2, 10, 3], 20)
     drafted = Decoder(backbone, draft, Tree.cartesian([2, 2])).generate([0, 2, 10, 3], 20)

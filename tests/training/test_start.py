@@ -10,8 +10,8 @@ import torch
 
 from medusa_train.checkpoint.heads import save_heads, write_vllm
 from medusa_train.checkpoint.reference import HeadTensors
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.setup import build_heads
@@ -21,7 +21,7 @@ from medusa_train.training.setup import build_heads
 def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untyped-def]
     make_config, console, tmp_path: Path, backbone_dir: Path, form: str
 ) -> None:
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     draft = MedusaDraft.from_backbone(backbone, 3)
     torch.manual_seed(2)
     with torch.no_grad():

@@ -14,8 +14,8 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.batch import Batch
 from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.losses.objective import LMSums, Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals
@@ -155,7 +155,7 @@ def test_counts_beyond_float32_stay_whole():
 def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):
     """ZeRO waits for the gradient of each parameter from each process: none may be missing where nothing counts."""
     cfg = make_config(recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True)
-    backbone = Backbone.load(str(backbone_dir))
+    backbone = load_backbone(str(backbone_dir))
     draft = MedusaDraft.from_backbone(backbone, 3, dtype=torch.float32)
     recipe = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
     objective = Objective(draft, 0.8, lm="kl", heads_coefficient=0.5)

@@ -13,8 +13,8 @@ from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import Precision
 from medusa_train.training import validation as acceptance
 from medusa_train.training import validation as heldout
@@ -179,7 +179,7 @@ PRECISION = Precision(torch.device("cpu"), torch.float32)
 
 @pytest.fixture(scope="module")
 def backbone(backbone_dir):
-    return Backbone.load(str(backbone_dir))
+    return load_backbone(str(backbone_dir))
 
 
 def random_batches():

@@ -25,8 +25,8 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import MetricLoggers
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.deepspeed_config import complete_config
@@ -79,7 +79,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     data = load_data(cfg, quiet, world)
     torch.manual_seed(7)
     precision = choose_precision(cfg.bf16, world.device)
-    backbone = Backbone.load(cfg.base_model, dtype=precision.dtype, quantization="nf4" if cfg.load_in_4bit else None)
+    backbone = load_backbone(cfg.base_model, dtype=precision.dtype, quantization="nf4" if cfg.load_in_4bit else None)
     draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings, dtype=torch.float32)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
@@ -177,7 +177,7 @@ def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, recipe: Any, 
     from medusa_train.training.deepspeed import DeepSpeedStrategy
 
     backbone = recipe.backbone
-    direct = [*draft.parameters(), *backbone.head.parameters()]
+    direct = [*draft.parameters(), *backbone.output_embeddings.parameters()]
     config = complete_config({"zero_optimization": {**SMALL, **case["zero"]}}, cfg, world.size, backbone.hidden_size)
     scale = LossScale(case["loss_scale"]) if "loss_scale" in case else None
     return DeepSpeedStrategy(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)

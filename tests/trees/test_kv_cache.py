@@ -43,10 +43,10 @@ def test_a_tree_may_be_written_level_by_level(kept: list[int]) -> None:
     _write(cache, [1, 2, 3])
     cache.commit(3)
     for ahead, level in ((0, [10]), (1, [11, 12]), (3, [13, 14])):
-        cache.ahead = ahead
+        cache.pending_offset = ahead
         keys, _ = cache.update(_states(level), -_states(level), 0)
         assert keys[0, 0, :, 0].tolist() == [1, 2, 3, *range(10, level[-1] + 1)]
-    cache.ahead = 0
+    cache.pending_offset = 0
     for layer in range(1, LAYERS):
         states = _states([10, 11, 12, 13, 14])
         cache.update(states + 100 * layer, -states - 100 * layer, layer)

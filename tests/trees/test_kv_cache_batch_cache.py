@@ -24,7 +24,7 @@ def _write(cache: BatchCache, numbers: list[list[int]]) -> list[list[int]]:
 
 def _held(cache: BatchCache, numbers: list[list[int]]) -> list[list[int]]:
     """What each row's committed positions are, seen while `numbers` are written behind them."""
-    gaps = cache.gaps(torch.device("cpu")).tolist()
+    gaps = cache.padding_mask(torch.device("cpu")).tolist()
     rows = _write(cache, numbers)
     return [
         [n for n, gap in zip(row, gap_row, strict=False) if not gap] for row, gap_row in zip(rows, gaps, strict=True)
@@ -36,7 +36,7 @@ def test_rows_grow_by_what_they_keep_and_nobody_sees_the_gaps() -> None:
     _write(cache, [[1, 2, 3, 4], [11, 12, 0, 0], [21, 22, 23, 0]])
     cache.commit_rows([4, 2, 3])
     assert cache.length == 4
-    assert cache.gaps(torch.device("cpu")).int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]]
+    assert cache.padding_mask(torch.device("cpu")).int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]]
     assert _held(cache, [[5, 6, 7], [15, 16, 17], [25, 26, 27]]) == [[1, 2, 3, 4], [11, 12], [21, 22, 23]]
     cache.keep_rows([[0], [0, 1, 2], [0, 2]])
     assert (cache.lengths, cache.length) == ([5, 5, 5], 5)
@@ -50,15 +50,15 @@ def test_rows_that_are_done_leave_in_place() -> None:
     cache = BatchCache(LAYERS, 8)
     _write(cache, [[1, 2, 3], [11, 0, 0], [21, 22, 0], [31, 32, 33]])
     cache.commit_rows([3, 1, 2, 3])
-    cache.take([3, 1, 2])
+    cache.select_rows([3, 1, 2])
     assert (cache.lengths, cache.length) == ([3, 1, 2], 3)
     assert _held(cache, [[4], [14], [24]]) == [[31, 32, 33], [11], [21, 22]]
     cache.keep_rows([[0], [0], [0]])
-    cache.take([1, 2])
+    cache.select_rows([1, 2])
     assert cache.lengths == [2, 3]
     assert _held(cache, [[5], [5]]) == [[11, 14], [21, 22, 24]]
     with pytest.raises(ValueError, match="row 0 can't move up to 1"):
-        cache.take([1, 0])
+        cache.select_rows([1, 0])
 
 
 def _prompts(numbers: list[list[int]], capacity: int = 8) -> BatchCache:
@@ -74,9 +74,9 @@ def test_rows_join_in_the_places_of_those_that_left_and_nobody_sees_what_these_h
     cache = _prompts([[1, 2, 3, 4, 5], [11, 12, 13, 14], [21, 22]])
     memory = cache._storage
     assert memory is not None
-    cache.take([2])
+    cache.select_rows([2])
     others = _prompts([[31], [41, 42, 43]], capacity=3)
-    cache.join(others, 8)
+    cache.append_rows(others, 8)
     assert (cache.lengths, cache.length) == ([2, 1, 3], 3)
     assert cache._storage is not None
     assert cache._storage.data_ptr() == memory.data_ptr()
@@ -91,12 +91,12 @@ def test_rows_join_in_the_places_of_those_that_left_and_nobody_sees_what_these_h
 @pytest.mark.parametrize("capacity", [8, 300], ids=["rows", "rows and columns"])
 def test_memory_grows_for_rows_that_join(capacity: int) -> None:
     cache = _prompts([[1, 2, 3], [11, 12]])
-    cache.join(_prompts([[21, 22, 23, 24], [31]], capacity=4), capacity)
+    cache.append_rows(_prompts([[21, 22, 23, 24], [31]], capacity=4), capacity)
     assert cache.capacity == (8 if capacity == 8 else 512)
     assert _held(cache, [[4], [13], [25], [32]]) == [[1, 2, 3], [11, 12], [21, 22, 23, 24], [31]]
     cache.keep_rows([[0]] * 4)
-    cache.take([3, 1])
-    cache.join(_prompts([[41] * 6]), 8)
+    cache.select_rows([3, 1])
+    cache.append_rows(_prompts([[41] * 6]), 8)
     assert _held(cache, [[33], [14], [42]]) == [[31, 32], [11, 12, 13], [41] * 6]
 
 
@@ -104,18 +104,18 @@ def test_rows_join_between_passes_only() -> None:
     cache = _prompts([[1, 2]])
     _write(cache, [[3]])
     with pytest.raises(ValueError, match="1 positions are pending"):
-        cache.join(_prompts([[4]]), 8)
+        cache.append_rows(_prompts([[4]]), 8)
     cache.keep_rows([[0]])
     with pytest.raises(ValueError, match="nothing was written in the cache whose rows"):
-        cache.join(BatchCache(LAYERS, 8), 8)
+        cache.append_rows(BatchCache(LAYERS, 8), 8)
     with pytest.raises(ValueError, match="that rows are to join"):
-        BatchCache(LAYERS, 8).join(_prompts([[4]]), 8)
+        BatchCache(LAYERS, 8).append_rows(_prompts([[4]]), 8)
 
 
 def test_rows_may_leave_before_anything_was_written() -> None:
     cache = BatchCache(LAYERS, 8)
     cache.lengths = [0, 0, 0]
-    cache.take([2, 1])
+    cache.select_rows([2, 1])
     assert (cache.lengths, cache.length) == ([0, 0], 0)
     _write(cache, [[1, 2], [11, 0]])
     cache.commit_rows([2, 1])

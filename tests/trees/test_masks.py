@@ -11,7 +11,7 @@ from medusa_train.data.batch import Batch, collate
 from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.data.tokenize import Example
 from medusa_train.models.backbone import Backbone
-from medusa_train.trees.masks import TreeMask, TreeMasks, additive_mask, packing_mask
+from medusa_train.trees.masks import TreeMask, TreeMasks, additive_mask, document_mask
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
@@ -31,7 +31,7 @@ def documents(seed: int = 0) -> list[list[Example]]:
 
 
 def run(backbone: Backbone, batch: Batch) -> Tensor:
-    mask = packing_mask(batch.segments, backbone.dtype)
+    mask = document_mask(batch.segments, backbone.dtype)
     with torch.no_grad():
         return backbone.run(batch.tokens, positions=batch.positions, mask=mask).hidden
 
@@ -43,7 +43,7 @@ def loss(backbone: Backbone, hidden: Tensor, batch: Batch, k: int) -> Tensor:
 
 
 def test_the_mask_by_hand() -> None:
-    mask = packing_mask(torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0]]), torch.bfloat16)
+    mask = document_mask(torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0]]), torch.bfloat16)
     assert mask is not None
     assert mask.dtype == torch.bfloat16
     assert mask.shape == (2, 1, 6, 6)
@@ -54,8 +54,8 @@ def test_the_mask_by_hand() -> None:
 
 
 def test_rows_of_one_document_are_left_to_the_model() -> None:
-    assert packing_mask(torch.tensor([[0, 0, -1], [0, 0, 0]]), torch.float32) is None
-    assert packing_mask(torch.full((1, 3), -1), torch.float32) is None
+    assert document_mask(torch.tensor([[0, 0, -1], [0, 0, 0]]), torch.float32) is None
+    assert document_mask(torch.full((1, 3), -1), torch.float32) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

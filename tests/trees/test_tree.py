@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_train.errors import CheckpointError, DataError
-from medusa_train.trees.tree import Levels, Tree
+from medusa_train.trees.tree import Tree, TreeLevels
 
 
 def test_a_small_tree_written_out() -> None:
@@ -21,7 +21,7 @@ def test_a_small_tree_written_out() -> None:
     assert tree.ranks.tolist() == [0, 0, 1, 2, 1]
     assert (tree.size, tree.max_depth, tree.width) == (4, 3, 3)
     # the place of each guess in a [3 heads x 3 ranks] table
-    assert tree.guess_index.tolist() == [0, 1, 3 + 2, 6 + 1]
+    assert tree.candidate_index.tolist() == [0, 1, 3 + 2, 6 + 1]
     assert tree.ancestors.int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -86,7 +86,7 @@ TREES = {
 def test_guesses_by_rank_rebuild_every_path(name: str) -> None:
     """Let the guess of rank r below a node be its path and r: then each node's token is its own path."""
     tree = TREES[name]
-    levels = Levels(tree)
+    levels = TreeLevels(tree)
     tokens: list[tuple[int, ...]] = [()]
     for level in levels.levels:
         here = tokens[level.first : level.last]
@@ -96,14 +96,14 @@ def test_guesses_by_rank_rebuild_every_path(name: str) -> None:
             tokens.index(path) for path in inner
         ]
         table = [(*path, rank) for path in inner for rank in range(level.width)]
-        below = [table[place] for place in level.guesses.tolist()]
+        below = [table[place] for place in level.candidates.tolist()]
         assert [path[:-1] for path in below] == [inner[parent] for parent in level.parents.tolist()]
         tokens += below
     assert tokens == [(), *tree.paths]
 
 
 def test_inner_nodes_have_columns_and_leaves_none() -> None:
-    levels = Levels(TREES["sparse"])
+    levels = TreeLevels(TREES["sparse"])
     assert levels.columns == [0, 1, None, 2, None, None, 3, None, None, None]
     assert levels.inner.tolist() == [0, 1, 3, 6]
     assert [level.inner is None for level in levels.levels] == [True, False, False, False]
@@ -111,8 +111,8 @@ def test_inner_nodes_have_columns_and_leaves_none() -> None:
 
 def test_a_tree_cut_short() -> None:
     tree = TREES["sparse"]
-    levels = Levels(tree)
-    assert levels.cut(3) is tree
-    assert levels.cut(1).paths == ((0,), (1,), (2,), (5,))
-    assert levels.cut(2) is levels.cut(2)
-    assert levels.cut(2).paths == tree.paths[:8]
+    levels = TreeLevels(tree)
+    assert levels.truncate(3) is tree
+    assert levels.truncate(1).paths == ((0,), (1,), (2,), (5,))
+    assert levels.truncate(2) is levels.truncate(2)
+    assert levels.truncate(2).paths == tree.paths[:8]

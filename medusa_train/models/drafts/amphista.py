@@ -99,7 +99,7 @@ class AmphistaDraft(Draft):
         self.sampled_token = sampled_token
         dtype = dtype or backbone.dtype
         self.embedding = backbone.embedding()
-        own, size = backbone.unembedding(), backbone.hidden_size
+        own, size = backbone.lm_head(), backbone.hidden_size
         self.softcap, self.scale = own.softcap, own.scale
         stages = max(adaptation_layers, 1) if sampled_token else 0
         self.fc = nn.ModuleList(nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages))
@@ -185,7 +185,7 @@ class AmphistaDraft(Draft):
         """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
         logits = self._orders(self._read(state, roots), state.stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        return Proposal(torch.cat([roots[:, None], best[:, tree.guess_index]], dim=1), tree)
+        return Proposal(torch.cat([roots[:, None], best[:, tree.candidate_index]], dim=1), tree)
 
     def advance(
         self, state: AmphistaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]

@@ -16,7 +16,7 @@ from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_pat
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.tree import Levels, Tree
+from medusa_train.trees.tree import Tree, TreeLevels
 
 
 class HydraState(NamedTuple):
@@ -103,7 +103,7 @@ class HydraDraft(Draft):
     ) -> None:
         super().__init__()
         dtype = dtype or backbone.dtype
-        own, size = backbone.unembedding(), backbone.hidden_size
+        own, size = backbone.lm_head(), backbone.hidden_size
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.dropout = dropout
@@ -119,7 +119,7 @@ class HydraDraft(Draft):
         self.lm_heads = nn.ModuleList(
             nn.Linear(size, backbone.vocab_size, bias=own.bias is not None, dtype=dtype) for _ in range(num_heads)
         )
-        self._levels: dict[int, Levels] = {}  # by the tree's identity; each keeps its tree
+        self._levels: dict[int, TreeLevels] = {}  # by the tree's identity; each keeps its tree
         self._begin_as(backbone, own)
         self.to(backbone.device)
 
@@ -211,14 +211,14 @@ class HydraDraft(Draft):
                 x, nodes = x[:, level.inner], nodes[:, level.inner]
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
             logits = self.lm_heads[k - 1](self.blocks[k - 1](x))  # soft cap and scale would keep their order
-            nodes = logits.topk(level.width).indices.flatten(1)[:, level.guesses]
+            nodes = logits.topk(level.width).indices.flatten(1)[:, level.candidates]
             x = x[:, level.parents]
             found.append(nodes)
         return Proposal(torch.cat(found, dim=1), tree)
 
-    def _levels_of(self, tree: Tree) -> Levels:
+    def _levels_of(self, tree: Tree) -> TreeLevels:
         if id(tree) not in self._levels:
-            self._levels[id(tree)] = Levels(tree)
+            self._levels[id(tree)] = TreeLevels(tree)
         return self._levels[id(tree)]
 
     def advance(

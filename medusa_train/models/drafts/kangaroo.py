@@ -14,11 +14,11 @@ from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.kangaroo_state import KangarooState
 from medusa_train.models.drafts.layers import DraftLayer, init_from_layer
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
-from medusa_train.models.layer_split import Layers, Places
+from medusa_train.models.layer_split import LayerInputs, LayerRunner
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.kv_cache import TreeCache, mask_behind
-from medusa_train.trees.masks import windowed
-from medusa_train.trees.tree import Level, Levels, Tree
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import apply_sliding_window, mask_with_prefix
+from medusa_train.trees.tree import Level, Tree, TreeLevels
 
 
 class KangarooDraft(Draft):
@@ -65,13 +65,14 @@ class KangarooDraft(Draft):
         self.threshold = threshold
         self.mlp_size = mlp_size
         self.needs = FeatureSpec(early=exit_layer)
-        self.shared = backbone.unembedding()
+        self.shared = backbone.lm_head()
         self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
-        self._split = backbone.split(exit_layer)
+        self._backbone = backbone
+        self._split = backbone.split_at(exit_layer)
         init_from_layer(self.adapter.body.layers[0], backbone.layer(exit_layer))
         init_from_layer(self.adapter.body.norm, backbone.body.norm)
         body: Any = self.adapter.body
-        self._layers = Layers(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
+        self._layers = LayerRunner(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
 
     @classmethod
     def from_backbone(
@@ -152,13 +153,13 @@ class KangarooDraft(Draft):
     def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:
         """Grow the tree level by level: each level through the first layers, its inner nodes through the adapter."""
         levels = state.levels_of(tree)
-        shallow, adapting = self._places(state, levels)
+        shallow, adapting = self._inputs(state, levels)
         tokens, early = [roots[:, None]], []
         mass = torch.ones((), device=roots.device).expand(len(roots), 1)
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
-            places = shallow.part(level.first, level.last)
-            early.append(self._split.first(tokens[-1], places, state.cache))
+            inputs = shallow.slice(level.first, level.last)
+            early.append(self._split.run_first(tokens[-1], inputs, state.cache))
             if depth == deepest:
                 break
             logits = self._logits(state, early[-1], level, adapting)
@@ -166,34 +167,34 @@ class KangarooDraft(Draft):
             tokens.append(guesses)
             if share is not None and bool((share <= self.threshold).all()):
                 deepest = depth + 1  # the doubtful tokens themselves are still read and verified
-        return Proposal(torch.cat(tokens, dim=1), levels.cut(deepest), torch.cat(early, dim=1))
+        return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(early, dim=1))
 
-    def _places(self, state: KangarooState, levels: Levels) -> tuple[Places, Places]:
+    def _inputs(self, state: KangarooState, levels: TreeLevels) -> tuple[LayerInputs, LayerInputs]:
         """Positions, angles and masks of all nodes for the first layers, and of what the adapter will read."""
         lengths, behind = state.lengths, state.behind_count
-        limit = self._split.backbone.max_context - 1  # nodes past the context are never kept
+        limit = self._backbone.max_context - 1  # nodes past the context are never kept
         nodes = (levels.tree.depths[None] + lengths).clamp(max=limit)
         read = nodes[:, levels.inner]
         if behind:
             back = torch.arange(-behind, 0, device=nodes.device)[None] + lengths
             read = torch.cat([back, read], dim=1)
-        backbone, window, alone = self._split.backbone, self.adapter.window, state.is_single_chain(levels)
+        backbone, window, alone = self._backbone, self.adapter.window, state.is_single_chain(levels)
         bare = alone and backbone.layer_types == {"full_attention"}
-        mask = None if bare else mask_behind(state.cache, state.block(levels, backbone.dtype))
-        shallow = self._split.places(nodes, mask, state.cache.length)
+        mask = None if bare else mask_with_prefix(state.cache, state.block(levels, backbone.dtype))
+        shallow = self._split.inputs(nodes, mask, state.cache.length)
         if alone and not behind and window is None:
-            return shallow, self._layers.places(read, None)
-        mask = mask_behind(state.own, state.own_block(levels, self._dtype))
-        return shallow, self._layers.places(read, windowed(mask, read, state.own.length, window))
+            return shallow, self._layers.inputs(read, None)
+        mask = mask_with_prefix(state.own, state.own_block(levels, self._dtype))
+        return shallow, self._layers.inputs(read, apply_sliding_window(mask, read, state.own.length, window))
 
-    def _logits(self, state: KangarooState, early: Tensor, level: Level, places: Places) -> Tensor:
+    def _logits(self, state: KangarooState, early: Tensor, level: Level, inputs: LayerInputs) -> Tensor:
         """The draft's logits [B, m, V] at a level's inner nodes; with the root the adapter reads what it missed."""
-        backbone = self._split.backbone
+        backbone = self._backbone
         states = early if level.inner is None else early[:, level.inner]
         first, last = level.inner_first + state.behind_count, level.inner_last + state.behind_count
         if level.first == 0 and state.behind is not None:
             states, first = torch.cat([state.behind, states], dim=1), 0
-        states = self._layers.run(self._cast(states), range(1), places.part(first, last), state.own)
+        states = self._layers.run(self._cast(states), range(1), inputs.slice(first, last), state.own)
         states = self._layers.body.norm(states[:, level.inner_first - level.inner_last :])
         logits = backbone.logits(states.to(backbone.dtype))
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -206,10 +207,10 @@ class KangarooDraft(Draft):
             mass: [B, nodes] of the level's paths under the draft, up to a factor.
         """
         best, tokens = logits.max(-1, keepdim=True) if level.width == 1 else logits.topk(level.width)
-        tokens = tokens.flatten(1)[:, level.guesses]
+        tokens = tokens.flatten(1)[:, level.candidates]
         if not self.threshold:
             return tokens, mass, None
-        p = (best - logits.logsumexp(-1, keepdim=True)).exp().flatten(1)[:, level.guesses]
+        p = (best - logits.logsumexp(-1, keepdim=True)).exp().flatten(1)[:, level.candidates]
         above = mass if level.inner is None else mass[:, level.inner]
         below = (above / above.sum(1, keepdim=True))[:, level.parents] * p
         return tokens, below, below.sum(1)
@@ -240,7 +241,7 @@ class KangarooDraft(Draft):
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self._layers.dtype
+        return next(self.adapter.parameters()).dtype
 
     def _cast(self, states: Tensor) -> Tensor:
         """To the adapter's dtype, which in training may be finer than the backbone's."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa_train.models.drafts.layers import gather_paths
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.masks import additive_mask
-from medusa_train.trees.tree import Levels, Tree
+from medusa_train.trees.tree import Tree, TreeLevels
 
 
 @dataclass
@@ -32,7 +32,7 @@ class KangarooState:
     missing: list[int]
     device: torch.device
     behind: Tensor | None = None
-    _levels: Levels | None = None
+    _levels: TreeLevels | None = None
     _blocks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -55,24 +55,24 @@ class KangarooState:
         """m, of `behind`."""
         return 0 if self.behind is None else self.behind.shape[1]
 
-    def levels_of(self, tree: Tree) -> Levels:
+    def levels_of(self, tree: Tree) -> TreeLevels:
         """The levels of `tree`, made once."""
         if self._levels is None or self._levels.tree is not tree:
-            self._levels = Levels(tree)
+            self._levels = TreeLevels(tree)
             self._blocks.clear()
         return self._levels
 
-    def is_single_chain(self, levels: Levels) -> bool:
+    def is_single_chain(self, levels: TreeLevels) -> bool:
         """Whether each part of a pass is one position that sees everything in the cache."""
         return not isinstance(self.cache, BatchCache) and levels.tree.max_depth == levels.tree.size
 
-    def block(self, levels: Levels, dtype: torch.dtype) -> Tensor:
+    def block(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
         """What the nodes of a tree see of each other, additive [n + 1, n + 1]."""
         if (-1, dtype) not in self._blocks:
             self._blocks[-1, dtype] = additive_mask(levels.tree.ancestors, dtype)
         return self._blocks[-1, dtype]
 
-    def own_block(self, levels: Levels, dtype: torch.dtype) -> Tensor:
+    def own_block(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
         """What waits, and the inner nodes, see of each other in the adapter, additive [1 or B, q, q].
 
         m = 2, root, child    x          rows whose first one is fill:   x
@@ -122,7 +122,7 @@ class KangarooState:
     def select_rows(self, rows: Sequence[int]) -> KangarooState:
         """Go on with `rows` alone."""
         assert isinstance(self.own, BatchCache)
-        self.own.take(rows)
+        self.own.select_rows(rows)
         self.missing = [self.missing[row] for row in rows]
         self.behind = self.behind[list(rows)] if self.behind is not None and any(self.missing) else None
         return self

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.hooks import inputs_of
+from medusa_train.models.features import capture_inputs
 from medusa_train.models.quantization import plain_weight
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
-from medusa_train.trees.masks import packing_mask, windowed
+from medusa_train.trees.masks import apply_sliding_window, document_mask, mask_with_prefix
 
 
 class DraftLayer(nn.Module):
@@ -55,7 +55,7 @@ class DraftLayer(nn.Module):
                 body.norm = nn.Identity()
             if mlp_size == 0:
                 _leave_mlp_out(body, backbone.hidden_size)
-            with torch.no_grad(), inputs_of(body.layers[0]) as seen:
+            with torch.no_grad(), capture_inputs(body.layers[0]) as seen:
                 probe = torch.randn(1, 2, backbone.hidden_size)
                 body(inputs_embeds=probe, use_cache=False)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -82,9 +82,9 @@ class DraftLayer(nn.Module):
         Args:
             positions, segments: [B, T], see `models.features.TokenRows`.
         """
-        mask = packing_mask(segments, _product_dtype(states))
+        mask = document_mask(segments, _product_dtype(states))
         if mask is not None:
-            mask = windowed(mask, positions, 0, self.window)
+            mask = apply_sliding_window(mask, positions, 0, self.window)
         return self._run(states, positions, mask, None)
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class DraftLayer(nn.Module):
             mask: additive [1 or B, 1, q, length + q], windows not yet laid over it; None: causal.
         """
         if mask is not None:
-            mask = windowed(mask, positions, cache.length, self.window)
+            mask = apply_sliding_window(mask, positions, cache.length, self.window)
         return self._run(states, positions, mask, cache)
 
     def _run(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None) -> Tensor:
@@ -157,19 +157,17 @@ class LayerCache:
         return out
 
     def select_rows(self, rows: Sequence[int]) -> LayerCache:
-        """Go on with `rows` alone, see `BatchCache.take`."""
+        """Go on with `rows` alone, see `BatchCache.select_rows`."""
         if self._many is not None:
-            self._many.take(rows)
+            self._many.select_rows(rows)
         return self
 
     @staticmethod
     def _mask(cache: BatchCache, states: Tensor) -> Tensor:
         """Each row's own committed positions, and among the new ones the earlier: [B, 1, q, length + q]."""
-        rows, q = states.shape[:2]
-        hidden = torch.ones(q, q, dtype=torch.bool, device=states.device).triu(1)
-        hidden = torch.cat([cache.gaps(states.device)[:, None].expand(-1, q, -1), hidden.expand(rows, -1, -1)], dim=2)
-        mask = torch.zeros(hidden.shape, dtype=states.dtype, device=states.device)
-        return mask.masked_fill_(hidden, float("-inf"))[:, None]
+        q = states.shape[1]
+        causal = states.new_full((q, q), float("-inf")).triu(1)
+        return mask_with_prefix(cache, causal)
 
 
 def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

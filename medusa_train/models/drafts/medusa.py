@@ -16,7 +16,7 @@ from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.drafts.stacked import stack_in_place, stacked_view
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
-from medusa_train.models.prepack import Layout, worth_prepacking
+from medusa_train.models.prepack import PrepackedWeight, worth_prepacking
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -64,7 +64,7 @@ class Prepacked(NamedTuple):
 def _prepack(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
     """Prepack linear maps of the same input as one, their outputs concatenated."""
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return partial(Layout(torch.cat([linear.weight for linear in linears])).product, bias=bias)
+    return partial(PrepackedWeight(torch.cat([linear.weight for linear in linears])).linear, bias=bias)
 
 
 def _each(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class MedusaDraft(Draft):
         if self._whole is None or self.token_map is None:
             return self._whole
         with torch.no_grad():
-            return self._whole.only(self.token_map)
+            return self._whole.restrict_to(self.token_map)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take back weights, and with them the vocabulary that they are for."""
@@ -227,7 +227,7 @@ class MedusaDraft(Draft):
         """
         if vocab_size != (None if token_map is None else len(token_map)):
             raise ValueError(f"heads over {vocab_size} tokens want a token_map of as many")
-        own = backbone.unembedding()
+        own = backbone.lm_head()
         draft = cls(
             backbone.hidden_size,
             backbone.vocab_size,
@@ -241,7 +241,7 @@ class MedusaDraft(Draft):
             dtype=dtype or backbone.dtype,
         ).to(backbone.device)
         if token_map is not None and draft.lm_heads:
-            own = own.only(token_map)
+            own = own.restrict_to(token_map)
         with torch.no_grad():
             for head in draft.lm_heads:
                 assert isinstance(head, nn.Linear)
@@ -315,12 +315,12 @@ class MedusaDraft(Draft):
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         if self.token_map is not None:
             best = self.token_map[best]
-        guesses = best.index_select(1, tree.guess_index)
+        guesses = best.index_select(1, tree.candidate_index)
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
     def _order(self, states: Tensor, k: int) -> Tensor:
         """Head k's logits [B, V] at [B, d] but for soft cap and scale, which keep their order."""
-        return self.lm_head(k).raw(self.head_state(states, k))
+        return self.lm_head(k).raw_logits(self.head_state(states, k))
 
     def _packed_logits(self, states: Tensor, packed: Prepacked, count: int) -> Tensor:
         """`_order` of heads 1..count, [count, B, V], with prepacked weights."""
@@ -329,7 +329,7 @@ class MedusaDraft(Draft):
             x = x + silu(packed.first(states).unflatten(1, (self.num_heads, -1))[:, :count].transpose(0, 1))
         for products in packed.blocks:
             x = x + silu(_each(products, x))
-        return self.shared.raw(x) if self.shared is not None else _each(packed.lm_heads, x)
+        return self.shared.raw_logits(x) if self.shared is not None else _each(packed.lm_heads, x)
 
     def _all_orders(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
         """`_order` of heads 1..count, [count, B, V]: a product for each layer of all of them.
@@ -347,7 +347,7 @@ class MedusaDraft(Draft):
             x = x + silu(grown)
         if stacked.unembedding is None:
             assert self.shared is not None
-            return self.shared.raw(x)
+            return self.shared.raw_logits(x)
         weights, offsets = stacked.unembedding
         logits = torch.bmm(x, weights[:count].transpose(1, 2))
         return logits if offsets is None else logits + offsets[:count, None]

@@ -41,7 +41,7 @@ def trained_like(backbone: Backbone, seed: int = 1, std: float = 0.1, **settings
 
 
 def _states(draft: AmphistaDraft, backbone: Backbone, tokens: Tensor = TOKENS) -> list[Tensor]:
-    return list(draft.head_states(backbone.run(tokens), Rows.of(tokens)))
+    return list(draft.head_states(backbone.run(tokens), Rows.from_tokens(tokens)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -64,10 +64,10 @@ def test_untrained_heads_predict_what_every_family_predicts(family: str) -> None
 
 def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
-    backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
+    backbone.output_embeddings.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
     draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
     feats = backbone.run(TOKENS)
-    hidden = list(draft.head_states(feats, Rows.of(TOKENS)))[1]
+    hidden = list(draft.head_states(feats, Rows.from_tokens(TOKENS)))[1]
     assert torch.equal(draft.lm_head(2).logits(hidden), backbone.logits(feats.hidden))
 
 
@@ -133,7 +133,8 @@ def test_value_and_gradient_of_the_formula(blocks: int) -> None:
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
     feats = backbone.run(TOKENS)
     ours = [
-        draft.lm_head(k).logits(s)[:, :-1] for k, s in enumerate(draft.head_states(feats, Rows.of(TOKENS)), start=1)
+        draft.lm_head(k).logits(s)[:, :-1]
+        for k, s in enumerate(draft.head_states(feats, Rows.from_tokens(TOKENS)), start=1)
     ]
     embeddings = backbone.model.get_input_embeddings()(TOKENS)
     plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
@@ -160,7 +161,7 @@ def test_with_nothing_added_it_is_medusa() -> None:
         found = next((ours for ours in names if name.startswith(ours)), None)
         renamed[name if found is None else name.replace(found, names[found])] = tensor
     medusa.load_state_dict(renamed)
-    theirs = medusa.head_states(backbone.run(TOKENS), Rows.of(TOKENS))
+    theirs = medusa.head_states(backbone.run(TOKENS), Rows.from_tokens(TOKENS))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(_states(draft, backbone), theirs, strict=True))
 
 
@@ -182,7 +183,9 @@ def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     feats = backbone.run(TOKENS)
     other = TOKENS.clone()
     other[:, 6] = 11
-    before, after = (torch.stack(list(draft.head_states(feats, Rows.of(tokens)))) for tokens in (TOKENS, other))
+    before, after = (
+        torch.stack(list(draft.head_states(feats, Rows.from_tokens(tokens)))) for tokens in (TOKENS, other)
+    )
     assert torch.equal(before[:, :, :5], after[:, :, :5])
     changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
     assert bool(changed.all()) == bool(changed.any()) == draft.sampled_token
@@ -228,7 +231,7 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     text = torch.randint(2, 60, (rows, 40))
     whole = backbone.run(text)
     following = text.roll(-1, 1)
-    batch = Rows.of(text)
+    batch = Rows.from_tokens(text)
     expected = draft._stages(whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments))
     lengths = [9, 3, 1, 6][:rows]
     cache = BatchCache(1, 64)
@@ -259,7 +262,8 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     """Three prompts in a batch against each head's own order of all tokens; `apart`: laid out by somebody else."""
     backbone = random_backbone("qwen2")
     if bias:
-        backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size, dtype=torch.float64), requires_grad=False)
+        bias_values = torch.randn(backbone.vocab_size, dtype=torch.float64)
+        backbone.output_embeddings.bias = nn.Parameter(bias_values, requires_grad=False)
     draft = trained_like(backbone, **VARIANTS[variant])
     if apart:
         weight = draft.lm_heads.get_parameter("2.weight")

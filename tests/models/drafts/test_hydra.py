@@ -41,14 +41,14 @@ def plain_head(draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, pat
     for j in range(1, draft.num_layers):
         block = f"blocks.{k - 1}.{j}.linear"
         x = x + silu(linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
-    return backbone.unembedding().transform(linear(x, weights[f"lm_heads.{k - 1}.weight"]))
+    return backbone.lm_head().transform(linear(x, weights[f"lm_heads.{k - 1}.weight"]))
 
 
 def prefixed(draft: HydraDraft, states: Tensor) -> Tensor:
     """What the heads read over one whole document, [T, d] -> [T, d]."""
     if draft.prefix is None:
         return states
-    rows = Rows.of(torch.zeros(1, len(states), dtype=torch.long))
+    rows = Rows.from_tokens(torch.zeros(1, len(states), dtype=torch.long))
     return draft.prefix(states[None], rows.positions, rows.segments)[0]
 
 
@@ -58,7 +58,7 @@ def test_untrained_heads_without_a_prefix_layer_give_the_backbones_logits(family
     draft = HydraDraft(backbone, 3, 4, prefix_layer=False)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     feats = backbone.run(tokens)
-    for k, hidden in enumerate(draft.head_states(feats, Rows.of(tokens)), start=1):
+    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
         assert torch.equal(draft.lm_head(k).logits(hidden), backbone.logits(feats.hidden))
 
 
@@ -87,7 +87,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(prefix_layer
     feats = backbone.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_heads=1.0)
     ours = objective.loss(
-        feats, batch, objective.target_counts(batch), teacher=feats, teacher_lm_head=backbone.unembedding()
+        feats, batch, objective.target_counts(batch), teacher=feats, teacher_lm_head=backbone.lm_head()
     ).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 

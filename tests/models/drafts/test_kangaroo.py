@@ -74,7 +74,7 @@ def test_states_are_the_formulas() -> None:
     tokens = torch.randint(backbone.vocab_size, (2, 12))
     feats = backbone.run(tokens, need=draft.needs)
     assert feats.early is not None
-    states = draft.states(feats, Rows.of(tokens))
+    states = draft.states(feats, Rows.from_tokens(tokens))
     for row in range(2):
         assert torch.allclose(states[row], reference(draft, feats.early[row], 4, 2), atol=1e-9)
 
@@ -87,7 +87,7 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float) -> None:
     batch = packed(backbone.vocab_size)
     feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
     objective = Objective(draft, 1.0, soft_heads=soft)
-    judge = {"teacher": feats, "teacher_lm_head": backbone.unembedding()} if soft else {}
+    judge = {"teacher": feats, "teacher_lm_head": backbone.lm_head()} if soft else {}
     ours = objective.loss(feats, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
     ours.loss.backward()
     gradients = [parameter.grad for parameter in draft.parameters()]
@@ -118,12 +118,12 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
     draft = random_draft(backbone, num_heads=4)
     tokens = torch.randint(backbone.vocab_size, (2, 10))
     feats = backbone.run(tokens, need=draft.needs)
-    states = draft.states(feats, Rows.of(tokens))
-    traced = list(draft.teacher_forced_states(feats, Rows.of(tokens)))
+    states = draft.states(feats, Rows.from_tokens(tokens))
+    traced = list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))
     assert (len(traced), draft.trained_heads) == (4, 1)
     for k, head in enumerate(traced, start=1):
         assert torch.equal(head[:, :-k], states[:, k:])
-    (trained,) = draft.head_states(feats, Rows.of(tokens))
+    (trained,) = draft.head_states(feats, Rows.from_tokens(tokens))
     assert torch.equal(trained, traced[0])
 
 
@@ -136,7 +136,7 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     together = draft.states(feats, batch)[0]
     for document in range(len(LENGTHS)):
         here = batch.segments[0] == document
-        rows = Rows.of(batch.tokens[:, here])
+        rows = Rows.from_tokens(batch.tokens[:, here])
         alone = draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0]
         assert torch.allclose(together[here], alone, atol=1e-9)
 
@@ -159,12 +159,12 @@ def test_only_the_adapter_is_trained_and_saved(family: str, mlp_size: int, tmp_p
     again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
     tokens = torch.randint(backbone.vocab_size, (1, 8))
     feats = backbone.run(tokens, need=draft.needs)
-    assert torch.equal(draft.states(feats, Rows.of(tokens)), again.states(feats, Rows.of(tokens)))
+    assert torch.equal(draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens)))
 
 
 def test_an_exit_that_is_none_is_refused() -> None:
     for layers in (0, 3):
-        with pytest.raises(BackboneError, match="choose 1 to 2"):
+        with pytest.raises(BackboneError, match="use 1 to 2"):
             KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=layers)
 
 
@@ -173,6 +173,6 @@ def test_every_family_has_an_early_exit(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     draft = KangarooDraft.from_backbone(backbone, exit_layer=1)
     tokens = torch.arange(2, 9)[None]
-    (states,) = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.of(tokens))
+    (states,) = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
     assert states.shape == (1, 7, backbone.hidden_size)
     assert bool(states.isfinite().all())

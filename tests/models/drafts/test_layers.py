@@ -39,7 +39,7 @@ def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
     draft = KangarooDraft.from_backbone(backbone, exit_layer=exit_layer, mlp_size=width)
     tokens = torch.randint(backbone.vocab_size, (1, 9))
     feats = backbone.run(tokens, need=draft.needs)
-    torch.testing.assert_close(draft.states(feats, Rows.of(tokens)), feats.hidden, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10)
 
 
 class Fused(nn.Module):
@@ -115,7 +115,7 @@ def random_layer(family: str, **options: Any) -> DraftLayer:
 
 def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
     """[T, d] -> [T, d] of one document, without our masks."""
-    rows = Rows.of(torch.zeros(1, len(states), dtype=torch.long))
+    rows = Rows.from_tokens(torch.zeros(1, len(states), dtype=torch.long))
     with torch.no_grad():
         return layer(states[None], rows.positions, rows.segments)[0]
 

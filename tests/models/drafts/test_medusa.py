@@ -24,13 +24,13 @@ def test_untrained_heads_give_the_backbones_logits_to_the_bit(family: str, layer
     feats = backbone.run(tokens)
     theirs = backbone.model(tokens, use_cache=False).logits
     assert torch.equal(backbone.logits(feats.hidden), theirs)
-    for k, hidden in enumerate(draft.head_states(feats, Rows.of(tokens)), start=1):
+    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
         assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
 
 
 def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
-    backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
+    backbone.output_embeddings.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
     draft = MedusaDraft.from_backbone(backbone, num_heads=2)
     hidden = torch.randn(5, backbone.hidden_size)
     assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
@@ -61,7 +61,8 @@ def test_no_two_heads_or_blocks_share_a_tensor() -> None:
 def _random_heads(layers: int, *, bias: bool = False, share: bool = False) -> tuple[Backbone, MedusaDraft]:
     backbone = random_backbone("qwen2")
     if bias:
-        backbone.head.bias = nn.Parameter(torch.randn(backbone.vocab_size, dtype=torch.float64), requires_grad=False)
+        bias_values = torch.randn(backbone.vocab_size, dtype=torch.float64)
+        backbone.output_embeddings.bias = nn.Parameter(bias_values, requires_grad=False)
     draft = MedusaDraft.from_backbone(backbone, num_heads=4, num_layers=layers, share_lm_head=share)
     torch.manual_seed(1)
     with torch.no_grad():
