@@ -138,7 +138,7 @@ def test_a_token_that_the_heads_lack_has_no_rank() -> None:
 
 def test_a_tree_wider_than_the_vocabulary_is_refused() -> None:
     backbone = random_backbone("llama")
-    with pytest.raises(MedusaError, match="rank 16 of 16 tokens"):
+    with pytest.raises(MedusaError, match="rank 16 of a vocabulary of 16 tokens"):
         Decoder(backbone, heads(backbone), Tree.from_paths([(16,)]))
 
 

@@ -1,4 +1,4 @@
-"""The drafts: who guesses the next tokens; each in a file of its own behind one interface."""
+"""The draft architectures. To add one: a file here, a line in `DRAFTS`, and its keys in `config/drafts.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 
+#: By the value of the configuration key `draft`.
 DRAFTS: dict[str, type[Draft]] = {
     "medusa": MedusaDraft,
     "hydra": HydraDraft,
@@ -17,5 +18,5 @@ DRAFTS: dict[str, type[Draft]] = {
 
 
 def draft_name(draft: Draft) -> str:
-    """The value of the key `draft` that made it."""
-    return next(name for name, kind in DRAFTS.items() if isinstance(draft, kind))
+    """Return the value of the configuration key `draft` for this draft."""
+    return next(name for name, draft_class in DRAFTS.items() if isinstance(draft, draft_class))

@@ -1,4 +1,4 @@
-"""Medusa heads: K residual blocks with an unembedding each, reading one hidden state; knows no loss and no loop."""
+"""Medusa heads: K residual blocks with an output matrix each, all reading the same hidden state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
-from medusa_train.models.drafts.stacked import stack_in_place, stacked_view
+from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.prepack import PrepackedWeight, worth_prepacking
@@ -21,82 +21,20 @@ from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
 
-class ResBlock(nn.Module):
-    """`x + SiLU(W1 x + b1)` with W1 = 0 and b1 = 0 at the start, so that it begins as the identity."""
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size, dtype=dtype)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        return x + silu(self.linear(x))
-
-
-class Stacked(NamedTuple):
-    """The weights of all heads as one tensor each, on the parameters' own memory.
-
-    Attributes:
-        blocks: per layer W1 [K, d, d] and b1 [K, d]. unembedding: W2 [K, V, d] and its bias [K, V] or None; None
-            where the heads share the backbone's.
-    """
-
-    blocks: list[tuple[Tensor, Tensor]]
-    unembedding: tuple[Tensor, Tensor | None] | None
-
-
-class Prepacked(NamedTuple):
-    """The linear maps of all heads, [B, in] -> [B, out], with weights prepacked for a CPU.
-
-    Attributes:
-        first: those of the first layer as one, d -> K * d, since they read the same states; None without blocks.
-        blocks: for each further layer one per head. lm_heads: one per head; empty where they share the backbone's.
-    """
-
-    first: Callable[[Tensor], Tensor] | None
-    blocks: list[list[Callable[[Tensor], Tensor]]]
-    lm_heads: list[Callable[[Tensor], Tensor]]
-
-
-@torch.no_grad()
-def _prepack(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    """Prepack linear maps of the same input as one, their outputs concatenated."""
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return partial(PrepackedWeight(torch.cat([linear.weight for linear in linears])).linear, bias=bias)
-
-
-def _each(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-    """Apply map k to x[k]: [count, B, in] -> [count, B, out]; later maps are left out."""
-    return torch.stack([product(row) for product, row in zip(products, x, strict=False)])
-
-
-class MedusaState(NamedTuple):
-    """What B rows of a decoding loop read.
-
-    Attributes:
-        hidden: [B, d], the state whose next token is the coming root. stacked: the weights; None where they lie apart.
-    """
-
-    hidden: Tensor
-    stacked: Stacked | None
-
-
 class MedusaDraft(Draft):
-    """K Medusa heads, `p_k = softmax(W2_k (SiLU(W1_k h + b1_k) + h))` (Medusa, section 2.1.1, Eq. 1).
+    """K Medusa heads, `p_k = softmax(W2_k (SiLU(W1_k h + b1_k) + h))` (Medusa, Medusa Heads, Eq. 1).
 
-    W1 = 0, b1 = 0 and W2 = a copy of lm_head at the start (the paper's text swaps the two), so an untrained head
-    gives the backbone's own next-token logits to the bit. Each head and each block has weights of its own.
+    Initially W1 = 0, b1 = 0 and W2 = a copy of lm_head (the paper's text swaps the two), so an untrained head gives the
+    backbone's next-token logits exactly. No weights are shared between heads or blocks.
 
     Args:
         hidden_size, vocab_size: d and V of the backbone. num_heads: K. num_layers: residual blocks per head.
-        bias: whether the unembeddings carry a bias, as the backbone's lm_head does.
+        bias: whether the output matrices have a bias, as the backbone's lm_head does.
         softcap, scale: the backbone's logit transform, see `LMHead`.
-        shared: the backbone's own unembedding, for heads without a matrix of their own ("version 2": about 11 % of
-            the parameters at the shape of a 7B model); it is read, never trained or saved by the heads.
-        token_map: long [N], for heads over a reduced vocabulary: logit i is that of the token token_map[i], and other
-            tokens are never guessed. With `shared` its rows are copied once.
+        shared: the backbone's lm_head, for heads without a matrix each (about 11 % of the parameters at the size of a
+            7B model). The heads read it, but neither train nor save it.
+        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
+            tokens are never guessed. With `shared` the rows are copied once.
     """
 
     token_map: Tensor | None
@@ -123,8 +61,8 @@ class MedusaDraft(Draft):
         self.softcap = softcap
         self.scale = scale
         self.register_buffer("token_map", None if token_map is None else token_map.long())
-        self._whole = shared
-        self.shared = self._known_part()
+        self._full_shared = shared
+        self.shared = self._reduced_shared()
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers))) for _ in range(num_heads)
         )
@@ -132,78 +70,10 @@ class MedusaDraft(Draft):
             nn.Linear(hidden_size, self.draft_vocab_size, bias=bias, dtype=dtype)
             for _ in range(0 if shared else num_heads)
         )
-        self._packed: Prepacked | None = None
-        self._stack_in_place()
+        self._prepacked: Prepacked | None = None
+        self._stack()
 
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
-        """Keep the heads side by side through `.to()` and its like, which move parameters one by one."""
-        self._packed = None  # it would hold the old weights
-        super()._apply(fn, recurse)
-        self._stack_in_place()
-        return self
-
-    def _known_part(self) -> LMHead | None:
-        """What shared heads unembed with: the backbone's matrix, or a copy of the rows that they know."""
-        if self._whole is None or self.token_map is None:
-            return self._whole
-        with torch.no_grad():
-            return self._whole.restrict_to(self.token_map)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take back weights, and with them the vocabulary that they are for."""
-        before = self.token_map
-        known = None if before is None else before.clone()
-        done = super().load_state_dict(state_dict, strict, assign)
-        if known is not None and self.token_map is not None and not torch.equal(known, self.token_map):
-            self.shared = self._known_part()
-        return done
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """N, of a reduced vocabulary, or V."""
-        return self.vocab_size if self.token_map is None else len(self.token_map)
-
-    def prepack(self) -> bool:
-        """Prepack the weights for decoding on a CPU where that is faster (`models.packed`); return whether it was."""
-        blocks = self._blocks_by_layer()
-        lm_heads: list[Any] = list(self.lm_heads)
-        if worth_prepacking([linear.weight for linears in (*blocks, lm_heads) for linear in linears]):
-            self._packed = Prepacked(
-                first=_prepack(blocks[0]) if blocks else None,
-                blocks=[[_prepack([linear]) for linear in linears] for linears in blocks[1:]],
-                lm_heads=[_prepack([head]) for head in lm_heads],
-            )
-        return self._packed is not None
-
-    def _blocks_by_layer(self) -> list[list[Any]]:
-        """The residual blocks' linear maps, head by head, for each layer."""
-        return [[block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)]
-
-    def _alike(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters that all heads have, head by head: per layer W1 and b1, then W2 and its bias."""
-        groups = self._blocks_by_layer()
-        if self.shared is None:
-            groups.append(list(self.lm_heads))
-        for linears in groups:
-            yield [linear.weight for linear in linears]
-            if linears[0].bias is not None:
-                yield [linear.bias for linear in linears]
-
-    def _stack_in_place(self) -> None:
-        for parameters in self._alike():
-            stack_in_place(parameters)
-
-    def stacked(self) -> Stacked | None:
-        """All heads' weights as one tensor each, without a copy; None where somebody else has laid them out."""
-        tensors = [stacked_view(parameters) for parameters in self._alike()]
-        found = [tensor for tensor in tensors if tensor is not None]
-        if len(found) < len(tensors):
-            return None
-        blocks = [(found[2 * j], found[2 * j + 1]) for j in range(self.num_layers)]
-        rest = found[2 * self.num_layers :]
-        if not rest:
-            return Stacked(blocks, None)
-        return Stacked(blocks, (rest[0], rest[1] if len(rest) > 1 else None))
+    # Construction
 
     @classmethod
     def from_backbone(
@@ -217,42 +87,42 @@ class MedusaDraft(Draft):
         token_map: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
-        """Untrained heads that predict what `backbone` predicts, on its device; dtype by default its own.
+        """Create heads that predict what `backbone` predicts, on its device; by default in its dtype.
 
         Args:
-            vocab_size: N, for heads over the `token_map` (long [N]) alone, which begin as these rows of lm_head.
+            vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these rows of lm_head.
 
         Raises:
-            ValueError: one of the two does not fit the other.
+            ValueError: `vocab_size` and `token_map` do not fit each other.
         """
         if vocab_size != (None if token_map is None else len(token_map)):
-            raise ValueError(f"heads over {vocab_size} tokens want a token_map of as many")
-        own = backbone.lm_head()
+            raise ValueError(f"heads over {vocab_size} tokens need a token_map of that length")
+        lm_head = backbone.lm_head()
         draft = cls(
             backbone.hidden_size,
             backbone.vocab_size,
             num_heads,
             num_layers,
-            bias=own.bias is not None,
-            softcap=own.softcap,
-            scale=own.scale,
-            shared=own if share_lm_head else None,
+            bias=lm_head.bias is not None,
+            softcap=lm_head.softcap,
+            scale=lm_head.scale,
+            shared=lm_head if share_lm_head else None,
             token_map=token_map,
             dtype=dtype or backbone.dtype,
         ).to(backbone.device)
         if token_map is not None and draft.lm_heads:
-            own = own.restrict_to(token_map)
+            lm_head = lm_head.restrict_to(token_map)
         with torch.no_grad():
             for head in draft.lm_heads:
                 assert isinstance(head, nn.Linear)
-                head.weight.copy_(own.weight)
-                if own.bias is not None:
-                    head.bias.copy_(own.bias)
+                head.weight.copy_(lm_head.weight)
+                if lm_head.bias is not None:
+                    head.bias.copy_(lm_head.bias)
         return draft
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `from_backbone` has to be told to make such heads."""
+        """Keyword arguments of `from_backbone` that recreate these heads, except `token_map`."""
         return {
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
@@ -264,32 +134,54 @@ class MedusaDraft(Draft):
     def count_parameters(
         cls, model: Any, *, num_heads: int, num_layers: int, share_lm_head: bool, vocab_size: int | None = None
     ) -> int:
-        """`d x d` and a bias for each block, and a copy of lm_head, or of N rows of it, for each head."""
-        head = model.get_output_embeddings()
-        rows, hidden = head.weight.shape
-        row = sum(p.numel() for p in head.parameters()) // rows
-        own = 0 if share_lm_head else row * (vocab_size or rows)
-        return num_heads * (num_layers * (hidden * hidden + hidden) + own)
+        """`d x d` and a bias per block; a copy of lm_head, or of N rows of it, per head."""
+        lm_head = model.get_output_embeddings()
+        rows, hidden = lm_head.weight.shape
+        per_row = sum(p.numel() for p in lm_head.parameters()) // rows
+        output = 0 if share_lm_head else per_row * (vocab_size or rows)
+        return num_heads * (num_layers * (hidden * hidden + hidden) + output)
 
     def check_fits(self, backbone: Backbone) -> None:
-        """Raise BackboneError unless d and V are the backbone's."""
+        """Raise BackboneError if d or V differ from the backbone's."""
         if (self.hidden_size, self.vocab_size) != (backbone.hidden_size, backbone.vocab_size):
             raise BackboneError(
-                f"these heads are for hidden size {self.hidden_size} and {self.vocab_size} tokens; "
+                f"these heads are for hidden size {self.hidden_size} and {self.vocab_size} tokens, but "
                 f"{backbone.name or 'the backbone'} has {backbone.hidden_size} and {backbone.vocab_size}"
             )
 
-    def head_state(self, states: Tensor, k: int) -> Tensor:
-        """Head k's state [..., d] from the backbone's [..., d], k = 1..K."""
-        return self.blocks[k - 1](states)
+    @property
+    def draft_vocab_size(self) -> int:
+        """N for a reduced vocabulary, else V."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights and the vocabulary that they belong to."""
+        before = None if self.token_map is None else self.token_map.clone()
+        result = super().load_state_dict(state_dict, strict, assign)
+        if before is not None and self.token_map is not None and not torch.equal(before, self.token_map):
+            self.shared = self._reduced_shared()
+        return result
+
+    def _reduced_shared(self) -> LMHead | None:
+        """The lm_head that shared heads use: the backbone's, or a copy of its rows of a reduced vocabulary."""
+        if self._full_shared is None or self.token_map is None:
+            return self._full_shared
+        with torch.no_grad():
+            return self._full_shared.restrict_to(self.token_map)
+
+    # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
+        """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
         for k in range(1, self.num_heads + 1):
             yield self.head_state(feats.hidden, k)
 
+    def head_state(self, states: Tensor, k: int) -> Tensor:
+        """Return head k's states [..., d] for the backbone's [..., d], k = 1..K."""
+        return self.blocks[k - 1](states)
+
     def lm_head(self, k: int) -> LMHead:
-        """Head k's W2, or the shared one, with the backbone's logit transform."""
+        """Return head k's W2, or the shared one, with the backbone's logit transform."""
         if self.shared is not None:
             return self.shared
         head = self.lm_heads[k - 1]
@@ -297,67 +189,162 @@ class MedusaDraft(Draft):
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Head k's logits [..., V] (reduced: [..., N]) at the backbone's states [..., d]."""
+        """Return head k's logits [..., V] (reduced vocabulary: [..., N]) for the backbone's states [..., d]."""
         return self.lm_head(k).logits(self.head_state(states, k))
 
+    # Decoding
+
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MedusaState:
-        """Heads look at the last position of each prompt only."""
+        """Return the state of the last position of each prompt."""
         return MedusaState(hidden_at_positions(feats, [length - 1 for length in lengths]), self.stacked())
 
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
-        """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
-        if self._packed is not None:
-            logits = self._packed_logits(state.hidden, self._packed, tree.max_depth)
-        elif state.stacked is None:
-            logits = torch.stack([self._order(state.hidden, k) for k in range(1, tree.max_depth + 1)])
+        """Place the top guesses of every head in the tree by rank."""
+        if self._prepacked is not None:
+            logits = self._prepacked_logits(state.hidden, self._prepacked, tree.max_depth)
+        elif state.stacked is not None:
+            logits = self._stacked_logits(state.hidden, state.stacked, tree.max_depth)
         else:
-            logits = self._all_orders(state.hidden, state.stacked, tree.max_depth)
+            heads = range(1, tree.max_depth + 1)
+            logits = torch.stack([self.lm_head(k).raw_logits(self.head_state(state.hidden, k)) for k in heads])
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         if self.token_map is not None:
             best = self.token_map[best]
         guesses = best.index_select(1, tree.candidate_index)
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
-    def _order(self, states: Tensor, k: int) -> Tensor:
-        """Head k's logits [B, V] at [B, d] but for soft cap and scale, which keep their order."""
-        return self.lm_head(k).raw_logits(self.head_state(states, k))
-
-    def _packed_logits(self, states: Tensor, packed: Prepacked, count: int) -> Tensor:
-        """`_order` of heads 1..count, [count, B, V], with prepacked weights."""
-        x = states.expand(count, *states.shape)
-        if packed.first is not None:
-            x = x + silu(packed.first(states).unflatten(1, (self.num_heads, -1))[:, :count].transpose(0, 1))
-        for products in packed.blocks:
-            x = x + silu(_each(products, x))
-        return self.shared.raw_logits(x) if self.shared is not None else _each(packed.lm_heads, x)
-
-    def _all_orders(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
-        """`_order` of heads 1..count, [count, B, V]: a product for each layer of all of them.
-
-        Every first block reads the same states, so theirs is one matrix of count * d rows.
-        """
-        x = states.expand(count, *states.shape)
-        for j, (weights, biases) in enumerate(stacked.blocks):
-            weight, bias = weights[:count], biases[:count]
-            if j == 0:
-                flat = linear(states, weight.flatten(0, 1), bias.flatten())
-                grown = flat.unflatten(1, (count, -1)).transpose(0, 1)
-            else:
-                grown = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
-            x = x + silu(grown)
-        if stacked.unembedding is None:
-            assert self.shared is not None
-            return self.shared.raw_logits(x)
-        weights, offsets = stacked.unembedding
-        logits = torch.bmm(x, weights[:count].transpose(1, 2))
-        return logits if offsets is None else logits + offsets[:count, None]
-
     def advance(
         self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
     ) -> MedusaState:
-        """The states of the last accepted nodes."""
+        """Return the states of the last accepted nodes."""
         return state._replace(hidden=hidden_at_positions(feats, [path[-1] for path in paths]))
 
     def select_rows(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
-        """The states of `rows`."""
+        """Return the states of `rows`."""
         return state._replace(hidden=state.hidden[list(rows)])
+
+    # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the order of the guesses.
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
+        self._prepacked = None  # it holds the old weights
+        super()._apply(fn, recurse)  # moves parameters one by one
+        self._stack()
+        return self
+
+    def _stack(self) -> None:
+        for linears in self._parallel_linears():
+            stack_linears(linears)
+
+    def stacked(self) -> Stacked | None:
+        """Return the weights of all heads as one tensor each, without a copy; None if they are not stacked."""
+        groups = [stacked_linears(linears) for linears in self._parallel_linears()]
+        stacked = [group for group in groups if group is not None]
+        if len(stacked) < len(groups):
+            return None
+        return Stacked(stacked[: self.num_layers], stacked[-1] if self.shared is None else None)
+
+    def prepack(self) -> bool:
+        """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""
+        groups = self._parallel_linears()
+        if worth_prepacking([linear.get_parameter("weight") for linears in groups for linear in linears]):
+            blocks = groups[: self.num_layers]
+            self._prepacked = Prepacked(
+                first=_prepack(blocks[0]) if blocks else None,
+                blocks=[[_prepack([linear]) for linear in linears] for linears in blocks[1:]],
+                lm_heads=[_prepack([head]) for head in self.lm_heads],
+            )
+        return self._prepacked is not None
+
+    def _parallel_linears(self) -> list[list[nn.Module]]:
+        """The linear layers that are the same in all heads: per block those of heads 1..K, then their W2 if any."""
+        groups = [[block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)]
+        return [*groups, list(self.lm_heads)] if self.lm_heads else groups
+
+    def _prepacked_logits(self, states: Tensor, prepacked: Prepacked, count: int) -> Tensor:
+        """Logits of heads 1..count, [count, B, V], for states [B, d]."""
+        x = states.expand(count, *states.shape)
+        if prepacked.first is not None:
+            x = x + silu(prepacked.first(states).unflatten(1, (self.num_heads, -1))[:, :count].transpose(0, 1))
+        for products in prepacked.blocks:
+            x = x + silu(_per_head(products, x))
+        return self.shared.raw_logits(x) if self.shared is not None else _per_head(prepacked.lm_heads, x)
+
+    def _stacked_logits(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
+        """Logits of heads 1..count, [count, B, V], for states [B, d]: one product per layer."""
+        x = states.expand(count, *states.shape)
+        for j, (weights, biases) in enumerate(stacked.blocks):
+            assert biases is not None
+            weight, bias = weights[:count], biases[:count]
+            if j == 0:  # all heads read the same states, so their first blocks are one matrix of count * d rows
+                branch = linear(states, weight.flatten(0, 1), bias.flatten()).unflatten(1, (count, -1)).transpose(0, 1)
+            else:
+                branch = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+            x = x + silu(branch)
+        if stacked.lm_heads is None:
+            assert self.shared is not None
+            return self.shared.raw_logits(x)
+        weights, head_biases = stacked.lm_heads
+        logits = torch.bmm(x, weights[:count].transpose(1, 2))
+        return logits if head_biases is None else logits + head_biases[:count, None]
+
+
+class ResBlock(nn.Module):
+    """`x + SiLU(W1 x + b1)`; initially the identity, with W1 = 0 and b1 = 0."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size, dtype=dtype)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        return x + silu(self.linear(x))
+
+
+class Stacked(NamedTuple):
+    """The weights of all heads as one tensor each, on the parameters' memory.
+
+    Attributes:
+        blocks: per layer W1 [K, d, d] and b1 [K, d].
+        lm_heads: W2 [K, V, d] and its bias [K, V] or None; None if the heads share the backbone's.
+    """
+
+    blocks: list[tuple[Tensor, Tensor | None]]
+    lm_heads: tuple[Tensor, Tensor | None] | None
+
+
+class MedusaState(NamedTuple):
+    """The decoding state of B rows.
+
+    Attributes:
+        hidden: [B, d], the state that predicts the next root. stacked: see `MedusaDraft.stacked`.
+    """
+
+    hidden: Tensor
+    stacked: Stacked | None
+
+
+class Prepacked(NamedTuple):
+    """The linear layers of all heads as functions [B, in] -> [B, out] with weights prepacked for a CPU.
+
+    Attributes:
+        first: the first blocks of all heads as one, d -> K * d, since they read the same states; None without blocks.
+        blocks: per further block one function per head. lm_heads: one per head; empty if they share the backbone's.
+    """
+
+    first: Callable[[Tensor], Tensor] | None
+    blocks: list[list[Callable[[Tensor], Tensor]]]
+    lm_heads: list[Callable[[Tensor], Tensor]]
+
+
+@torch.no_grad()
+def _prepack(linears: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    """Prepack linear layers of the same input as one whose outputs are concatenated."""
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return partial(PrepackedWeight(torch.cat([linear.weight for linear in linears])).linear, bias=bias)
+
+
+def _per_head(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """Apply function k to x[k], [count, B, in] -> [count, B, out]; functions after `count` are not used."""
+    return torch.stack([product(row) for product, row in zip(products, x, strict=False)])

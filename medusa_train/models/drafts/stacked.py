@@ -1,4 +1,4 @@
-"""Parameters of one shape laid side by side in one storage, so that one product serves all; knows no draft."""
+"""Store the weights of several linear layers in one tensor, so that a single matrix product serves all of them."""
 
 from __future__ import annotations
 
@@ -8,80 +8,80 @@ import torch
 from torch import Tensor, nn
 
 
+class StackedLinears(nn.ModuleList):
+    """K linear layers of one shape with separate weights, stacked in memory; they stay so through `.to()`.
+
+    Args:
+        linears: the layers; all of them with a bias, or none.
+    """
+
+    def __init__(self, linears: Iterable[nn.Linear]) -> None:
+        super().__init__(linears)
+        stack_linears(list(self))
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> StackedLinears:
+        super()._apply(fn, recurse)  # moves parameters one by one
+        stack_linears(list(self))
+        return self
+
+    def stacked(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return all weights and biases, see `stacked_linears`."""
+        return stacked_linears(list(self))
+
+
+def stack_linears(linears: Sequence[nn.Module]) -> None:
+    """Move the weights, and the biases, of linear layers of one shape into one storage each, see `stack_in_place`."""
+    for name in ("weight", "bias"):
+        parameters = [getattr(linear, name) for linear in linears]
+        if parameters and parameters[0] is not None:
+            stack_in_place(parameters)
+
+
+def stacked_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weights [K, out, in] and biases [K, out] (or None) of K linear layers without a copy.
+
+    None if they are not stacked in memory, or if a layer was replaced by one of another class, for example prepacked.
+    """
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return None
+    weight = stacked_view([linear.get_parameter("weight") for linear in linears])
+    if weight is None or linears[0].bias is None:
+        return None if weight is None else (weight, None)
+    bias = stacked_view([linear.get_parameter("bias") for linear in linears])
+    return None if bias is None else (weight, bias)
+
+
 def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
     """Move K parameters of one shape and dtype into one storage [K, ...], in place.
 
-    Nothing else changes: values, identities, gradients and state dicts stay, and an optimizer goes on updating them
-    (torch's recurrent layers do the same in `flatten_parameters`). The memory that they lay in is given back, so
-    twice their size is held only while they move.
+    Values, identities, gradients and state dicts stay as they are, and optimizers continue to work; torch's recurrent
+    layers do the same in `flatten_parameters`. Memory of twice their size is needed only while they are moved.
     """
     if not parameters or stacked_view(parameters) is not None:
         return
     with torch.no_grad():
         storage = parameters[0].new_empty((len(parameters), *parameters[0].shape))
-        for place, parameter in zip(storage, parameters, strict=True):
-            parameter.data = place.copy_(parameter)
+        for target, parameter in zip(storage, parameters, strict=True):
+            parameter.data = target.copy_(parameter)
 
 
 def stacked_view(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """The K parameters as one tensor [K, ...] on their own memory; None where they lie apart.
+    """Return K parameters as one tensor [K, ...] on their memory; None if they are not adjacent.
 
-    They do after somebody else has laid them out: ZeRO keeps parameters in buffers of its own.
+    They stop being adjacent when they are moved, for example into ZeRO's flat buffers.
     """
     first = parameters[0]
     origin = first.untyped_storage().data_ptr()
     for i, parameter in enumerate(parameters):
-        together = (
+        adjacent = (
             parameter.untyped_storage().data_ptr() == origin
             and parameter.storage_offset() == first.storage_offset() + i * first.numel()
             and parameter.shape == first.shape
             and parameter.dtype == first.dtype
             and parameter.is_contiguous()
         )
-        if not together:
+        if not adjacent:
             return None
     return first.detach().as_strided(
         (len(parameters), *first.shape), (first.numel(), *first.stride()), first.storage_offset()
     )
-
-
-class StackedLinears(nn.ModuleList):
-    """K linear maps of one shape, each with weights of its own, side by side through `.to()` and its like.
-
-    Args:
-        linears: the maps; all of them with a bias, or none.
-    """
-
-    def __init__(self, linears: Iterable[nn.Linear]) -> None:
-        super().__init__(linears)
-        self._stack_in_place()
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> StackedLinears:
-        super()._apply(fn, recurse)  # moves parameters one by one
-        self._stack_in_place()
-        return self
-
-    def stacked(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weights [K, out, in] and the biases [K, out] or None, without a copy.
-
-        None where they lie apart, or where each map has become one of another class, with products of its own.
-        """
-        if any(type(linear) is not nn.Linear for linear in self):
-            return None
-        weights = stacked_view(self._named("weight"))
-        biases = stacked_view(self._named("bias")) if self._has_bias else None
-        if weights is None or (biases is None and self._has_bias):
-            return None
-        return weights, biases
-
-    @property
-    def _has_bias(self) -> bool:
-        return self[0].bias is not None
-
-    def _named(self, name: str) -> list[nn.Parameter]:
-        return [getattr(linear, name) for linear in self]
-
-    def _stack_in_place(self) -> None:
-        stack_in_place(self._named("weight"))
-        if self._has_bias:
-            stack_in_place(self._named("bias"))

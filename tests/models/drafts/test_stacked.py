@@ -1,4 +1,4 @@
-"""Parameters in one storage: laid there without a change, and found there only where they lie in order."""
+"""Parameters are moved into one storage unchanged, and viewed as one tensor only if they are adjacent."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from torch import Tensor, nn
 
 from medusa_train.models.drafts.stacked import stack_in_place, stacked_view
 
-BUFFER = torch.arange(40.0)  # what somebody else, such as ZeRO, keeps all parameters in
+BUFFER = torch.arange(40.0)  # as ZeRO's flat buffer of all parameters
 
 
 def piece(start: int, shape: tuple[int, ...] = (3, 3), buffer: Tensor = BUFFER) -> nn.Parameter:
-    """Of `buffer`, from `start` on, without a copy."""
+    """A view of `buffer` from `start` on."""
     count = torch.Size(shape).numel()
     return nn.Parameter(buffer[start : start + count].view(shape))
 
 
-def test_they_move_into_one_storage_and_stay_what_they_were() -> None:
+def test_parameters_move_into_one_storage_unchanged() -> None:
     parameters = [nn.Parameter(torch.randn(2, 3)) for _ in range(4)]
-    wanted = [parameter.detach().clone() for parameter in parameters]
+    expected = [parameter.detach().clone() for parameter in parameters]
     assert stacked_view(parameters) is None
     stack_in_place(parameters)
-    together = stacked_view(parameters)
-    assert together is not None
-    assert torch.equal(together, torch.stack(wanted))
+    stacked = stacked_view(parameters)
+    assert stacked is not None
+    assert torch.equal(stacked, torch.stack(expected))
     with torch.no_grad():
         parameters[2].add_(1.0)
-    assert torch.equal(together[2], wanted[2] + 1)
+    assert torch.equal(stacked[2], expected[2] + 1)
     stack_in_place(parameters)
     again = stacked_view(parameters)
     assert again is not None
-    assert again.data_ptr() == together.data_ptr()  # where they lie so already, nothing moves
+    assert again.data_ptr() == stacked.data_ptr()  # stacked parameters are not moved again
     stack_in_place([])
 
 
-def test_those_that_others_laid_in_order_are_found_wherever_they_begin() -> None:
+def test_adjacent_parameters_in_a_flat_buffer_are_viewed_at_any_offset() -> None:
     parameters = [piece(5 + 9 * i) for i in range(3)]
-    together = stacked_view(parameters)
-    assert together is not None
-    assert torch.equal(together, torch.stack(list(parameters)))
+    stacked = stacked_view(parameters)
+    assert stacked is not None
+    assert torch.equal(stacked, torch.stack(list(parameters)))
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_those_that_others_laid_in_order_are_found_wherever_they_begin() -> None
     ],
     ids=["gap", "order", "storage", "transposed", "shape", "dtype"],
 )
-def test_others_lie_apart(second: nn.Parameter) -> None:
+def test_parameters_that_are_not_adjacent_have_no_view(second: nn.Parameter) -> None:
     assert stacked_view([piece(5), second]) is None
