@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
-from medusa_train.evaluation.html_report.page import html_page
+from medusa_train.evaluation.html_report.page import html_page, meta_rows
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.metrics import Figures, by_category, node_acceptance, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
@@ -205,8 +205,14 @@ def markdown(report: Report) -> str:
     table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     table += ["| " + " | ".join(row) + " |" for row in rows[:-1]]
     table.append("| " + " | ".join(f"**{cell}**" for cell in rows[-1]) + " |")
-    run = [f"- {key.replace('_', ' ')}: {_meta_text(value)}" for key, value in report.meta.items()]
-    blocks = [[f"# {title_of(report)}"], [summary_of(report)], table, _further_figures(report), _definitions(report)]
+    run = [f"- {label}: {value}" for label, value in meta_rows(report.meta)]
+    blocks = [
+        [f"# {title_of(report)}"],
+        [summary_of(report).replace("\n", "\n\n")],
+        table,
+        _further_figures(report),
+        _definitions(report),
+    ]
     blocks += [["## Run"], run]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
@@ -227,7 +233,7 @@ def summary_of(report: Report) -> str:
     speedup = "-" if ratio is None else f"{ratio:.2f}x{_interval(overall, 'speedup_over_fastest')}"
     lines = [
         f"{speedup} the speed of the faster baseline (total tokens per second, prefill included); "
-        f"tree of {meta['tree_nodes']} nodes, {meta['heads']} heads; {answers}"
+        f"tree of {_count(meta['tree_nodes'], 'node')}, {_count(meta['heads'], 'head')}; {answers}"
     ]
     if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
         lines.append(f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x.")
@@ -279,10 +285,10 @@ def _not_compared(outcome: str | None) -> str:
 def _tokens_per_step_note(report: Report) -> str:
     calibration = report.extra.get("calibration") or {}
     expected = calibration.get("tokens_per_step")
-    estimate = "" if expected is None else f" of {expected:.2f}"
+    estimate = "estimate" if expected is None else f"{expected:.2f}"
     return (
-        "Tokens per step: measured on this bench with this tree. Training's validation figure (simulated on held-out "
-        f"text) and tree.json's estimate{estimate} (simulated on the answers of its calibration) are for other text."
+        "Tokens per step: measured on this bench with this tree. Training's validation figure is simulated on held-out "
+        f"text, and tree.json's {estimate} on the answers of its calibration, so they differ."
     )
 
 
@@ -307,6 +313,10 @@ def _quality(report: Report) -> str:
         graded = f"{judged['graded']} answers" + (f", {missing} without a grade" if missing else "")
         parts.append(f"{judged['score']:.2f} of 10 by {judged['model']} ({graded})")
     return f"Quality: {'; '.join(parts)}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _interval(figures: Figures, key: str) -> str:
@@ -338,12 +348,6 @@ def _further_figures(report: Report) -> list[str]:
         values = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
         lines.append(f"- top-1 / top-5 accuracy on the answers: {values}")
     return lines
-
-
-def _meta_text(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {item}" for key, item in value.items()) or "-"
-    return "-" if value is None else str(value)
 
 
 def _definitions(report: Report) -> list[str]:

@@ -136,7 +136,7 @@ def test_the_report_says_which_tokens_per_step_it_shows() -> None:
     assert "Tokens per step: measured on this bench with this tree." in markdown(Report.from_records(records(), meta()))
     calibration = {"nodes": 16, "tokens_per_step": 1.561, "sizes": []}
     text = markdown(Report.from_records(records(), meta(), extra={"calibration": calibration}))
-    assert "tree.json's estimate of 1.56 (simulated" in text
+    assert "tree.json's 1.56 on the answers of its calibration" in text
 
 
 def test_quality_is_said_plainly() -> None:

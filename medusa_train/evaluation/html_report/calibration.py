@@ -33,8 +33,7 @@ def calibration_page(calibration: Mapping[str, Any], title: str) -> str:
     data = calibration["calibration"]
     basis = (
         f"Simulated on {data['tokens']:,} greedy tokens in {data['answers']} answers of {data['conversations']} "
-        "conversations, with trees fitted to other conversations. A bench is other text, so its tokens per step "
-        "differ."
+        "conversations, with trees fitted to other conversations. Tokens per step measured on a bench differ."
     )
     cards = [
         figure(

@@ -29,7 +29,7 @@ def html_page(
     meta = report["meta"]
     name = meta["model"] or meta["base_model"]
     setting = (
-        f"{meta['dtype']} on {meta['device']}, {meta['threads']} threads; {meta['questions']} questions, "
+        f"{meta['dtype']} on {meta['device']}, threads: {meta['threads']}; questions: {meta['questions']}, "
         f"at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
     )
     sections = [
@@ -234,13 +234,39 @@ def guessing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
     return (heads + [0] * tokens)[:tokens]
 
 
+#: Labels of `meta` keys that are not clear as they are.
+META_LABELS = {
+    "packed": "prepacked weights",
+    "compiled": "torch.compile",
+    "early_stop": "early exit threshold of the draft",
+    "plain_equal_generate": "plain answers equal to generate's",
+    "exactness": "answers compared in",
+    "resumed_turns": "turns measured before an interruption",
+    "seconds": "seconds in all",
+    "baseline_tokens_per_s": "plain",
+    "generate_tokens_per_s": "generate",
+}
+
+
+def meta_rows(meta: Json) -> list[tuple[str, str]]:
+    """Return label and text of every entry of `meta`, for the pages of a report."""
+    return [(_meta_label(key), _meta_text(value)) for key, value in meta.items()]
+
+
+def _meta_label(key: str) -> str:
+    return META_LABELS.get(key, key.replace("_", " "))
+
+
+def _meta_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{_meta_label(key)}: {item}" for key, item in value.items()) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
+
+
 def _meta_table(meta: Json) -> str:
-    rows = []
-    for key, value in meta.items():
-        if isinstance(value, Mapping):
-            value = "; ".join(f"{name}: {item}" for name, item in value.items())
-        cell = escape("-" if value is None else str(value))
-        rows.append(f"<tr><td>{escape(key.replace('_', ' '))}</td><td>{cell}</td></tr>")
+    rows = [f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>" for label, text in meta_rows(meta)]
     return f"<table class=facts>{''.join(rows)}</table>"
 
 
