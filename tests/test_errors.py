@@ -13,8 +13,8 @@ def test_a_failure_exits_1_with_its_message(kind: type[MedusaError]) -> None:
 
 
 def test_one_configuration_problem_is_the_whole_message() -> None:
-    error = ConfigError("x.yaml:3: seed: expected a whole number")
-    assert (str(error), error.exit_code) == ("x.yaml:3: seed: expected a whole number", 2)
+    error = ConfigError("x.yaml:3: seed: expected an integer")
+    assert (str(error), error.exit_code) == ("x.yaml:3: seed: expected an integer", 2)
 
 
 def test_several_configuration_problems_are_counted_and_listed() -> None:

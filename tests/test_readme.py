@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from medusa_train.cli.common import split_arguments
-from medusa_train.config.docs import replace_reference
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
@@ -24,10 +23,6 @@ def _commands() -> list[list[str]]:
     for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL):
         lines += block.replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def test_the_key_tables_are_the_schemas() -> None:
-    assert replace_reference(README) == README, "run `python -m medusa_train.config.docs`"
 
 
 def test_every_path_that_is_named_exists() -> None:

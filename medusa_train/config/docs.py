@@ -1,4 +1,7 @@
-"""The keys of a command as a JSON Schema, for editors that complete and check YAML. Knows no particular key."""
+"""Generate documentation of the keys: JSON Schema, Markdown tables, and the resolved values of a configuration.
+
+`python -m medusa_train.config.docs` rewrites `configs/schema.json` and `docs/configuration.md`.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,23 @@ from pydantic_core import PydanticUndefined
 from medusa_train.config.drafts import SECTIONS
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
-from medusa_train.config.types import Config, show
+from medusa_train.config.types import Config, format_value
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-#: pydantic leaves limits of a type that may be null under its own names.
+#: pydantic's names of limits on optional types -> JSON Schema's.
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-_ANYTHING = "accepted and ignored: a key of other trainers without a meaning here"
+_IGNORED = "accepted and ignored (Axolotl key without a meaning here)"
 
 
 def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
-    """The schema of a YAML file for `cls`: every key with type, limits, default and meaning; others are refused.
+    """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of every key.
 
-    What the command takes, the schema takes: every key may be empty (its default), ignored Axolotl keys hold anything.
+    It accepts what the command accepts: keys may be empty (their default), ignored Axolotl keys have any value.
     """
-    made = cls.model_json_schema(mode="validation")
-    required = made.get("required", [])
-    properties = _keys(made)
-    properties |= {name: {"description": _ANYTHING} for name in sorted(cls.ignored_axolotl_keys)}
+    generated = cls.model_json_schema(mode="validation")
+    required = generated.get("required", [])
+    properties = _keys(generated)
+    properties |= {name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)}
     schema: dict[str, Any] = {
         "$schema": DIALECT,
         "title": title,
@@ -40,30 +43,30 @@ def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
     }
     if required:
         schema["required"] = required
-    if "$defs" in made:
-        schema["definitions"] = {name: _definition(value) for name, value in made["$defs"].items()}
+    if "$defs" in generated:
+        schema["definitions"] = {name: _definition(value) for name, value in generated["$defs"].items()}
     return schema
 
 
 def schema_text(cls: type[Config], title: str) -> str:
-    """`json_schema` as text, as `--schema` prints it."""
+    """Format `json_schema` as text."""
     return json.dumps(json_schema(cls, title), indent=1) + "\n"
 
 
 def _definition(value: dict[str, Any]) -> dict[str, Any]:
-    """A mapping inside a key, such as an entry of `datasets`: its keys may be empty too."""
+    """Convert the definition of a nested mapping, such as an entry of `datasets`; its keys may be empty too."""
     return {**_plain(value), "properties": _keys(value)}
 
 
-def _keys(made: dict[str, Any]) -> dict[str, Any]:
-    """The properties of what pydantic made; those that need not be given may be empty."""
-    required = made.get("required", [])
-    plain = {name: _plain(value) for name, value in made["properties"].items()}
+def _keys(generated: dict[str, Any]) -> dict[str, Any]:
+    """Convert the properties of pydantic's schema; optional keys may be empty."""
+    required = generated.get("required", [])
+    plain = {name: _plain(value) for name, value in generated["properties"].items()}
     return {name: value if name in required else _nullable(value) for name, value in plain.items()}
 
 
 def _plain(value: Any) -> Any:
-    """Without the titles that pydantic makes of names, and with draft-07's words for definitions and limits."""
+    """Remove pydantic's titles and use draft-07's names of definitions and limits."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -79,9 +82,9 @@ def _plain(value: Any) -> Any:
 
 
 def _nullable(value: dict[str, Any]) -> dict[str, Any]:
-    """The same, or nothing: an empty key means its default."""
+    """Allow null in addition: an empty key means its default."""
     if "anyOf" in value:
-        beside = {key: item for key, item in value.items() if key != "anyOf"}  # limits concern numbers alone
+        beside = {key: item for key, item in value.items() if key != "anyOf"}  # limits only apply to numbers
         forms = value["anyOf"]
     else:
         beside = {key: value[key] for key in ("description", "default") if key in value}
@@ -95,28 +98,26 @@ _COMMENT_COLUMN = 56
 
 
 def format_config(cfg: Config) -> str:
-    """One line per key: its resolved value, and behind a # where it is from.
+    """Format every key with its resolved value, followed by its origin in a comment.
 
-    Origins: a place in a file (`configs/x.yaml:12`), an override, a flag, `default`, or `follows from other keys`.
-    Keys that change nothing beside the others are marked `no effect here`.
+    The origin is a location in a file (`configs/x.yaml:12`), an override, a flag, `default`, or `derived`. Keys that
+    have no effect given the others are marked `no effect`.
     """
     values = cfg.model_dump(mode="json")
-    idle = set(cfg.ineffective_keys)
+    ineffective = {*cfg.ineffective_keys, *cfg.ignored}
     lines = []
     for name, field in type(cfg).model_fields.items():
+        default = "default" if getattr(cfg, name) == field.default else "derived"
+        origin = ", ".join(cfg.origin(name)) or default
+        if name in ineffective:
+            origin += ", no effect"
         text = f"{name}: {_inline(values[name])}"
-        if origin := cfg.origin(name):
-            where = ", ".join(origin)
-        else:
-            where = "default" if getattr(cfg, name) == field.default else "follows from other keys"
-        if name in idle or name in cfg.ignored:
-            where += ", no effect here"
-        lines.append(f"{text:<{_COMMENT_COLUMN}}  # {where}")
+        lines.append(f"{text:<{_COMMENT_COLUMN}}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
 def _inline(value: object) -> str:
-    """A value in YAML's one-line form; entries of lists without their empty keys."""
+    """Format a value as one line of YAML, without the empty keys of list items."""
     if isinstance(value, list):
         value = [
             {key: item for key, item in entry.items() if item is not None} if isinstance(entry, dict) else entry
@@ -126,50 +127,51 @@ def _inline(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-#: What `medusa-train --schema` prints, beside the shipped configs for their editor line.
+#: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.
 SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
+#: The key reference.
+REFERENCE = "docs/configuration.md"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"
 
 
-def key_table(cls: type[BaseModel]) -> str:
-    """A Markdown table of every key of `cls`: name, type, default, meaning."""
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in cls.model_fields.items():
-        default = "required" if field.default is PydanticUndefined else f"`{_default(field.default)}`"
-        meaning = (field.description or "").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {meaning} |")
-    return "\n".join(rows)
-
-
 def key_reference() -> str:
-    """The tables of all commands, each under its heading, between the marks that the README carries."""
+    """Return the tables of all commands, between the markers `START` and `END`."""
     classes: dict[str, type[BaseModel]] = {
-        "Keys of `medusa-train`": TrainConfig,
-        **{f"Keys of `{name}`": section for name, section in SECTIONS.items()},
-        "Keys of an entry of `datasets`": DatasetConfig,
-        "Keys of `medusa-eval`": EvalConfig,
-        "Keys of `medusa-selfdistill`": SelfDistillConfig,
-        "Keys of `medusa-export`": ExportConfig,
+        "medusa-train": TrainConfig,
+        "medusa-train: entries of `datasets`": DatasetConfig,
+        **{f"medusa-train: section `{name}`": section for name, section in SECTIONS.items()},
+        "medusa-selfdistill": SelfDistillConfig,
+        "medusa-eval": EvalConfig,
+        "medusa-export": ExportConfig,
     }
-    parts = [f"### {title}\n\n{key_table(cls)}" for title, cls in classes.items()]
-    return "\n\n".join([START, *parts, END])
+    return "\n\n".join([START, *(f"## {title}\n\n{key_table(cls)}" for title, cls in classes.items()), END])
 
 
 def replace_reference(text: str) -> str:
-    """`text` with everything between the marks made anew; `python -m medusa_train.config.docs` writes it."""
+    """Replace the tables between the markers in `text` by generated ones."""
     before, _, rest = text.partition(START)
     return before + key_reference() + rest.partition(END)[2]
 
 
+def key_table(cls: type[BaseModel]) -> str:
+    """Return a Markdown table of the keys of `cls`: name, type, default, description."""
+    rows = ["| key | type | default | description |", "|---|---|---|---|"]
+    for name, field in cls.model_fields.items():
+        default = "required" if field.default is PydanticUndefined else f"`{_default(field.default)}`"
+        description = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
+    return "\n".join(rows)
+
+
 def _default(value: Any) -> str:
-    """A default as one writes it in YAML."""
+    """Format a default as in YAML."""
     if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"
-    return value if isinstance(value, str) else show(value)
+    return value if isinstance(value, str) else format_value(value)
 
 
 def _type_name(annotation: Any) -> str:
-    """A type as a reader of YAML knows it."""
+    """Name a type for users of YAML."""
     origin = get_origin(annotation)
     if origin is typing.Annotated:
         return _type_name(get_args(annotation)[0])
@@ -182,13 +184,13 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
         return "mapping"
-    plain = {bool: "true, false", int: "whole number", float: "number", str: "text"}
+    plain = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}
     if annotation in plain:
         return plain[annotation]
     return "mapping" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation)
 
 
 if __name__ == "__main__":
-    readme = PROJECT_ROOT / "README.md"
-    readme.write_text(replace_reference(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    reference = PROJECT_ROOT / REFERENCE
+    reference.write_text(replace_reference(reference.read_text(encoding="utf-8")), encoding="utf-8")
     (PROJECT_ROOT / SCHEMA).write_text(schema_text(TrainConfig, TITLE), encoding="utf-8")

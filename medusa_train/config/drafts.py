@@ -1,6 +1,6 @@
-"""The keys of each kind of draft, and how its heads are trained: a section per kind. Knows neither files nor torch.
+"""Define the keys of each kind of draft and the loss of its heads: one section per kind.
 
-Medusa's keys are flat, as Axolotl's fork has them; `MedusaConfig` collects them.
+Medusa's keys are flat (`medusa_*`), as in Axolotl's Medusa fork; `MedusaConfig` collects them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from medusa_train.config.types import Bool, Float, Int, key
 
 
 class HeadsLoss(NamedTuple):
-    """How the heads' losses add up over a frozen backbone: `weight * sum_k decay**k * L_k`.
+    """Weights of the heads' losses on a frozen backbone: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft_targets: share of the backbone's own distribution in the targets of L_k, the data's token being the rest.
+        soft_targets: weight of the backbone's distribution in the target of L_k; the data's token has the rest.
     """
 
     decay: float
@@ -26,11 +26,12 @@ class HeadsLoss(NamedTuple):
 
 
 class DraftConfig(BaseModel):
-    """A section: what the draft is, and how it is trained.
+    """Base class of a draft's section.
 
     Attributes:
-        training_keys: keys of training alone; all others describe the draft and are what its class is made with.
-        prefix: of the keys, as the user writes them.
+        training_keys: keys that only affect training; all others are arguments of the draft's class.
+        prefix: prefix of the keys in a configuration.
+        title: name of the draft in messages.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -43,26 +44,26 @@ class DraftConfig(BaseModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments that the draft's class is made with."""
+        """Keyword arguments of the draft's class."""
         return self.model_dump(exclude=set(self.training_keys))
 
     @property
     def blocks_per_head(self) -> int:
-        """Blocks of a head, for estimates of memory."""
+        """Number of blocks in each head, for memory estimates."""
         return 1
 
     @property
     @abstractmethod
     def heads_loss(self) -> HeadsLoss:
-        """How its heads are trained."""
+        """Weights of the heads' losses."""
 
     def describe(self) -> str:
-        """One phrase for headlines: what is trained."""
+        """Describe the draft in one phrase, for the first line of the output."""
         return f"{self.num_heads} {self.title} heads"
 
 
 class MedusaConfig(DraftConfig):
-    """The flat `medusa_*` keys of Medusa's heads."""
+    """Keys of Medusa heads, from the flat `medusa_*` keys (Medusa)."""
 
     prefix = "medusa_"
     title = "Medusa"
@@ -76,95 +77,126 @@ class MedusaConfig(DraftConfig):
 
     @property
     def blocks_per_head(self) -> int:
-        """Blocks of a head."""
+        """Number of blocks in each head."""
         return self.num_layers
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """`sum_k c^k CE_k` (SPEC 1)."""
+        """`sum_k c^k CE_k` (Medusa, Medusa-1: Frozen Backbone)."""
         return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
-        """Heads x layers."""
-        known = f" over {self.vocab_size:,} tokens" if self.vocab_size else ""
-        return f"{self.num_heads} Medusa heads x {self.num_layers} layer{'' if self.num_layers == 1 else 's'}{known}"
+        """Describe the draft by its heads, layers and reduced vocabulary."""
+        vocabulary = f" over {self.vocab_size:,} tokens" if self.vocab_size else ""
+        return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{vocabulary}"
 
 
 class HydraConfig(DraftConfig):
-    """Keys of `hydra`: sequentially dependent heads (Hydra and Hydra++)."""
+    """Keys of `hydra`: sequentially dependent heads (Hydra, and Hydra++ with a prefix layer)."""
 
     prefix = "hydra."
     title = "Hydra"
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
-    num_heads: Int = key(4, "K: head k predicts k tokens beyond the next one, given the tokens between", ge=1, le=32)
-    num_layers: Int = key(4, "blocks per head; the first one reads the state and the path of tokens", ge=1, le=32)
-    prefix_layer: Bool = key(True, "Hydra++: a decoder layer with a cache of its own before the heads")
-    dropout: Float = key(0.2, "of what each block adds, in training", ge=0, lt=1)
-    decay_coefficient: Float = key(1.0, "head k's loss counts this to the power of k; 1: all alike", gt=0, le=1)
-    soft_targets: Float = key(1.0, "share of the backbone's own distribution in the heads' targets", ge=0, le=1)
+    num_heads: Int = key(
+        4,
+        "number of heads; head k predicts the k-th token after the next one, given the tokens between them",
+        ge=1,
+        le=32,
+    )
+    num_layers: Int = key(
+        4,
+        "MLP blocks per head; the first one reads the hidden state and the embeddings of the path's tokens",
+        ge=1,
+        le=32,
+    )
+    prefix_layer: Bool = key(True, "add a decoder layer with its own KV cache before the heads (Hydra++)")
+    dropout: Float = key(0.2, "dropout on the residual branch of each block during training", ge=0, lt=1)
+    decay_coefficient: Float = key(
+        1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
+    )
+    soft_targets: Float = key(
+        1.0, "weight of the backbone's distribution in the heads' targets; the data's token has the rest", ge=0, le=1
+    )
 
     @property
     def blocks_per_head(self) -> int:
-        """Blocks of a head."""
+        """Number of blocks in each head."""
         return self.num_layers
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """Unweighted soft cross-entropies against the backbone (SPEC 3)."""
+        """Unweighted cross-entropies against the backbone's distribution (Hydra, Hydra++ training objective)."""
         return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
-        """Heads x layers, and the name that the paper gives it with a prefix layer."""
-        layers = f"{self.num_layers} layer{'' if self.num_layers == 1 else 's'}"
-        return f"{self.num_heads} Hydra{'++' if self.prefix_layer else ''} heads x {layers}"
+        """Describe the draft by its heads and layers; Hydra++ has a prefix layer."""
+        return f"{self.num_heads} Hydra{'++' if self.prefix_layer else ''} heads x {_layers(self.num_layers)}"
 
 
 class AmphistaConfig(DraftConfig):
-    """Keys of `amphista`: heads that hear each other, over staged adaptation layers."""
+    """Keys of `amphista`: heads that attend to each other, after staged adaptation layers (Amphista)."""
 
     prefix = "amphista."
     title = "Amphista"
     training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
-    num_heads: Int = key(4, "K: head k predicts k tokens beyond the next one, all in one pass", ge=1, le=32)
-    auto_blocks: Int = key(1, "attention blocks among the heads; 2: the alpha variant, 0: none", ge=0, le=8)
-    adaptation_layers: Int = key(2, "decoder layers before the heads; 1: all read the same, 0: none", ge=0, le=2)
-    sampled_token: Bool = key(True, "read the embedding of the token that the backbone just chose")
-    alignment_weight: Float = key(0.5, "lambda_1, ours: cross-entropy against the backbone's own distribution", ge=0)
-    label_weight: Float = key(0.5, "lambda_2, ours: cross-entropy against the data's tokens", ge=0)
-    decay_coefficient: Float = key(1.0, "head k's loss counts this to the power of k; 1: all alike", gt=0, le=1)
+    num_heads: Int = key(
+        4, "number of heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32
+    )
+    auto_blocks: Int = key(1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", ge=0, le=8)
+    adaptation_layers: Int = key(
+        2,
+        "decoder layers before the heads; 2: the later heads read the second one, 1: one for all heads, 0: none",
+        ge=0,
+        le=2,
+    )
+    sampled_token: Bool = key(True, "also read the embedding of the token that the backbone has just chosen")
+    alignment_weight: Float = key(
+        0.5,
+        "lambda_1: weight of the cross-entropy against the backbone's distribution (default not from the paper)",
+        ge=0,
+    )
+    label_weight: Float = key(
+        0.5, "lambda_2: weight of the cross-entropy against the data's tokens (default not from the paper)", ge=0
+    )
+    decay_coefficient: Float = key(
+        1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
+    )
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """`lambda_1 * alignment + lambda_2 * CE`, as one soft target and its weight (SPEC 4)."""
+        """`lambda_1 * alignment + lambda_2 * CE`, as one weighted soft target (Amphista, Training Objective)."""
         weight = self.alignment_weight + self.label_weight
         return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight if weight else 0.0, weight)
 
 
 class KangarooConfig(DraftConfig):
-    """Keys of `kangaroo`: the backbone's own first layers, an adapter and its lm_head."""
+    """Keys of `kangaroo`: the backbone's first layers, an adapter and the backbone's lm_head (Kangaroo)."""
 
     prefix = "kangaroo."
     title = "Kangaroo"
 
-    num_heads: Int = key(6, "gamma: how many tokens are drafted at most, one after the other", ge=1, le=32)
-    exit_layer: Int = key(2, "l: the backbone's layers whose states the adapter reads", ge=1)
-    threshold: Float = key(0.6, "eta: drafting stops behind a token no more probable than this; 0: never", ge=0, le=1)
-    mlp_size: Int = key(
-        0, "width of an MLP behind the attention, at best up to the layer's own; 0: none, as published", ge=0
+    num_heads: Int = key(6, "gamma: maximum number of tokens that are drafted per step, one after another", ge=1, le=32)
+    exit_layer: Int = key(2, "l: number of backbone layers before the early exit; the adapter reads their output", ge=1)
+    threshold: Float = key(
+        0.6, "eta: drafting stops after a token whose probability is at most this; 0: never", ge=0, le=1
     )
+    mlp_size: Int = key(0, "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published", ge=0)
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """Soft cross-entropy against the backbone at the same position (SPEC 5)."""
+        """Soft cross-entropy against the backbone (Kangaroo, Early Exiting as Self-Drafting Model)."""
         return HeadsLoss(1.0, 1.0)
 
     def describe(self) -> str:
-        """Where it leaves the backbone, and how far it drafts."""
-        layers = f"{self.exit_layer} layer{'' if self.exit_layer == 1 else 's'}"
-        return f"Kangaroo's exit after {layers}, drafting up to {self.num_heads} tokens"
+        """Describe the draft by its exit layer and its maximum length."""
+        return f"Kangaroo, early exit after {_layers(self.exit_layer)}, drafting up to {self.num_heads} tokens"
 
 
-#: Sections of the drafts that have one, by the value of the key `draft`.
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"
+
+
+#: Section class by the value of the key `draft`; Medusa's keys are flat.
 SECTIONS: dict[str, type[DraftConfig]] = {"hydra": HydraConfig, "amphista": AmphistaConfig, "kangaroo": KangarooConfig}

@@ -1,6 +1,6 @@
-"""One validated configuration from a YAML file, `key=value` overrides and flags. Knows no particular key.
+"""Load a configuration from a YAML file, `key=value` overrides and command-line flags.
 
-Every problem is reported at once, each with its place and, for a mistyped key, the nearest valid one.
+All problems are reported at once, each with file and line and, for a mistyped key, the nearest valid one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.types import Config, show
-from medusa_train.config.yaml_lines import KeyPath, Source, StringDateLoader, format_path, read_yaml_file
+from medusa_train.config.types import Config, format_value
+from medusa_train.config.yaml_lines import KeyPath, StringDateLoader, YamlSource, format_path, read_yaml_file
 from medusa_train.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 
+#: pydantic's error type -> (limit in its context, message).
 _LIMITS = {
-    "greater_than_equal": ("ge", "has to be {:g} or more"),
-    "greater_than": ("gt", "has to be more than {:g}"),
-    "less_than_equal": ("le", "has to be {:g} or less"),
-    "less_than": ("lt", "has to be less than {:g}"),
+    "greater_than_equal": ("ge", "must be {:g} or more"),
+    "greater_than": ("gt", "must be more than {:g}"),
+    "less_than_equal": ("le", "must be {:g} or less"),
+    "less_than": ("lt", "must be less than {:g}"),
     "too_short": ("min_length", "needs {} or more items"),
 }
 
@@ -38,95 +39,96 @@ def load_config(
     *,
     flags: Mapping[str, object] | None = None,
 ) -> C:
-    """Read the configuration at `path` and put `overrides` and then `flags` over it.
+    """Load the configuration at `path`, then apply `overrides` and then `flags`.
 
     Args:
-        cls: the configuration class.
-        path: YAML file, looked for as `resolve_path` does; None for none.
-        overrides: `key=value`, the value being YAML; `a.b=c` reaches into mappings, `datasets.0.path=x` into lists.
-        flags: values of command-line options by key (`--bench` is `bench`); None means not given.
+        cls: configuration class.
+        path: YAML file, resolved by `resolve_path`; None for an empty configuration.
+        overrides: `key=value` with a YAML value; `a.b=c` sets a key of a mapping, `datasets.0.path=x` one of a list.
+        flags: values of command-line options by key (`--bench` is `bench`); None means not set.
 
     Returns:
-        The validated configuration, `resolved()`; its `ignored` lists what was set without effect.
+        The validated and resolved configuration; its `ignored` lists the keys that were set without effect.
 
     Raises:
-        ConfigError: with every problem, in the order of the lines.
+        ConfigError: all problems, in the order of their lines.
     """
-    source = Source("command line") if path is None else _read(path)
+    source = YamlSource("command line") if path is None else _read(path)
     for override in overrides:
         _apply_override(source, override)
     for name, value in (flags or {}).items():
         if value is not None:
-            _put(source, (name,), value, f"--{name.replace('_', '-')}")
+            _set_value(source, (name,), value, f"--{name.replace('_', '-')}")
     return _validate(cls, source)
 
 
 def dump_config(cfg: Config) -> str:
-    """Write the resolved values as YAML that `load_config` reads again; keys without a value or effect are left out."""
+    """Format the resolved values as YAML for `load_config`; keys without a value or an effect are omitted."""
     cfg = cfg.resolved()
     values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _read(path: Path) -> Source:
-    found = resolve_path(path)
-    if found is None:
+def _read(path: Path) -> YamlSource:
+    resolved = resolve_path(path)
+    if resolved is None:
         raise ConfigError(f"{path}: no such file{_nearby_files(path)}")
-    if found.is_dir():
-        raise ConfigError(f"{path}: is a directory, not a YAML file{_nearby_files(found / 'config.yaml')}")
-    return read_yaml_file(found, str(path))
+    if resolved.is_dir():
+        raise ConfigError(f"{path}: is a directory, not a YAML file{_nearby_files(resolved / 'config.yaml')}")
+    return read_yaml_file(resolved, str(path))
 
 
 def _nearby_files(path: Path) -> str:
-    """Say what may have been meant: files of the same directory, else of `configs/`."""
+    """Suggest a file of the same directory, else of `configs/`, and list the directory's YAML files."""
     shipped = PROJECT_ROOT / "configs"
     for directory in (path.parent, PROJECT_ROOT / path.parent, shipped):
         names = sorted(file.name for file in directory.glob("*.y*ml"))
         if names and directory not in (Path(), PROJECT_ROOT):
             inside = directory.is_relative_to(PROJECT_ROOT)
-            shown = directory.relative_to(PROJECT_ROOT) if inside else directory
-            near = difflib.get_close_matches(path.name, names, n=1)
-            return (f"; did you mean {shown / near[0]}?" if near else ";") + f" {shown}/ holds {', '.join(names)}"
+            short = directory.relative_to(PROJECT_ROOT) if inside else directory
+            nearest = difflib.get_close_matches(path.name, names, n=1)
+            suggestion = f"; did you mean {short / nearest[0]}?" if nearest else ";"
+            return f"{suggestion} {short}/ contains {', '.join(names)}"
     return ""
 
 
-def _apply_override(source: Source, override: str) -> None:
+def _apply_override(source: YamlSource, override: str) -> None:
     name, equals, text = override.partition("=")
-    place = f"override '{override}'"
+    location = f"override '{override}'"
     keys = re.sub(r"\[(\d+)\]", r".\1", name).strip().split(".")
     if not equals or not all(keys):
-        source.problems.append(((), f"{place}: overrides are written key=value, or a.b=value"))
+        source.problems.append(((), f"{location}: overrides are written key=value, or a.b=value"))
         return
     try:
         value = yaml.load(text, StringDateLoader)
     except (yaml.YAMLError, ValueError):
-        value = text  # a file name or a word that happens to be no YAML
+        value = text  # text that is not valid YAML, such as some file names
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in keys)
-    _put(source, path, value, place)
+    _set_value(source, path, value, location)
 
 
-def _put(source: Source, path: KeyPath, value: object, place: str) -> None:
-    """Set the value at `path`, making the mappings on the way; note `place` for it and all below it."""
+def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:
+    """Set the value at `path`, creating missing mappings, and record `location` for it."""
     target: Any = source.values
     for depth, part in enumerate(path[:-1]):
         if isinstance(target, dict) and target.get(str(part)) is None and isinstance(path[depth + 1], str):
             target[str(part)] = {}
-            source.places[path[: depth + 1]] = place
+            source.locations[path[: depth + 1]] = location
         child = _child(target, part)
         if not isinstance(child, (dict, list)):
-            above = format_path(path[: depth + 1])
-            source.problems.append(((), f"{place}: {above} holds nothing that {format_path(path)} could be set in"))
+            parent = format_path(path[: depth + 1])
+            source.problems.append(((), f"{location}: cannot set {format_path(path)}: {parent} is not a mapping"))
             return
         target = child
     last = path[-1]
     if isinstance(target, list) and (not isinstance(last, int) or last >= len(target)):
-        source.problems.append(((), f"{place}: {format_path(path[:-1])} has {len(target)} items, counted from 0"))
+        source.problems.append(((), f"{location}: {format_path(path[:-1])} has {len(target)} items, counted from 0"))
         return
     target[last if isinstance(target, list) else str(last)] = value
-    for known in [known for known in source.places if known[: len(path)] == path]:
-        del source.places[known]
-    source.places[path] = place
+    for below in [below for below in source.locations if below[: len(path)] == path]:
+        del source.locations[below]
+    source.locations[path] = location
 
 
 def _child(target: Any, part: str | int) -> Any:
@@ -135,11 +137,11 @@ def _child(target: Any, part: str | int) -> Any:
     return target[part] if isinstance(part, int) and part < len(target) else None
 
 
-def _validate(cls: type[C], source: Source) -> C:
-    """Check key by key, then the combinations of the keys that are usable, so that no mistake hides another."""
+def _validate(cls: type[C], source: YamlSource) -> C:
+    """Validate every key, then the constraints between the valid ones, so that no problem hides another."""
     problems: list[tuple[KeyPath, str]] = list(source.problems)
     cfg = cast(C, cls.model_construct())
-    unusable: set[str] = set()
+    invalid: set[str] = set()
     given: set[str] = set()
     ignored: list[str] = []
     for name, value in source.values.items():
@@ -152,29 +154,30 @@ def _validate(cls: type[C], source: Source) -> C:
             try:
                 setattr(cfg, name, value)
             except ValidationError as error:
-                unusable.add(name)
+                invalid.add(name)
                 problems.extend(_explain(detail, cls) for detail in error.errors(include_url=False))
     for name, info in cls.model_fields.items():
         if info.is_required() and name not in given:
-            unusable.add(name)
-            problems.append(((name,), f"is missing; it names {info.description}"))
-    problems.extend(_combinations(cfg, given, unusable, source))
+            invalid.add(name)
+            problems.append(((name,), f"is missing ({info.description})"))
+    problems.extend(_violations(cfg, given, invalid, source))
     if problems:
-        raise ConfigError([_line_of(path, why, source) for path, why in _in_file_order(problems, source)])
+        raise ConfigError([_problem_line(path, message, source) for path, message in _in_file_order(problems, source)])
     cfg._ignored = tuple(sorted(ignored))
-    cfg._places = {name: _origin(source, name) for name in given}
+    cfg._origins = {name: _origin(source, name) for name in given}
     return cfg.resolved()
 
 
-def _origin(source: Source, name: str) -> tuple[str, ...]:
-    """Where a key stands, and the overrides that reach into its value."""
-    own = source.place((name,))
-    inside = (place for path, place in source.places.items() if path[0] == name and place.startswith("override "))
-    return tuple(dict.fromkeys([own, *inside]))
+def _origin(source: YamlSource, name: str) -> tuple[str, ...]:
+    """Return the location of a key and those of overrides within its value."""
+    overrides = (
+        location for path, location in source.locations.items() if path[0] == name and location.startswith("override ")
+    )
+    return tuple(dict.fromkeys([source.location((name,)), *overrides]))
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null entries of mappings, which mean the default, at every depth."""
+    """Drop null entries of nested mappings: null means the default."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -182,21 +185,22 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _combinations(cfg: Config, given: set[str], unusable: set[str], source: Source) -> Iterable[tuple[KeyPath, str]]:
-    for rule in type(cfg).constraints:
-        if unusable.isdisjoint(rule.keys) and rule.when(cfg):
-            shown, *others = [name for name in rule.keys if name in given] or rule.keys[:1]
-            also = ", ".join(f"{name}: {source.place((name,))}" for name in others)
-            yield (shown,), f"{show(getattr(cfg, shown))}: {rule.why}" + (f" ({also})" if also else "")
+def _violations(cfg: Config, given: set[str], invalid: set[str], source: YamlSource) -> Iterable[tuple[KeyPath, str]]:
+    for constraint in type(cfg).constraints:
+        if invalid.isdisjoint(constraint.keys) and constraint.violated(cfg):
+            key, *others = [name for name in constraint.keys if name in given] or constraint.keys[:1]
+            also = ", ".join(f"{name}: {source.location((name,))}" for name in others)
+            message = f"{format_value(getattr(cfg, key))}: {constraint.message}"
+            yield (key,), message + (f" ({also})" if also else "")
 
 
 def _unknown(name: str, owner: type[BaseModel]) -> str:
-    near = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.55)
-    return f"unknown key; did you mean {near[0]}?" if near else "unknown key; the README lists the keys"
+    nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.55)
+    return f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; see docs/configuration.md"
 
 
 def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
-    """Say in the user's words what pydantic found wrong, and at which key."""
+    """Convert a pydantic error to the key's path and a message."""
     path = tuple(detail["loc"])
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
@@ -205,18 +209,18 @@ def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
         return path, "is missing"
     if kind in _LIMITS:
         name, wording = _LIMITS[kind]
-        return path, f"{wording.format(context[name])}, got {show(value)}"
+        return path, f"{wording.format(context[name])}, got {format_value(value)}"
     if kind == "literal_error":
-        return path, f"has to be {str(context['expected']).replace(chr(39), '')}, got {show(value)}"
+        return path, f"must be {str(context['expected']).replace(chr(39), '')}, got {format_value(value)}"
     if kind == "list_type":
-        return path, f"expected a list, got {show(value)}"
+        return path, f"expected a list, got {format_value(value)}"
     if kind in ("model_type", "dict_type"):
-        return path, f"expected `key: value` lines, got {show(value)}"
-    return path, detail["msg"] if kind == "config_type" else f"{detail['msg']}, got {show(value)}"
+        return path, f"expected `key: value` lines, got {format_value(value)}"
+    return path, detail["msg"] if kind == "config_type" else f"{detail['msg']}, got {format_value(value)}"
 
 
 def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
-    """The class that the last key of `path` belongs to."""
+    """Return the configuration class that the last key of `path` belongs to."""
     owner = cls
     for part in path[:-1]:
         if isinstance(part, str) and part in owner.model_fields:
@@ -226,13 +230,13 @@ def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
     return owner
 
 
-def _in_file_order(problems: list[tuple[KeyPath, str]], source: Source) -> list[tuple[KeyPath, str]]:
+def _in_file_order(problems: list[tuple[KeyPath, str]], source: YamlSource) -> list[tuple[KeyPath, str]]:
     def line(problem: tuple[KeyPath, str]) -> float:
-        number = source.place(problem[0]).removeprefix(f"{source.name}:")
+        number = source.location(problem[0]).removeprefix(f"{source.name}:")
         return int(number) if number.isdigit() else float("inf")
 
     return sorted(problems, key=line)
 
 
-def _line_of(path: KeyPath, why: str, source: Source) -> str:
-    return f"{source.place(path)}: {format_path(path)}: {why}" if path else why
+def _problem_line(path: KeyPath, message: str, source: YamlSource) -> str:
+    return f"{source.location(path)}: {format_path(path)}: {message}" if path else message

@@ -1,11 +1,11 @@
-"""Where names in a configuration lead to on disk. Knows no configuration class."""
+"""Resolve file names in configurations: relative to the working directory, else to the project's root."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: The directory that holds `configs/` and `data/`: the parent of the package, or in a wheel `shipped/` inside it.
+#: Directory that holds `configs/` and `data/`: the parent of the package, or `shipped/` inside it in a wheel.
 PROJECT_ROOT = next(
     (root for root in (_PACKAGE.parent, _PACKAGE / "shipped") if (root / "configs" / "tiny_m1.yaml").is_file()),
     _PACKAGE.parent,
@@ -13,16 +13,15 @@ PROJECT_ROOT = next(
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name is none that the hub could know, `NAME` or `OWNER/NAME`: then it is a path, perhaps mistyped."""
+    """Return whether `name` cannot be a hub name (`NAME` or `OWNER/NAME`), so that it must be a local path."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or len(Path(name).parts) > 2
 
 
 def resolve_path(name: str | Path) -> Path | None:
-    """Find the file or directory `name`: as given (from the working directory), else below the project root.
+    """Return the file or directory `name`, as given or below the project's root; None if neither exists.
 
-    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. None where neither exists; a model
-    name of the hub is such a case.
+    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory.
     """
-    given = Path(name).expanduser()
-    candidates = [given] if given.is_absolute() else [given, PROJECT_ROOT / given]
-    return next((path for path in candidates if path.exists()), None)
+    path = Path(name).expanduser()
+    candidates = [path] if path.is_absolute() else [path, PROJECT_ROOT / path]
+    return next((candidate for candidate in candidates if candidate.exists()), None)

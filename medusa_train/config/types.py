@@ -1,7 +1,7 @@
-"""The value types of configuration keys: strict where a slip could hide, friendly where YAML is odd.
+"""Define the value types of configuration keys and the base class of configurations.
 
-Knows no key. PyYAML reads `1e-3` as text and `yes` as a boolean: a number key takes the first and refuses the
-second. Each type raises `PydanticCustomError`, whose text is shown to the user as it is.
+PyYAML reads `1e-3` as text and `yes` as a boolean: number keys accept the first and reject the second. Each type
+raises `PydanticCustomError`, whose text is shown to the user unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-#: The spellings of lambda0's schedule.
+#: Pattern of the schedules of lambda0.
 SCHEDULES = r"^(constant|linear|sine|sine_(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?))$"
 
 
-def show(value: object) -> str:
-    """A value as a user would recognise it: YAML's spelling of booleans and null, long values shortened."""
+def format_value(value: object) -> str:
+    """Format a value for messages: booleans and null as in YAML, long values shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -35,11 +35,11 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _refuse(wanted: str, value: object) -> PydanticCustomError:
-    text = f"expected {wanted}, got {show(value)}"
+def _type_error(expected: str, value: object) -> PydanticCustomError:
+    text = f"expected {expected}, got {format_value(value)}"
     if isinstance(value, bool):
         text += " (YAML reads yes, no, on and off as true and false)"
-    # Braces in the text would be taken for placeholders of the template, hence the context.
+    # pydantic would read braces in the text as placeholders, so it is passed through the context
     return PydanticCustomError("config_type", "{text}", {"text": text})
 
 
@@ -53,7 +53,7 @@ def _as_float(value: object) -> object:
         except ValueError:
             number = None
     if number is None or not math.isfinite(number):
-        raise _refuse("a number", value)
+        raise _type_error("a number", value)
     return number
 
 
@@ -64,10 +64,10 @@ def _as_int(value: object) -> object:
         try:
             number = float(value)
         except ValueError:
-            raise _refuse("a whole number", value) from None
+            raise _type_error("an integer", value) from None
         if math.isfinite(number) and number.is_integer():
             return int(number)
-    raise _refuse("a whole number", value)
+    raise _type_error("an integer", value)
 
 
 def _as_bool(value: object) -> object:
@@ -75,7 +75,7 @@ def _as_bool(value: object) -> object:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    raise _refuse("true or false", value)
+    raise _type_error("true or false", value)
 
 
 def _as_text(value: object) -> object:
@@ -85,7 +85,7 @@ def _as_text(value: object) -> object:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise _refuse("text (put it in quotes)", value)
+    raise _type_error("text (put it in quotes)", value)
 
 
 def _as_bool_or_auto(value: object) -> object:
@@ -94,11 +94,11 @@ def _as_bool_or_auto(value: object) -> object:
     try:
         return _as_bool(value)
     except PydanticCustomError:
-        raise _refuse("true, false or auto", value) from None
+        raise _type_error("true, false or auto", value) from None
 
 
 def _as_resume(value: object) -> object:
-    """True and auto mean the newest checkpoint, false means a new run; anything else is a path."""
+    """Map true and auto to "latest", false to None (a new run); anything else is a path."""
     if isinstance(value, bool):
         return "latest" if value else None
     if value == "auto":
@@ -107,17 +107,17 @@ def _as_resume(value: object) -> object:
 
 
 def _as_interval(value: object) -> object:
-    """Axolotl's rule: a whole number counts steps, a number below 1 is a share of the run."""
+    """Validate a number of steps (1 or more), or a fraction of the run (below 1), as in Axolotl."""
     try:
         number = _as_float(value)
     except PydanticCustomError:
-        raise _refuse("a number of steps, or a share of the run below 1", value) from None
+        raise _type_error("a number of steps, or a share of the run below 1", value) from None
     assert isinstance(number, float)
     if 0 < number < 1:
         return number
     if number >= 1 and number.is_integer():
         return int(number)
-    raise _refuse("a number of steps (1 or more), or a share of the run below 1", value)
+    raise _type_error("a number of steps (1 or more), or a share of the run below 1", value)
 
 
 def _as_text_or_mapping(value: object) -> object:
@@ -125,19 +125,19 @@ def _as_text_or_mapping(value: object) -> object:
 
 
 def _as_schedule(value: object) -> object:
-    """lambda0's schedule (the Medusa fork's names): sine_R rises until the share R of the run."""
+    """Validate a schedule of lambda0 (names of Axolotl's Medusa fork); sine_R rises over the fraction R of the run."""
     if isinstance(value, str) and re.fullmatch(SCHEDULES, value):
         return value
-    raise _refuse("constant, linear, sine, or sine_R with a share R of the run such as sine_0.5", value)
+    raise _type_error("constant, linear, sine, or sine_R with a share R of the run such as sine_0.5", value)
 
 
 def _as_list(value: object) -> object:
-    """One item may be written without the list around it."""
+    """Accept a single item in place of a list."""
     return value if isinstance(value, list) else [value]
 
 
 def _one_or_more(item: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema of what `_as_list` takes."""
+    """Return the JSON Schema of an item, or a list of such items."""
     return {"anyOf": [item, {"type": "array", "items": item}]}
 
 
@@ -145,17 +145,17 @@ Float = Annotated[float, BeforeValidator(_as_float)]
 Int = Annotated[int, BeforeValidator(_as_int)]
 Bool = Annotated[bool, BeforeValidator(_as_bool)]
 Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "integer"]})]
-#: true, false or "auto" (true where the device computes it well).
+#: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
 #: None (a new run), "latest" or a path.
 Resume = Annotated[
     str | None, BeforeValidator(_as_resume), WithJsonSchema({"type": ["boolean", "string", "integer", "null"]})
 ]
-#: int: every so many optimizer steps; float: every such share of the run.
+#: int: interval in optimizer steps; float: interval as a fraction of the run.
 Interval = Annotated[int | float, BeforeValidator(_as_interval)]
 TextList = Annotated[list[Text], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))]
 TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_as_text_or_mapping)]
-#: Whose layout an export has; "merged" is the trained backbone itself.
+#: Layout of an export; "merged" is the backbone with its adapter merged.
 ExportTarget = Literal["reference", "reference-v2", "tgi", "vllm", "trtllm", "merged"]
 ExportTargets = Annotated[
     list[ExportTarget],
@@ -169,58 +169,58 @@ Schedule = Annotated[str, BeforeValidator(_as_schedule), WithJsonSchema({"type":
 Self = TypeVar("Self", bound="Config")
 
 
-def key(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare a key: its default (`...` where it has to be given), its meaning in one line, its limits."""
-    return Field(default, description=meaning, **limits)
+def key(default: Any, description: str, **limits: Any) -> Any:
+    """Declare a key: default (`...` if required), one-line description, limits."""
+    return Field(default, description=description, **limits)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Values of several keys that cannot hold together.
+    """A condition on several keys that a configuration must not violate.
 
-    It is looked at only when each of `keys` has a usable value of its own, so it can be reported beside the
-    mistakes in other keys.
+    It is checked only if each of `keys` has a valid value, so that it can be reported together with errors in other
+    keys.
 
     Attributes:
-        keys: the keys it reads; the first one that the user set is where the problem is shown.
-        when: true for the impossible values. It may read only `keys`.
-        why: what is wrong and what to do.
+        keys: the keys that it reads; the problem is reported at the first one that the user set.
+        violated: function of the configuration that returns True for values that are not allowed; reads only `keys`.
+        message: what is wrong and what to do.
     """
 
     keys: tuple[str, ...]
-    when: Callable[[Any], bool]
-    why: str
+    violated: Callable[[Any], bool]
+    message: str
 
 
 class Config(BaseModel):
-    """A set of flat keys. `load.load_config` reads one and reports every problem of it together.
+    """Base class of configurations: flat keys, read by `load.load_config`, which reports all problems at once.
 
-    Built by hand (in tests), it checks each value by itself; combinations are checked by `load_config`.
+    The constructor validates single values; constraints between keys are checked by `load_config`.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
 
-    #: Keys accepted from YAMLs of other trainers, without a meaning here.
+    #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     constraints: ClassVar[tuple[Constraint, ...]] = ()
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
-    _places: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+    _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys that the user set and that change nothing here; commands print them in one line."""
+        """Keys that the user set and that have no effect, for a line in the log."""
         return self._ignored
 
     def origin(self, name: str) -> tuple[str, ...]:
-        """Where the value of a key was set: places in files, overrides, flags; empty where nobody set it."""
-        return self._places.get(name, ())
+        """Return where a key was set: locations in files, overrides, flags; empty if it was not set."""
+        return self._origins.get(name, ())
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys that change nothing beside the values of the others, whatever they hold; a dump leaves them out."""
+        """Keys that have no effect given the values of the others; `dump_config` omits them."""
         return ()
 
     def resolved(self: Self) -> Self:
-        """This configuration with the values filled in that follow from other keys."""
+        """Return a copy with the values filled in that are derived from other keys."""
         return self

@@ -65,7 +65,7 @@ def test_variants_have_the_settings_of_their_names() -> None:
     }
     settings = {name: cfg.draft_config.settings for name, cfg in configs.items()}
     assert [settings[name]["prefix_layer"] for name in ("hydra", "hydra++")] == [False, True]
-    assert [configs[name].drafted.loss.soft for name in ("hydra", "hydra++")] == [0.0, 1.0]
+    assert [configs[name].draft_config.heads_loss.soft_targets for name in ("hydra", "hydra++")] == [0.0, 1.0]
     assert [settings[name]["mlp_size"] for name in ("kangaroo", "kangaroo-published")] == [640, 0]
     parts = {name: (of["auto_blocks"], of["adaptation_layers"], of["sampled_token"])
              for name, of in settings.items() if name.startswith("amphista")}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from medusa_train.cli.common import split_arguments
 from medusa_train.cli.train import app
-from medusa_train.config.docs import SCHEMA, format_config, json_schema
+from medusa_train.config.docs import REFERENCE, SCHEMA, format_config, json_schema, replace_reference
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import IGNORED_AXOLOTL_KEYS, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
@@ -96,6 +98,21 @@ def test_the_shipped_schema_is_the_one_that_is_printed() -> None:
     result = CliRunner().invoke(app, ["--schema"])
     assert result.exit_code == 0
     assert result.stdout == (PROJECT_ROOT / SCHEMA).read_text(), "run `python -m medusa_train.config.docs`"
+
+
+def test_the_key_reference_is_generated_from_the_schema() -> None:
+    text = (PROJECT_ROOT / REFERENCE).read_text(encoding="utf-8")
+    assert replace_reference(text) == text, "run `python -m medusa_train.config.docs`"
+
+
+def test_the_commands_of_the_configuration_page_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT_ROOT)
+    text = (PROJECT_ROOT / REFERENCE).read_text(encoding="utf-8")
+    (block,) = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    classes = {"medusa-train": TrainConfig, "medusa-eval": EvalConfig}
+    for command, *words in map(shlex.split, block.splitlines()):
+        path, overrides = split_arguments(word for word in words if "=" in word or word.endswith(".yaml"))
+        load_config(classes[command], path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +210,9 @@ def test_every_key_shows_its_value_and_its_origin(config_file: Path) -> None:
     assert shown["seed"] == ("7", "override 'seed=7'")
     assert shown["output_dir"] == ("runs/y", "--output-dir")
     assert shown["medusa_num_heads"] == ("5", "default")
-    assert shown["recipe"] == ("medusa1", "follows from other keys")
-    assert shown["chat_template"] == ("zephyr", "follows from other keys")
-    assert shown["lora_r"] == ("8", f"{config_file}:7, no effect here")
+    assert shown["recipe"] == ("medusa1", "derived")
+    assert shown["chat_template"] == ("zephyr", "derived")
+    assert shown["lora_r"] == ("8", f"{config_file}:7, no effect")
     assert shown["max_steps"] == ("null", "default")
     assert shown["datasets"] == (
         "[{path: b.jsonl, type: sharegpt, conversation: zephyr}]",

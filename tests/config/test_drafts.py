@@ -47,7 +47,7 @@ def test_the_papers_settings_of_kangaroo() -> None:
     section = train("draft=kangaroo").draft_config
     assert section.settings == {"num_heads": 6, "exit_layer": 2, "threshold": 0.6, "mlp_size": 0}
     assert section.heads_loss == HeadsLoss(1.0, 1.0)
-    assert section.describe() == "Kangaroo's exit after 2 layers, drafting up to 6 tokens"
+    assert section.describe() == "Kangaroo, early exit after 2 layers, drafting up to 6 tokens"
 
 
 def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
@@ -59,17 +59,17 @@ def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["hydra.num_heads=2"], r"section of another draft; set draft: hydra"),
-        (["draft=amphista", "hydra.num_heads=2"], r"section of another draft; set draft: hydra"),
+        (["hydra.num_heads=2"], r"belongs to another draft; set draft: hydra"),
+        (["draft=amphista", "hydra.num_heads=2"], r"belongs to another draft; set draft: hydra"),
         (["draft=hydra", "hydra.num_head=2"], r"hydra.num_head: unknown key; did you mean num_heads"),
-        (["draft=hydra", "hydra.dropout=1"], r"hydra.dropout: has to be less than 1"),
+        (["draft=hydra", "hydra.dropout=1"], r"hydra.dropout: must be less than 1"),
         (
             ["draft=amphista", "amphista.alignment_weight=0", "amphista.label_weight=0"],
-            r"amphista: .*both 0, which leaves nothing to learn",
+            r"amphista: .*both 0, so there is no loss",
         ),
-        (["draft=hydra", "adapter=lora"], r"learns over a frozen backbone"),
-        (["draft=hydra", "recipe=medusa2"], r"learns over a frozen backbone"),
-        (["draft=hydra", "export=[vllm]"], r"hold Medusa heads alone"),
+        (["draft=hydra", "adapter=lora"], r"can be trained on a frozen backbone only"),
+        (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen backbone only"),
+        (["draft=hydra", "export=[vllm]"], r"only Medusa heads can be exported"),
         (["draft=eagle"], r"medusa.*hydra.*amphista.*kangaroo"),
     ],
 )

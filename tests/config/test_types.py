@@ -40,9 +40,9 @@ REFUSED = [
     (types.Float, float("inf"), "expected a number, got inf"),
     (types.Float, [1], "expected a number, got a list"),
     (types.Int, True, "YAML reads yes, no, on and off as true and false"),
-    (types.Int, "yes", "expected a whole number, got 'yes'"),
-    (types.Int, 1.5, "expected a whole number, got 1.5"),
-    (types.Int, {"a": 1}, "expected a whole number, got a mapping"),
+    (types.Int, "yes", "expected an integer, got 'yes'"),
+    (types.Int, 1.5, "expected an integer, got 1.5"),
+    (types.Int, {"a": 1}, "expected an integer, got a mapping"),
     (types.Bool, 1, "expected true or false, got 1"),
     (types.Bool, "yes", "expected true or false, got 'yes'"),
     (types.Text, " ", "is empty"),
@@ -80,4 +80,4 @@ def test_braces_in_a_value_do_not_break_the_message() -> None:
 
 
 def test_long_values_are_shortened() -> None:
-    assert len(types.show("x" * 500)) == 60
+    assert len(types.format_value("x" * 500)) == 60

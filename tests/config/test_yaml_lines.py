@@ -1,5 +1,3 @@
-"""YAML with lines: places, duplicates, merges, and files that are no configuration."""
-
 from pathlib import Path
 
 import pytest
@@ -19,31 +17,31 @@ learning_rate: 1e-3
 """
 
 
-def test_every_key_knows_its_line() -> None:
+def test_every_key_has_a_line() -> None:
     source = read_yaml(TEXT, "x.yaml")
     assert source.values["datasets"] == [{"path": "a.jsonl", "type": "messages"}, {"path": "b.jsonl"}]
-    assert source.place(("base_model",)) == "x.yaml:2"
-    assert source.place(("datasets", 0, "type")) == "x.yaml:6"
-    assert source.place(("datasets", 1, "path")) == "x.yaml:7"
-    assert source.place(("learning_rate",)) == "x.yaml:8"
+    assert source.location(("base_model",)) == "x.yaml:2"
+    assert source.location(("datasets", 0, "type")) == "x.yaml:6"
+    assert source.location(("datasets", 1, "path")) == "x.yaml:7"
+    assert source.location(("learning_rate",)) == "x.yaml:8"
 
 
-def test_an_absent_key_is_placed_at_its_parent_or_the_file() -> None:
+def test_a_missing_key_is_located_at_its_parent_or_the_file() -> None:
     source = read_yaml(TEXT, "x.yaml")
-    assert source.place(("datasets", 1, "type")) == "x.yaml:7"
-    assert source.place(("seed",)) == "x.yaml"
+    assert source.location(("datasets", 1, "type")) == "x.yaml:7"
+    assert source.location(("seed",)) == "x.yaml"
 
 
 def test_duplicates_name_both_lines_at_every_depth() -> None:
     source = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n", "x.yaml")
-    found = {format_path(path): why for path, why in source.problems}
-    assert found == {
+    problems = {format_path(path): message for path, message in source.problems}
+    assert problems == {
         "a": "is set twice, on lines 1 and 3; keep one",
         "b.c": "is set twice, on lines 2 and 2; keep one",
     }
 
 
-def test_merged_keys_are_no_duplicates_and_give_way() -> None:
+def test_merged_keys_are_overridden_without_a_problem() -> None:
     source = read_yaml("base: &b {x: 1, y: 1}\nmine:\n  <<: *b\n  y: 2\n", "x.yaml")
     assert source.values["mine"] == {"x": 1, "y": 2}
     assert source.problems == []
@@ -61,13 +59,13 @@ def test_merged_keys_are_no_duplicates_and_give_way() -> None:
         ("a: 1\n--- \nb: 2\n", "x.yaml:2: not valid YAML"),
         ("a: !!python/name:os.system\n", "x.yaml:1: not valid YAML"),
         ("a: *unknown\n", "x.yaml:1: not valid YAML"),
-        ("a: &a\n  b: *a\n", "x.yaml:1: a.b: an alias that holds itself"),
-        ("? [1, 2]\n: 3\n", "x.yaml:1: a key has to be a plain name"),
+        ("a: &a\n  b: *a\n", "x.yaml:1: a.b: the alias contains itself"),
+        ("? [1, 2]\n: 3\n", "x.yaml:1: keys must be plain names"),
         ("a: 0b_\n", "x.yaml:1: a: cannot be read as a value"),
         ("a: \x00\n", "x.yaml: not valid YAML"),
     ],
 )
-def test_what_is_no_configuration_says_so(text: str, message: str) -> None:
+def test_invalid_files_are_reported(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_yaml(text, "x.yaml")
     assert str(caught.value).startswith(message)
@@ -81,12 +79,12 @@ def test_tags_build_no_objects() -> None:
     assert read_yaml("a: !!python/object:os.system {x: 1}\n", "x.yaml").values == {"a": {"x": 1}}
 
 
-def test_a_binary_file_says_so(tmp_path: Path) -> None:
+def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ConfigError, match=r"x\.yaml: is not a text file in UTF-8"):
         read_yaml_file(path, "x.yaml")
 
 
-def test_a_key_path_is_spelled_as_users_write_it() -> None:
+def test_key_paths_are_formatted_as_in_messages() -> None:
     assert format_path(("datasets", 0, "path")) == "datasets[0].path"
