@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.training.worker import SMALL, equal, whole_run
 
 pytestmark = [
     pytest.mark.xdist_group("distributed"),  # in one worker, or each would start processes of its own
-    pytest.mark.timeout(1800),  # under a minute on two idle cores, but all cases count as the first test's
+    pytest.mark.timeout(1800),  # all cases run in the first test's fixture
     pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="DeepSpeed runs on Linux"),
 ]
@@ -86,7 +87,7 @@ EQUAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "kangaroo-sgd-zero3": ("kangaroo", "sgd", {"stage": 3}, {}),
 }
 ZERO3 = {"zero_optimization": {**SMALL, "stage": 3}}
-ENGINES = {"zero1": None, "zero3": ZERO3}
+STRATEGIES = {"zero1": None, "zero3": ZERO3}
 
 
 def start(plan: Path, processes: int = 2) -> list[subprocess.Popen[bytes]]:
@@ -146,39 +147,43 @@ def run_keys(keys):
     }
 
 
+#: Cases whose tests run without `-m slow`; every other one is slow.
+FAST = {"m1-sgd-zero2", "lora-sgd-zero3"}
+#: test -> the cases that it reads; `{case}` and `{strategy}` are its parameters.
+READS = {
+    "test_two_processes_are_one": ["{case}"],
+    "test_resumed_is_uninterrupted_to_the_bit_with_dropout_on": [
+        "{strategy}-whole",
+        "{strategy}-parts",
+        "{strategy}-rest",
+    ],
+    "test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both": ["{strategy}-whole", "{strategy}-spoilt"],
+    "test_stopped_early_under_zero3_the_best_heads_are_published": ["early"],
+    "test_a_step_that_was_scaled_too_far_is_counted_and_left_out": ["overscaled"],
+    "test_only_the_first_process_writes_and_prints": ["zero1-whole"],
+    "test_a_run_is_resumed_on_another_number_of_processes": ["first", "second-rest"],
+    "test_when_one_process_dies_the_other_ends": ["dies"],
+}
+
+
+def slow_unless_fast(cases: Iterable[str]) -> list[Any]:
+    return [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.fixture(scope="module")
-def two(keys, run_keys, tmp_path_factory):
-    """Run all cases in one pair of processes: the directory with what they found."""
+def two(request, keys, run_keys, tmp_path_factory):
+    """Run the cases that the selected tests read in one pair of processes; return the directory of the results."""
     out = tmp_path_factory.mktemp("two")
-    cases: list[dict[str, Any]] = []
-    for name, (recipe, optimizer, zero, other) in EQUAL.items():
-        own = given({**keys, **RECIPES[recipe], **other.get("more", {})})
-        cases.append({"do": "equal", "name": name, "keys": own, "optimizer": optimizer, "zero": zero, **other})
-    for strategy, deepspeed in ENGINES.items():
-        whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
-        parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
-        cases += [
-            {"do": "whole_run", "name": f"{strategy}-whole", "keys": whole},
-            {"do": "whole_run", "name": f"{strategy}-parts", "keys": parts, "stop": 2},
-            {"do": "whole_run", "name": f"{strategy}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
-        ]
-        spoilt = {**whole, "output_dir": str(out / f"{strategy}-spoilt" / "run"), "max_nonfinite_steps": 1}
-        cases.append({"do": "whole_run", "name": f"{strategy}-spoilt", "keys": spoilt, "spoil": 2})
-    first = {**run_keys, "lora_dropout": 0.0, "deepspeed": ZERO3, "output_dir": str(out / "first" / "run")}
-    alone = {**run_keys, "lora_dropout": 0.0, "gradient_accumulation_steps": 4}
-    begun = {**alone, "output_dir": str(out / "second" / "run")}
-    whole_run({"keys": begun, "stop": 2}, out / "second")
-    second = {**begun, "gradient_accumulation_steps": 2, "resume_from_checkpoint": "latest", "deepspeed": ZERO3}
-    cases += [
-        {"do": "whole_run", "name": "second-rest", "keys": second},
-        {"do": "whole_run", "name": "first", "keys": first, "stop": 2},
-    ]
-    early = {**run_keys, "deepspeed": ZERO3, "output_dir": str(out / "early" / "run"), "learning_rate": 0.5,
-             "eval_steps": 1, "early_stopping_patience": 1, "max_steps": 9}  # fmt: skip
-    cases.append({"do": "whole_run", "name": "early", "keys": early})
-    plain = {"keys": {**keys, **RECIPES["m1"]}, "optimizer": "sgd", "zero": {"stage": 1}}
-    cases.append({"do": "equal", "name": "overscaled", **plain, "loss_scale": 2.0**66})
-    cases.append({"do": "dies", "name": "dies", **plain})
+    wanted = {
+        name.format(**getattr(getattr(item, "callspec", None), "params", {}))
+        for item in request.session.items
+        if item.path == request.path
+        for name in READS[item.originalname]
+    }
+    cases = [case for case in all_cases(keys, run_keys, out) if case["name"] in wanted]
+    if "second-rest" in wanted:  # resumes a run that one process began
+        begun = {**alone(run_keys), "output_dir": str(out / "second" / "run")}
+        whole_run({"keys": begun, "stop": 2}, out / "second")
     (out / "plan.json").write_text(json.dumps(cases))
     processes = start(out / "plan.json")
     try:
@@ -188,6 +193,41 @@ def two(keys, run_keys, tmp_path_factory):
             process.kill()
     (out / "codes").write_text(json.dumps(codes))
     return out
+
+
+def alone(run_keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys with which one process trains as two do with `run_keys`, without dropout."""
+    return {**run_keys, "lora_dropout": 0.0, "gradient_accumulation_steps": 4}
+
+
+def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """The cases of `worker.py`, in the order to run them; the one whose process dies comes last."""
+    cases: list[dict[str, Any]] = []
+    for name, (recipe, optimizer, zero, other) in EQUAL.items():
+        case_keys = given({**keys, **RECIPES[recipe], **other.get("more", {})})
+        cases.append({"do": "equal", "name": name, "keys": case_keys, "optimizer": optimizer, "zero": zero, **other})
+    for strategy, deepspeed in STRATEGIES.items():
+        whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
+        parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
+        spoilt = {**whole, "output_dir": str(out / f"{strategy}-spoilt" / "run"), "max_nonfinite_steps": 1}
+        cases += [
+            {"do": "whole_run", "name": f"{strategy}-whole", "keys": whole},
+            {"do": "whole_run", "name": f"{strategy}-parts", "keys": parts, "stop": 2},
+            {"do": "whole_run", "name": f"{strategy}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
+            {"do": "whole_run", "name": f"{strategy}-spoilt", "keys": spoilt, "spoil": 2},
+        ]
+    zero3 = {**run_keys, "deepspeed": ZERO3}
+    second = {**zero3, "lora_dropout": 0.0, "output_dir": str(out / "second" / "run")}
+    early = {"learning_rate": 0.5, "eval_steps": 1, "early_stopping_patience": 1, "max_steps": 9}
+    cases += [
+        {"do": "whole_run", "name": "second-rest", "keys": {**second, "resume_from_checkpoint": "latest"}},
+        {"do": "whole_run", "name": "first", "keys": {**second, "output_dir": str(out / "first" / "run")}, "stop": 2},
+        {"do": "whole_run", "name": "early", "keys": {**zero3, **early, "output_dir": str(out / "early" / "run")}},
+    ]
+    plain = {"keys": {**keys, **RECIPES["m1"]}, "optimizer": "sgd", "zero": {"stage": 1}}
+    cases.append({"do": "equal", "name": "overscaled", **plain, "loss_scale": 2.0**66})
+    cases.append({"do": "dies", "name": "dies", **plain})
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +245,7 @@ def one(keys, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.parametrize("case", slow_unless_fast(EQUAL))
 def test_two_processes_are_one(two, one, case):
     assert (two / case / "done").exists(), logs(two)
     recipe, optimizer, _, _ = EQUAL[case]
@@ -228,7 +268,8 @@ def test_two_processes_are_one(two, one, case):
         assert float(apart.mean()) < mean, name
 
 
-@pytest.mark.parametrize("strategy", ENGINES)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, strategy):
     """The signal reached rank 1 alone; both stopped after the same step, and both were saved."""
     assert (two / f"{strategy}-rest" / "done").exists(), logs(two)
@@ -244,7 +285,8 @@ def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, strategy):
         assert all((ours[key] == theirs[key]).all() for key in theirs), name
 
 
-@pytest.mark.parametrize("strategy", ENGINES)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both(two, strategy):
     run = two / f"{strategy}-spoilt"
     assert (run / "done").exists(), logs(two)
@@ -256,6 +298,7 @@ def test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both(two, strategy
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in after)
 
 
+@pytest.mark.slow
 def test_stopped_early_under_zero3_the_best_heads_are_published(two):
     run = two / "early" / "run"
     assert (two / "early" / "done").exists(), logs(two)
@@ -267,6 +310,7 @@ def test_stopped_early_under_zero3_the_best_heads_are_published(two):
     assert all((published[f"{i}.1.weight"] == masters[f"lm_heads.{i}.weight"]).all() for i in range(3))
 
 
+@pytest.mark.slow
 def test_a_step_that_was_scaled_too_far_is_counted_and_left_out(two):
     """2^66 times a norm of 1.4 has a square beyond float32; the scale halves until it fits."""
     assert (two / "overscaled" / "done").exists(), logs(two)
@@ -278,6 +322,7 @@ def test_a_step_that_was_scaled_too_far_is_counted_and_left_out(two):
     assert [figures["grad_norm"] > 0 for figures in steps] == [not count for count in skipped]
 
 
+@pytest.mark.slow
 def test_only_the_first_process_writes_and_prints(two):
     run = two / "zero1-whole"
     assert "ZeRO stage 1 (default, deepspeed is not set)" in (run / "console-0").read_text()
@@ -285,13 +330,13 @@ def test_only_the_first_process_writes_and_prints(two):
     assert len([record for record in metrics(run / "run") if record["kind"] == "train"]) == 4
 
 
-def test_a_run_goes_on_with_another_number_of_processes(two, run_keys, tmp_path):
+@pytest.mark.slow
+def test_a_run_is_resumed_on_another_number_of_processes(two, run_keys, tmp_path):
     """Two processes and ZeRO-3, then one alone; and one alone, then two with ZeRO-3: both are the run of one."""
     assert CheckpointStore(two / "first" / "run").steps() == [2], logs(two)
     shutil.copytree(two / "first" / "run", tmp_path / "rest" / "run")
-    alone = {**run_keys, "lora_dropout": 0.0, "gradient_accumulation_steps": 4}
     for name, more in {"rest": {"resume_from_checkpoint": "latest"}, "whole": {}}.items():
-        whole_run({"keys": {**alone, **more, "output_dir": str(tmp_path / name / "run")}}, tmp_path / name)
+        whole_run({"keys": {**alone(run_keys), **more, "output_dir": str(tmp_path / name / "run")}}, tmp_path / name)
     runs = [tmp_path / "whole", tmp_path / "rest", two / "second"]
     whole, *others = ([r for r in metrics(run / "run") if r["kind"] == "train"] for run in runs)
     for records in others:
