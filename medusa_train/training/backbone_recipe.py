@@ -57,7 +57,7 @@ class BackboneRecipe:
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
             return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
-    def unembedding(self) -> LMHead:
+    def lm_head(self) -> LMHead:
         """Return lm_head with its current weights, LoRA branch included."""
         return self.backbone.lm_head()
 
@@ -68,11 +68,11 @@ class BackboneRecipe:
             batch: the micro-batch. feats: what `features` returned for it; a frozen backbone is its own teacher.
         """
         if self.adapter is None:
-            return Features(feats.hidden.detach()), self.unembedding()
+            return Features(feats.hidden.detach()), self.lm_head()
         with self.adapter.teacher():
             with self._autocast():
                 teacher = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
-            return teacher, self.unembedding()
+            return teacher, self.lm_head()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained parameters of the backbone."""

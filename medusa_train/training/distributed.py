@@ -1,4 +1,4 @@
-"""Several processes that train together: sums, agreement, one speaker. Knows no model, no optimizer, no DeepSpeed."""
+"""Communication between the processes of a run: sums, gathering, work for rank 0, errors that end all of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
-#: Longest that one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
+#: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
-#: What torch's back ends say when the process at the other end is gone.
+#: Words in the errors of torch's back ends when the connection to another process is lost.
 _LOST = ("gloo", "nccl", "by peer", "broken pipe", "connection refused", "socket")
 
 
 class PeerError(MedusaError):
-    """Another process failed and says why; this one ends with it, silently and with the same exit code."""
+    """Another process failed and prints the reason; this one exits silently with the same exit code."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process failed")
@@ -31,33 +31,33 @@ class PeerError(MedusaError):
 
 
 class World:
-    """All processes of a run, seen from one of them; a lone process is a world of one, where nothing is sent.
+    """All processes of a run, seen from one of them; a single process communicates with none.
 
-    Every method but the properties has to be called by all processes, in the same order. What is sent travels through
-    the CPUs' memory (gloo), so that a process that waits for a disk keeps no GPU's communication open.
+    Every method except the properties must be called by all processes, in the same order. They communicate through
+    CPU memory (gloo), so that a process waiting for a disk does not keep a GPU collective open.
 
     Attributes:
         rank, size, local_rank: see `ProcessInfo`.
     """
 
-    def __init__(self, place: ProcessInfo | None = None, group: Any = None) -> None:
-        self.rank = 0 if place is None else place.rank
-        self.size = 1 if place is None else place.size
-        self.local_rank = 0 if place is None else place.local_rank
+    def __init__(self, info: ProcessInfo | None = None, group: Any = None) -> None:
+        self.rank = 0 if info is None else info.rank
+        self.size = 1 if info is None else info.size
+        self.local_rank = 0 if info is None else info.local_rank
         self._group = group
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes."""
+        """Whether this is rank 0, the process that prints and writes files."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes: a GPU of its own, or the CPU."""
+        """This process's device: one GPU, or the CPU."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all processes' tensors, of the same shape and dtype everywhere; on this one's device."""
+        """Return the sum of all processes' tensors, which have equal shape and dtype, on this tensor's device."""
         if self.size == 1:
             return tensor
         total = tensor.detach().to("cpu", copy=True)
@@ -65,11 +65,11 @@ class World:
         return total.to(tensor.device)
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
+        """Return whether `flag` is True in any process."""
         return bool(flag) if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
     def gather(self, value: T) -> list[T]:
-        """All processes' values, by rank, in every process."""
+        """Return all processes' values, ordered by rank, in every process."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -77,7 +77,7 @@ class World:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, in every process."""
+        """Return rank 0's value in every process."""
         if self.size == 1:
             return value
         values: list[Any] = [value if self.is_main else None]
@@ -85,10 +85,10 @@ class World:
         return values[0]
 
     def run_on_main(self, action: Callable[[], T]) -> T:
-        """Let rank 0 do something while the others wait; all return what it returned.
+        """Call `action` in rank 0 only and return its result in every process.
 
         Raises:
-            MedusaError: rank 0's own, in rank 0. PeerError: in the others.
+            MedusaError: raised by `action`, in rank 0. PeerError: in the other processes.
         """
         if self.size == 1:
             return action()
@@ -105,10 +105,10 @@ class World:
         return result
 
     def run_on_all(self, action: Callable[[], T]) -> T:
-        """Do something in every process, and go on only where it went well in all of them.
+        """Call `action` in every process; raise in all of them if it fails in one.
 
         Raises:
-            MedusaError: this process's own, where no process of a lower rank failed too. PeerError: otherwise.
+            MedusaError: raised by `action`, in the lowest rank that failed. PeerError: in the other processes.
         """
         if self.size == 1:
             return action()
@@ -127,11 +127,11 @@ class World:
         raise PeerError(codes[failed[0]] or 1)
 
     def error_on_main(self, error: MedusaError) -> MedusaError:
-        """The error to raise where all processes found the same: rank 0 tells it, the others end silently."""
+        """Return what to raise for an error that occurs in all processes: `error` in rank 0, PeerError elsewhere."""
         return error if self.is_main else PeerError(error.exit_code)
 
     def destroy(self) -> None:
-        """Close the connections; nothing can be sent afterwards."""
+        """Destroy the process group."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -139,40 +139,40 @@ class World:
 SINGLE_PROCESS = World()
 
 
-def init_distributed(place: ProcessInfo) -> World:
-    """Meet the other processes; returns when all of them have come.
+def init_distributed(info: ProcessInfo) -> World:
+    """Initialize the process group; returns when all processes have joined.
 
     Raises:
-        MedusaError: they can't be reached, or this process would have no GPU of its own.
+        MedusaError: the others cannot be reached, or there is no GPU for this process.
     """
     os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.size),
-        LOCAL_RANK=str(place.local_rank),
-        MASTER_ADDR=place.address,
-        MASTER_PORT=str(place.port),
+        RANK=str(info.rank),
+        WORLD_SIZE=str(info.size),
+        LOCAL_RANK=str(info.local_rank),
+        MASTER_ADDR=info.address,
+        MASTER_PORT=str(info.port),
     )
     cuda = torch.cuda.is_available()
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")  # or DeepSpeed warns that it had to guess
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")  # without it DeepSpeed warns that it guesses
     if cuda:
-        if place.local_rank >= torch.cuda.device_count():
+        if info.local_rank >= torch.cuda.device_count():
             raise MedusaError(
-                f"process {place.rank} of {place.size} has no GPU: there are {torch.cuda.device_count()} on this "
-                f"machine, and it is number {place.local_rank + 1} here; start as many processes as there are GPUs"
+                f"process {info.rank} of {info.size} has no GPU: this machine has {torch.cuda.device_count()} for at "
+                f"least {info.local_rank + 1} processes; start one process per GPU (--num-gpus)"
             )
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(info.local_rank)
     try:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     except (RuntimeError, ValueError) as error:
         raise MedusaError(
-            f"process {place.rank} of {place.size} could not meet the others at {place.address}:{place.port}: {error}"
+            f"process {info.rank} of {info.size} cannot connect to the others at {info.address}:{info.port}: {error}"
         ) from error
-    return World(place, group)
+    return World(info, group)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception only says that another process is gone."""
+    """Return whether `error` only says that the connection to another process is lost."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)

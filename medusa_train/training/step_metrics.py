@@ -21,7 +21,7 @@ class MicroBatchResult:
     Attributes:
         records: where its conversations come from, "file:line".
         loss: scalar, its share of the step's loss.
-        correct, counts, known: long [K], top-1 hits, valid targets, and those of them in the head's vocabulary.
+        correct, counts, in_vocab: long [K], top-1 hits, valid targets, and those of them in the head's vocabulary.
         tokens: tokens read, padding excluded.
         lm: sums of the backbone's language-model loss; None where it is frozen.
     """
@@ -30,7 +30,7 @@ class MicroBatchResult:
     loss: Tensor
     correct: Tensor
     counts: Tensor
-    known: Tensor
+    in_vocab: Tensor
     tokens: int
     lm: LMSums | None
 
@@ -44,7 +44,7 @@ class MicroBatchResult:
     def to_row(self) -> Tensor:
         """Pack all numbers into one float64 tensor [5 + 3 K] on the CPU, which can be summed."""
         lm = [0.0, 0.0, 0.0] if self.lm is None else [float(self.lm.ce), float(self.lm.kl), float(self.lm.count)]
-        heads = [*self.correct.tolist(), *self.counts.tolist(), *self.known.tolist()]
+        heads = [*self.correct.tolist(), *self.counts.tolist(), *self.in_vocab.tolist()]
         return torch.tensor([float(self.loss), self.tokens, *lm, *heads], dtype=torch.float64)
 
 
@@ -55,7 +55,7 @@ class StepTotals:
     Attributes:
         loss: the step's loss. tokens: tokens read.
         lm_ce, lm_kl, lm_count: cross-entropy and KL of the backbone in nats, and its targets; 0 where it is frozen.
-        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
+        correct, counts, in_vocab: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
     """
 
     loss: float
@@ -65,7 +65,7 @@ class StepTotals:
     lm_count: int
     correct: list[int]
     counts: list[int]
-    known: list[int]
+    in_vocab: list[int]
 
     @classmethod
     def reduce(cls, results: Sequence[MicroBatchResult], world: World) -> StepTotals:
@@ -87,8 +87,8 @@ class Window:
     """Sums over the optimizer steps since the last log line.
 
     It is saved in checkpoints, so that a resumed run logs the same. `lr` is not a sum but the learning rate of the
-    last step. `overscaled` counts steps skipped because float16 gradients overflowed under the loss scale; they count
-    as steps and have no norm.
+    last step. `known` counts targets in the head's vocabulary. `overscaled` counts steps skipped because float16
+    gradients overflowed under the loss scale; they count as steps and have no norm.
     """
 
     steps: int = 0
@@ -114,7 +114,7 @@ class Window:
         self.seconds += seconds
         self.correct = _added(self.correct, totals.correct)
         self.counts = _added(self.counts, totals.counts)
-        self.known = _added(self.known, totals.known)
+        self.known = _added(self.known, totals.in_vocab)
         self.lm_ce += totals.lm_ce
         self.lm_kl += totals.lm_kl
         self.lm_count += totals.lm_count

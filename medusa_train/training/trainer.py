@@ -171,7 +171,7 @@ class Trainer:
                 batch,
                 counts,
                 progress=self.state.step / self.plan.total_steps,
-                lm_head=self.recipe.unembedding() if self.recipe.joint else None,
+                lm_head=self.recipe.lm_head() if self.recipe.joint else None,
                 teacher=teacher[0],
                 teacher_lm_head=teacher[1],
             )

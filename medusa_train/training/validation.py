@@ -1,4 +1,4 @@
-"""Losses, top-1..top-10 shares and acceptance length of the heads on held-out text. Knows no optimizer, no files."""
+"""Evaluate the heads on held-out text: loss, top-1 to top-10 accuracy, and the tokens per step of a simulated tree."""
 
 from __future__ import annotations
 
@@ -27,22 +27,31 @@ from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.trees.tree import Tree
 
-ROWS = 512  # positions whose logits exist at once: [ROWS, V]
+ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
+#: Tree size of the simulation, the same in every evaluation so that all of them compare: small enough to pay on a CPU,
+#: large enough to show what lower ranks are worth. The run's tree.json is sized by measured latency instead.
+NODES = 16
+#: Answer tokens that are simulated at most (a second or two); of a larger set every n-th conversation is used.
+MAX_SIMULATED_TOKENS = 50_000
+
+#: One conversation: per answer an int8 tensor [tokens, K], as `Trace.ranks`.
+RankedConversation = list[Tensor]
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a held-out evaluation found.
+    """The metrics of one evaluation on held-out text.
 
     Attributes:
-        loss: the heads', `sum_k c^k * head_loss[k]`, nats; comparable with the training loss of a frozen backbone.
-        objective: what evaluations are compared by, nats: `loss` where the backbone is frozen, see `whole_objective`.
-        head_loss: mean cross-entropy per head, nats per valid target that the head's vocabulary holds.
-        top: per head the share of valid targets among its best 1, 2, ..., 10 guesses.
-        targets: valid targets per head. known: those of them that the head's vocabulary holds.
-        lm_loss: mean cross-entropy of the backbone itself, nats per token; None where it is frozen.
+        loss: the heads' loss, `sum_k c^k * head_loss[k]`, nats; comparable with the training loss of Medusa-1.
+        objective: the value that early stopping compares, nats: `loss` if the backbone is frozen, otherwise see
+            `validation_objective`.
+        head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
+        top: top-1, top-2, ..., top-10 accuracy per head.
+        targets: valid targets per head. in_vocab: those of them in the head's vocabulary.
+        lm_loss: mean cross-entropy of the backbone, nats per token; None if it is frozen.
         lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
-        conversations: the ranks of what came next, see `ranked_conversations`.
+        conversations: per token the rank that each head gives it, see `ranked_conversations`.
     """
 
     loss: float
@@ -50,30 +59,30 @@ class ValidationResult:
     head_loss: list[float]
     top: list[list[float]]
     targets: list[int]
-    known: list[int]
+    in_vocab: list[int]
     lm_loss: float | None = None
     lm_kl: float | None = None
     conversations: list[RankedConversation] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
     def acceptance(self) -> Acceptance | None:
-        """The best tree and what it would bring, counted when it is first asked for; None: too few conversations."""
+        """The best tree and its tokens per step, computed on first access; None with too few conversations."""
         return simulate(self.conversations)
 
     def record(self) -> dict[str, Any]:
-        """The record for metrics.jsonl."""
-        accepted = self.acceptance
+        """Return the figures of an evaluation record in metrics.jsonl."""
+        acceptance = self.acceptance
         return {
             "loss": self.loss,
             "objective": self.objective,
             "head_loss": self.head_loss,
-            "head_top1": [shares[0] for shares in self.top],
+            "head_top1": [accuracies[0] for accuracies in self.top],
             "head_top": self.top,
             "targets": self.targets,
-            **({} if self.known == self.targets else {"targets_in_vocabulary": self.known}),
+            **({} if self.in_vocab == self.targets else {"targets_in_vocabulary": self.in_vocab}),
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
-            **({} if accepted is None else {"acceptance_length": accepted.length}),
+            **({} if acceptance is None else {"acceptance_length": acceptance.length}),
         }
 
 
@@ -86,242 +95,260 @@ def validate(
     stop: Callable[[], bool] = lambda: False,
     world: World = SINGLE_PROCESS,
 ) -> ValidationResult | None:
-    """Measure the heads on `batches`, assistant tokens only, with never more than [ROWS, V] logits in memory.
+    """Evaluate the heads on `batches` without dropout; supervised tokens only, at most [ROWS, V] logits in memory.
 
-    Several processes take turns with the batches, and all of them find the same.
+    Processes take turns with the batches, and all of them return the same result.
 
     Args:
-        recipe: run as in training, with its dropout off.
-        draft: the heads, run with their dropout off too.
-        batches: the whole held-out set, once.
-        objective: what the run minimises, for the weights of the terms.
-        stop: asked before every batch; True gives up.
-        world: the processes that measure together.
+        recipe: the backbone; left in train mode.
+        draft: the heads.
+        batches: the whole validation set, once.
+        objective: of the run, for the weights of the loss terms.
+        stop: called before every batch; True in any process aborts the evaluation.
+        world: the processes that evaluate together.
 
     Returns:
-        The figures, or None when `stop` said so.
+        The result, or None if aborted.
     """
-    sums = torch.zeros(draft.num_heads, dtype=torch.float64)
-    hits = torch.zeros(draft.num_heads, MAX_RANK, dtype=torch.long)
-    targets = torch.zeros(draft.num_heads, dtype=torch.long)
-    known = torch.zeros(draft.num_heads, dtype=torch.long)
-    own = _OwnLoss()
-    conversations: list[list[RankedConversation]] = []  # of each batch
+    heads, backbone = _HeadSums(draft.num_heads), _BackboneSums()
+    conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
     draft.eval()
     try:
-        for batch in _in_turn(batches, world):
-            if stop():
+        for batch in _share_of(batches, world):
+            if world.any(stop()):
                 return None
             batch = batch.to(recipe.backbone.device)
             feats = recipe.features(batch, draft.needs)
-            ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
             with recipe.precision.autocast():
-                for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
-                    wanted = shift_labels(batch.labels, i + 1, batch.segments)
-                    valid = wanted != IGNORE_INDEX
-                    head = draft.lm_head(i + 1)
-                    rows = head.rows_of(wanted[valid])
-                    loss, places = _score(hidden[valid], rows, head)
-                    sums[i] += loss
-                    known[i] += int((rows >= 0).sum())
-                    hits[i] += torch.bincount(places[places >= 0], minlength=MAX_RANK).cumsum(dim=0)
-                    targets[i] += len(places)
-                    ranks[..., i][valid.cpu()] = places.to(ranks.dtype)
+                ranks = heads.add(draft, batch, feats)
                 if recipe.joint:
-                    own.add(recipe, batch, feats)
+                    backbone.add(recipe, batch, feats)
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
     finally:
         recipe.train()
         draft.train(was_training)
-    sums, hits, targets, known = (world.sum(found) for found in (sums, hits, targets, known))
-    own.add_up(world)
-    means = sums / known.clamp(min=1)
-    trained = means[: draft.trained_heads]
-    weighted = sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(trained, start=1))
-    whole = whole_objective(objective, weighted, own.loss, own.kl)
-    shares = hits / targets.clamp(min=1)[:, None]
+    heads.reduce(world)
+    backbone.reduce(world)
+    head_loss = heads.loss / heads.in_vocab.clamp(min=1)
+    trained = head_loss[: draft.trained_heads]
+    loss = float(sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(trained, start=1)))
     return ValidationResult(
-        float(weighted),
-        whole,
-        means.tolist(),
-        shares.tolist(),
-        targets.tolist(),
-        known.tolist(),
-        own.loss,
-        own.kl,
-        _in_order(world.gather(conversations)),
+        loss=loss,
+        objective=validation_objective(objective, loss, backbone.ce, backbone.kl),
+        head_loss=head_loss.tolist(),
+        top=(heads.hits / heads.targets.clamp(min=1)[:, None]).tolist(),
+        targets=heads.targets.tolist(),
+        in_vocab=heads.in_vocab.tolist(),
+        lm_loss=backbone.ce,
+        lm_kl=backbone.kl,
+        conversations=_in_data_order(world.gather(conversations)),
     )
 
 
-def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
-    """This process's batches: every `world.size`-th one.
-
-    In the last round some processes may have none; they run one of the others', of which nothing counts, for a model
-    that is split over all processes runs in all of them.
-    """
-    around: list[Batch] = []
-    for batch in batches:
-        around.append(batch)
-        if len(around) == world.size:
-            yield around[world.rank]
-            around = []
-    if world.rank < len(around):
-        yield around[world.rank]
-    elif around:
-        yield replace(around[0], labels=torch.full_like(around[0].labels, IGNORE_INDEX))
-
-
-def _in_order(gathered: list[list[list[RankedConversation]]]) -> list[RankedConversation]:
-    """All conversations of all processes' batches, in the order of the held-out set."""
-    rounds = zip_longest(*gathered, fillvalue=[])
-    return [conversation for batches in rounds for batch in batches for conversation in batch]
-
-
-def whole_objective(objective: Objective, heads: float, ce: float | None, kl: float | None) -> float:
-    """What a run minimises, of held-out means in nats: the heads' alone, or `L_LM + lambda0 * heads`.
+def validation_objective(objective: Objective, heads: float, ce: float | None, kl: float | None) -> float:
+    """Return the validation value of a run's objective, in nats: the heads' loss, or `L_LM + lambda0 * heads`.
 
     lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run compare. A target mixed
-    with a teacher's (rho) counts as rho * KL + (1 - rho) * CE: its loss but for the teacher's entropy, a constant.
+    with the teacher's (rho) counts as rho * KL + (1 - rho) * CE, which is its loss up to the teacher's entropy, a
+    constant.
 
     Args:
-        objective: the run's. heads: `sum_k c^k * L_k`.
-        ce, kl: of the backbone, against the labels and from its teacher; None: not measured, which counts 0.
+        objective: of the run. heads: `sum_k c^k * L_k`.
+        ce, kl: the backbone's cross-entropy against the labels and KL from its teacher; None counts as 0.
     """
     if objective.lm is None:
         return heads
-    teachers = 1.0 if objective.lm == "kl" else objective.rho
-    own = (1.0 - teachers) * (ce or 0.0) + teachers * (kl or 0.0)
-    return own + objective.heads_coefficient * heads
+    rho = 1.0 if objective.lm == "kl" else objective.rho
+    lm_loss = (1.0 - rho) * (ce or 0.0) + rho * (kl or 0.0)
+    return lm_loss + objective.heads_coefficient * heads
 
 
-class _OwnLoss:
-    """Cross-entropy of the backbone that learns, and its KL from the one that it was; sums over targets."""
+class _HeadSums:
+    """Sums per head over the validation set.
+
+    Attributes:
+        loss: float64 [K], cross-entropy in nats. hits: long [K, 10], targets among the best 1, 2, ..., 10 guesses.
+        targets: long [K], valid targets. in_vocab: long [K], those of them in the head's vocabulary.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        self.loss = torch.zeros(num_heads, dtype=torch.float64)
+        self.hits = torch.zeros(num_heads, MAX_RANK, dtype=torch.long)
+        self.targets = torch.zeros(num_heads, dtype=torch.long)
+        self.in_vocab = torch.zeros(num_heads, dtype=torch.long)
+
+    def add(self, draft: Draft, batch: Batch, feats: Features) -> Tensor:
+        """Add a batch; return the rank of every target, int8 [B, T, K] on the CPU, -1 beyond the last rank kept."""
+        ranks = torch.full((*batch.labels.shape, len(self.loss)), -1, dtype=torch.int8)
+        for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
+            target = shift_labels(batch.labels, i + 1, batch.segments)
+            valid = target != IGNORE_INDEX
+            head = draft.lm_head(i + 1)
+            rows = head.rows_of(target[valid])
+            loss, target_ranks = _score(hidden[valid], rows, head)
+            self.loss[i] += loss
+            self.in_vocab[i] += int((rows >= 0).sum())
+            self.hits[i] += torch.bincount(target_ranks[target_ranks >= 0], minlength=MAX_RANK).cumsum(dim=0)
+            self.targets[i] += len(target_ranks)
+            ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
+        return ranks
+
+    def reduce(self, world: World) -> None:
+        """Sum over all processes."""
+        self.loss, self.hits = world.sum(self.loss), world.sum(self.hits)
+        self.targets, self.in_vocab = world.sum(self.targets), world.sum(self.in_vocab)
+
+
+def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
+    """Compute loss and ranks of targets, `ROWS` positions at a time.
+
+    Args:
+        hidden: [N, d]. rows: long [N], each target's row of the head's matrix; -1 if its vocabulary lacks the token.
+
+    Returns:
+        The summed cross-entropy over targets with a row, and the ranks [N] on the CPU, -1 without a row.
+    """
+    loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
+    for states, targets in zip(hidden.split(ROWS), rows.split(ROWS), strict=True):
+        if not len(targets):
+            continue
+        logits = head.logits(states).float()
+        loss += float(cross_entropy(logits, targets, reduction="sum", ignore_index=-1))
+        ranks.append(rank_of(logits, targets).cpu())
+    return loss, torch.cat(ranks)
+
+
+class _BackboneSums:
+    """Cross-entropy of the trained backbone and its KL from its teacher, summed over the validation set."""
 
     def __init__(self) -> None:
         self._ce = self._kl = 0.0
         self._count = 0
         self._has_teacher = False
 
-    def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
-        wanted = shift_labels(batch.labels, 0, batch.segments).flatten()
-        self._count += int((wanted != IGNORE_INDEX).sum())
-        hidden = feats.hidden.flatten(0, 1)
-        if recipe.adapter is None:
-            self._ce += float(linear_cross_entropy(hidden, recipe.unembedding(), wanted).ce_sum)
-            return
-        self._has_teacher = True
-        teacher, unembedding = recipe.teacher(batch, feats)
-        sums = linear_kl(hidden, recipe.unembedding(), teacher.hidden.flatten(0, 1), unembedding, wanted)
-        self._ce += float(sums.ce_sum)
-        self._kl += float(sums.kl_sum)
-
-    def add_up(self, world: World) -> None:
-        """Put together what all processes have found."""
-        sums = world.sum(torch.tensor([self._ce, self._kl, self._count], dtype=torch.float64))
-        self._ce, self._kl, self._count = float(sums[0]), float(sums[1]), int(sums[2])
-
     @property
-    def loss(self) -> float | None:
+    def ce(self) -> float | None:
+        """Mean cross-entropy, nats per token; None if the backbone is frozen."""
         return self._ce / self._count if self._count else None
 
     @property
     def kl(self) -> float | None:
+        """Mean KL from the teacher, nats per token; None without one."""
         return self._kl / self._count if self._count and self._has_teacher else None
 
+    def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
+        target = shift_labels(batch.labels, 0, batch.segments).flatten()
+        self._count += int((target != IGNORE_INDEX).sum())
+        hidden = feats.hidden.flatten(0, 1)
+        if recipe.adapter is None:
+            self._ce += float(linear_cross_entropy(hidden, recipe.lm_head(), target).ce_sum)
+            return
+        self._has_teacher = True
+        teacher, teacher_lm_head = recipe.teacher(batch, feats)
+        sums = linear_kl(hidden, recipe.lm_head(), teacher.hidden.flatten(0, 1), teacher_lm_head, target)
+        self._ce += float(sums.ce_sum)
+        self._kl += float(sums.kl_sum)
 
-def _score(hidden: Tensor, wanted: Tensor, unembedding: LMHead) -> tuple[float, Tensor]:
-    """Summed cross-entropy of hidden states [N, d] against rows [N] of the matrix, and the ranks [N] (CPU), by chunks.
+    def reduce(self, world: World) -> None:
+        """Sum over all processes."""
+        sums = world.sum(torch.tensor([self._ce, self._kl, self._count], dtype=torch.float64))
+        self._ce, self._kl, self._count = float(sums[0]), float(sums[1]), int(sums[2])
 
-    A row of -1, for a token that the head lacks, has no loss and no rank.
+
+def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
+    """Yield every `world.size`-th batch, beginning with this process's rank.
+
+    All processes get equally many batches, because a model partitioned over them has to run in all of them: in the
+    last round, a process without a batch gets another one's with all labels ignored.
     """
-    loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
-    for rows, tokens in zip(hidden.split(ROWS), wanted.split(ROWS), strict=True):
-        if not len(tokens):
-            continue
-        logits = unembedding.logits(rows).float()
-        loss += float(cross_entropy(logits, tokens, reduction="sum", ignore_index=-1))
-        ranks.append(rank_of(logits, tokens).cpu())
-    return loss, torch.cat(ranks)
+    turn: list[Batch] = []
+    for batch in batches:
+        turn.append(batch)
+        if len(turn) == world.size:
+            yield turn[world.rank]
+            turn = []
+    if world.rank < len(turn):
+        yield turn[world.rank]
+    elif turn:
+        yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
 
 
-#: Nodes of the tree, the same in every evaluation so that all of them compare. Few enough to pay on a CPU and many
-#: enough to show what lower ranks are worth; the run's last tree is sized by measured latency instead.
-NODES = 16
-#: Answer tokens at most that are decoded on paper (a second or two); of more, every n-th conversation is taken.
-TRACED = 50_000
+def _in_data_order(gathered: list[list[list[RankedConversation]]]) -> list[RankedConversation]:
+    """Merge the conversations of all processes' batches in the order of the validation set."""
+    rounds = zip_longest(*gathered, fillvalue=[])
+    return [conversation for batches in rounds for batch in batches for conversation in batch]
 
-#: One conversation: per answer an int8 tensor [tokens, K], as `Trace.ranks`.
-RankedConversation = list[Tensor]
+
+# Simulated acceptance
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The best tree of the heads as they are, and what it would bring.
+    """The best tree for the heads on held-out text, simulated with teacher forcing.
 
     Attributes:
         tree: fitted to all conversations.
-        length: tokens per step (1.0: nothing accepted), on conversations that a tree was not fitted to.
+        length: tokens per step (1.0: nothing accepted), on conversations to which the tree was not fitted.
     """
 
     tree: Tree
     length: float
 
     def record(self, step: int) -> dict[str, Any]:
-        """The content of a checkpoint's tree.json, from the evaluation after `step` steps."""
+        """Return the content of a checkpoint's tree.json, from the evaluation after `step` steps."""
         return self.tree.record(
             nodes=self.tree.size, tokens_per_step=round(self.length, 4), fitted_to="held-out text", step=step
         )
 
 
 def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> list[RankedConversation]:
-    """Cut a batch's ranks into answers, conversation by conversation.
+    """Split a batch's ranks into answers, conversation by conversation.
 
-    The state at t has the backbone's next token t + 1 as its root, so an answer is a run of positions whose next
-    token is supervised. Heads learn from the states before it too, and where turns are short beyond its end; decoding
-    starts and ends within the answer, so those ranks are left out.
+    The state at t has the backbone's next token t + 1 as the root of its tree, so an answer is a run of positions
+    whose next token is supervised. Targets outside the answer, on which heads are trained as well, are left out:
+    decoding starts and ends within the answer.
 
     Args:
         labels, segments: [B, T], of the batch.
-        ranks: int8 [B, T, K], head k's at t being that of the token at t + k + 1; -1 past the last guess kept.
+        ranks: int8 [B, T, K], the rank that head k at position t gives the token at t + k + 1; -1 beyond the last
+            rank kept.
     """
-    roots = pad((shift_labels(labels, 0, segments) != IGNORE_INDEX).int(), (1, 1)).diff(
-        dim=1
-    )  # 1 where a run begins, -1 behind it
-    found: dict[tuple[int, int], RankedConversation] = {}
+    # 1 where an answer begins, -1 after its end
+    roots = pad((shift_labels(labels, 0, segments) != IGNORE_INDEX).int(), (1, 1)).diff(dim=1)
     starts, ends = (roots == 1).nonzero().tolist(), (roots == -1).nonzero().tolist()
+    conversations: dict[tuple[int, int], RankedConversation] = {}
     for (row, start), (_, end) in zip(starts, ends, strict=True):
         answer = ranks[row, start:end].clone()
         for k in range(1, answer.shape[1] + 1):
             answer[max(len(answer) - k, 0) :, k - 1] = -1
-        found.setdefault((row, int(segments[row, start])), []).append(answer)
-    return list(found.values())
+        conversations.setdefault((row, int(segments[row, start])), []).append(answer)
+    return list(conversations.values())
 
 
 def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> Acceptance | None:
-    """Find the best tree of `nodes` nodes, and the tokens per step to expect of it; None with fewer than two.
+    """Fit the best tree of `nodes` nodes and estimate its tokens per step; None with fewer than two conversations.
 
-    Rare paths overfit, so no answer is judged by a tree that was fitted to it: a tree fitted to every other
-    conversation is judged on the rest, and the other way round, and the mean of both is taken. Which of a fit's
-    recounts is best is decided on the fitted half too. The tree that is returned is fitted to all of them, so it rests
-    on twice as much as those that were judged.
+    The estimate is two-fold cross-validated over conversations, because rare paths overfit: the mean of a tree fitted
+    to one half and evaluated on the other, and vice versa. The returned tree is fitted to all conversations.
     """
     total = sum(len(answer) for conversation in conversations for answer in conversation)
-    taken = conversations[:: max(1, math.ceil(total / TRACED))]
-    if len(taken) < 2:
+    used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
+    if len(used) < 2:
         return None
-    traces = [[_trace(answer) for answer in conversation] for conversation in taken]
+    traces = [[_trace(answer) for answer in conversation] for conversation in used]
     first, second = ([trace for answers in traces[half::2] for trace in answers] for half in (0, 1))
-    length = (_crossed(first, second, nodes) + _crossed(second, first, nodes)) / 2
+    length = (_fit_and_evaluate(first, second, nodes) + _fit_and_evaluate(second, first, nodes)) / 2
     everything = first + second
     return Acceptance(fit_tree(everything, everything, nodes), length)
 
 
-def _crossed(fit: Sequence[Trace], judge: Sequence[Trace], nodes: int) -> float:
-    return tokens_per_step(judge, fit_tree(fit, fit, nodes))
+def _fit_and_evaluate(fit: Sequence[Trace], evaluation: Sequence[Trace], nodes: int) -> float:
+    # fit_tree's choice among its recounts is made on the fitted half as well
+    return tokens_per_step(evaluation, fit_tree(fit, fit, nodes))
 
 
 def _trace(ranks: Tensor) -> Trace:
     tokens, heads = ranks.shape
-    return Trace(ranks.tolist(), [min(heads, tokens - 1 - place) for place in range(tokens)])
+    return Trace(ranks.tolist(), [min(heads, tokens - 1 - position) for position in range(tokens)])

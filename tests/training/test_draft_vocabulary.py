@@ -113,10 +113,10 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -
         valid = target != IGNORE_INDEX
         tokens, logits = target[valid], draft.head_logits(hidden[valid], k)
         known = torch.isin(tokens, kept)
-        assert (found.targets[k - 1], found.known[k - 1]) == (len(tokens), int(known.sum()))
+        assert (found.targets[k - 1], found.in_vocab[k - 1]) == (len(tokens), int(known.sum()))
         assert found.top[k - 1][0] == pytest.approx(float((kept[logits.argmax(-1)] == tokens).double().mean()))
         places = torch.searchsorted(kept, tokens[known])
         loss = torch.nn.functional.cross_entropy(logits[known], places).detach()
         assert found.head_loss[k - 1] == pytest.approx(float(loss), rel=1e-5)
-    assert 0 < found.known[0] < found.targets[0]
-    assert found.record()["targets_in_vocabulary"] == found.known
+    assert 0 < found.in_vocab[0] < found.targets[0]
+    assert found.record()["targets_in_vocabulary"] == found.in_vocab

@@ -14,9 +14,9 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
+from medusa_train.training import setup
 from medusa_train.training.inspect import estimate_memory, inspect_run
 from medusa_train.training.run import train
 from tests.training.conftest import metrics
@@ -91,7 +91,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(make_draft_config, make_c
 
 
 def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make_draft_config, console, monkeypatch):
-    monkeypatch.setattr(Backbone, "load", None)
+    monkeypatch.setattr(setup, "load_backbone", None)
     cfg = make_draft_config("kangaroo", kangaroo={"exit_layer": 9})
     for command in (train, inspect_run):
         with pytest.raises(BackboneError, match=r"exit_layer 9 is out of range: .* use 1 to"):

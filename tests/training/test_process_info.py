@@ -59,5 +59,5 @@ def test_the_first_host_of_a_node_list(nodes, host):
 
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "x"}, {"MASTER_PORT": "http"}])
 def test_what_can_not_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"process 4 of 4|'x'|MASTER_PORT"):
+    with pytest.raises(ConfigError, match=r"rank 4 of 4|'x'|MASTER_PORT"):
         process_info_from_env({**TORCHRUN, **wrong})

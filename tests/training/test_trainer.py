@@ -173,7 +173,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
         feats,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
-        lm_head=recipe.unembedding(),
+        lm_head=recipe.lm_head(),
         teacher=teacher[0],
         teacher_lm_head=teacher[1],
     )

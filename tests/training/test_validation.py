@@ -16,8 +16,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import Precision
-from medusa_train.training import validation as acceptance
-from medusa_train.training import validation as heldout
+from medusa_train.training import validation
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
 
@@ -155,9 +154,9 @@ def test_too_few_conversations_give_nothing() -> None:
 
 def test_of_a_large_text_conversations_are_left_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = acceptance._trace
-    monkeypatch.setattr(acceptance, "_trace", lambda ranks: taken.append(len(ranks)) or real(ranks))
-    monkeypatch.setattr(acceptance, "TRACED", 50)
+    real = validation._trace
+    monkeypatch.setattr(validation, "_trace", lambda ranks: taken.append(len(ranks)) or real(ranks))
+    monkeypatch.setattr(validation, "MAX_SIMULATED_TOKENS", 50)
     simulate([[torch.zeros(length, 1, dtype=torch.int8)] for length in range(20, 10, -1)])
     assert taken == [20, 16, 12]  # 155 tokens: every fourth, long and short ones alike
 
@@ -198,11 +197,11 @@ def random_batches():
 
 @pytest.mark.parametrize("rows", [2, 512])
 def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
-    monkeypatch.setattr(heldout, "ROWS", rows)
+    monkeypatch.setattr(validation, "ROWS", rows)
     draft = MedusaDraft.from_backbone(backbone, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
-    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
+    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
     losses, top3 = [], []
     for k in (1, 2):
         logits, wanted = [], []
@@ -236,12 +235,12 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         labels = tokens.clone()
         labels[0, : len(prompt)] = IGNORE_INDEX
         batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
-    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
+    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
     halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
-    traces = [[acceptance._trace(ranks) for ranks in half] for half in halves]
+    traces = [[validation._trace(ranks) for ranks in half] for half in halves]
     rates = []
     for half in (0, 1):
-        tree = fit_tree(traces[half], traces[half], acceptance.NODES)
+        tree = fit_tree(traces[half], traces[half], validation.NODES)
         made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
         rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
     assert found.acceptance.length == pytest.approx(sum(rates) / 2)
@@ -252,7 +251,7 @@ def test_ranks_and_shares_agree(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
     batch = random_batches()[0]
     every = Batch(batch.tokens, batch.tokens, batch.positions, torch.zeros_like(batch.segments), ["a", "b"])
-    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
+    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
     ranks = torch.cat([answer[:-1, 0] for answers in found.conversations for answer in answers])
     assert len(ranks) == found.targets[0] == 20
     assert found.top[0] == pytest.approx([float(((ranks >= 0) & (ranks < n)).float().mean()) for n in range(1, 11)])
@@ -264,7 +263,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
     empty = Batch(
         batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.segments, ["a", "b"]
     )
-    found = heldout.validate(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
+    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
     assert found.loss == 0.0
     assert found.targets == [0, 0]
     assert "acceptance_length" not in found.record()
@@ -273,7 +272,7 @@ def test_nothing_to_predict_gives_zeros(backbone):
 def test_a_stop_gives_up(backbone):
     draft = MedusaDraft.from_backbone(backbone, 1)
     recipe, objective = BackboneRecipe(backbone, PRECISION), Objective(draft, 0.8)
-    assert heldout.validate(recipe, draft, random_batches(), objective, lambda: True) is None
+    assert validation.validate(recipe, draft, random_batches(), objective, lambda: True) is None
 
 
 @pytest.mark.parametrize(
@@ -286,6 +285,6 @@ def test_a_stop_gives_up(backbone):
         ({"lm": "kl", "heads_coefficient": 0.2, "schedule": "sine_0.5"}, 0.5 + 0.4),
     ],
 )
-def test_the_whole_objective(backbone, keys, wanted):
+def test_the_validation_objective(backbone, keys, wanted):
     objective = Objective(MedusaDraft.from_backbone(backbone, 1), 0.8, **keys)
-    assert heldout.whole_objective(objective, 2.0, ce=3.0, kl=0.5) == pytest.approx(wanted)
+    assert validation.validation_objective(objective, 2.0, ce=3.0, kl=0.5) == pytest.approx(wanted)
