@@ -116,7 +116,7 @@ class Recorder(KangarooDraft):
         if level.first == 0:
             lengths = getattr(state.cache, "lengths", None) or [state.cache.length]
             self.log.append((list(lengths), logits[:, 0].clone()))
-            self.waited.update(state.missing)
+            self.waited.update(state.unread_counts)
         return logits
 
     def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:

@@ -1,4 +1,4 @@
-"""What a Kangaroo draft keeps between the rounds of decoding: caches, and states that wait. Knows no layer."""
+"""The decoding state of a Kangaroo draft: the adapter's cache, and accepted states that the adapter has not read."""
 
 from __future__ import annotations
 
@@ -16,113 +16,105 @@ from medusa_train.trees.tree import Tree, TreeLevels
 
 @dataclass
 class KangarooState:
-    """B rows under way.
+    """The decoding state of B rows.
 
-    The adapter reads only nodes that have children, so of an accepted path it may lack the last node (in a chain: where
-    every guess was accepted). Such states wait in `behind`, and are read together with the next root.
+    The adapter reads only nodes that have children, so it may lack the last node of an accepted path (in a chain: if
+    every guess was accepted). Such states are kept in `unread` and are read together with the next root.
 
     Attributes:
-        cache: the backbone's, whose first layers the draft fills. own: the adapter's.
-        behind: [B, m, d], the early states that wait, the newest last; None: no row waits for any.
-        missing: how many of them are each row's own, counted from the newest; the others are fill.
+        cache: the backbone's; the draft fills its first layers. adapter_cache: the adapter's.
+        unread: [B, m, d], early states that the adapter has not read, the newest last; None if no row has any.
+        unread_counts: how many of the m states belong to each row, counted from the newest; the others are padding.
     """
 
     cache: TreeCache
-    own: TreeCache
-    missing: list[int]
+    adapter_cache: TreeCache
+    unread_counts: list[int]
     device: torch.device
-    behind: Tensor | None = None
+    unread: Tensor | None = None
     _levels: TreeLevels | None = None
-    _blocks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, cache: TreeCache, rows: int, device: torch.device) -> KangarooState:
-        """Before the prompts of `rows` rows, which are committed in `cache`."""
-        kind = BatchCache if isinstance(cache, BatchCache) else TreeCache
-        return cls(cache, kind(1, cache.capacity + 1), [0] * rows, device)  # one more for what waits in other rows
-
-    def commit(self, lengths: Sequence[int]) -> None:
-        """Keep the prompts, `lengths[b]` positions of each row, in the adapter's cache."""
-        self.own.commit_rows(lengths)
+        """Return the state before the adapter reads the prompts of `rows` rows, which are committed in `cache`."""
+        cache_class = BatchCache if isinstance(cache, BatchCache) else TreeCache
+        # one more position than the backbone's cache, for padding where only other rows have unread states
+        return cls(cache, cache_class(1, cache.capacity + 1), [0] * rows, device)
 
     @property
-    def lengths(self) -> int | Tensor:
-        """Committed positions: of the only row, or long [B, 1]."""
-        return self.cache.row_lengths(self.device)
-
-    @property
-    def behind_count(self) -> int:
-        """m, of `behind`."""
-        return 0 if self.behind is None else self.behind.shape[1]
+    def num_unread(self) -> int:
+        """m, the width of `unread`."""
+        return 0 if self.unread is None else self.unread.shape[1]
 
     def levels_of(self, tree: Tree) -> TreeLevels:
-        """The levels of `tree`, made once."""
+        """Return the levels of `tree`, computed once."""
         if self._levels is None or self._levels.tree is not tree:
             self._levels = TreeLevels(tree)
-            self._blocks.clear()
+            self._masks.clear()
         return self._levels
 
     def is_single_chain(self, levels: TreeLevels) -> bool:
-        """Whether each part of a pass is one position that sees everything in the cache."""
+        """Return whether each part of a pass is a single position that attends to the whole cache."""
         return not isinstance(self.cache, BatchCache) and levels.tree.max_depth == levels.tree.size
 
-    def block(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
-        """What the nodes of a tree see of each other, additive [n + 1, n + 1]."""
-        if (-1, dtype) not in self._blocks:
-            self._blocks[-1, dtype] = additive_mask(levels.tree.ancestors, dtype)
-        return self._blocks[-1, dtype]
+    def node_mask(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
+        """Return the mask among the nodes of a tree, additive [n + 1, n + 1]."""
+        if (-1, dtype) not in self._masks:
+            self._masks[-1, dtype] = additive_mask(levels.tree.ancestors, dtype)
+        return self._masks[-1, dtype]
 
-    def own_block(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
-        """What waits, and the inner nodes, see of each other in the adapter, additive [1 or B, q, q].
+    def adapter_mask(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
+        """Return the adapter's mask among unread states and inner nodes, additive [1 or B, q, q].
 
-        m = 2, root, child    x          rows whose first one is fill:   x
-                              x x                                        x x
-                              x x x                                      . x x
-                              x x x x                                    . x x x
+        m = 2, root, child    x          in rows whose first state is padding:   x
+                              x x                                                x x
+                              x x x                                              . x x
+                              x x x x                                            . x x x
         """
-        m = self.behind_count
-        if (m, dtype) not in self._blocks:
+        m = self.num_unread
+        if (m, dtype) not in self._masks:
             n = len(levels.inner)
-            sees = torch.ones(m + n, m + n, dtype=torch.bool, device=levels.inner.device).tril()
-            sees[m:, m:] = levels.tree.ancestors[levels.inner][:, levels.inner]
-            self._blocks[m, dtype] = additive_mask(sees, dtype)[None]
-        block = self._blocks[m, dtype]
-        if all(own == m for own in self.missing):
-            return block
-        missing = torch.tensor(self.missing, device=block.device)[:, None]
-        fill = torch.arange(m, device=block.device) < m - missing  # [B, m]
-        block = block.repeat(len(self.missing), 1, 1)
-        block[:, m:, :m].masked_fill_(fill[:, None], float("-inf"))
-        return block
+            visible = torch.ones(m + n, m + n, dtype=torch.bool, device=levels.inner.device).tril()
+            visible[m:, m:] = levels.tree.ancestors[levels.inner][:, levels.inner]
+            self._masks[m, dtype] = additive_mask(visible, dtype)[None]
+        mask = self._masks[m, dtype]
+        if all(count == m for count in self.unread_counts):
+            return mask
+        counts = torch.tensor(self.unread_counts, device=mask.device)[:, None]
+        padding = torch.arange(m, device=mask.device) < m - counts  # [B, m]
+        mask = mask.repeat(len(self.unread_counts), 1, 1)
+        mask[:, m:, :m].masked_fill_(padding[:, None], float("-inf"))
+        return mask
 
-    def wait(self, early: Tensor) -> None:
-        """Let one more position of each row wait, with early states [B, 1, d]; the adapter has read nothing."""
-        self.behind = early if self.behind is None else torch.cat([self.behind, early], dim=1)
-        self.missing = [own + 1 for own in self.missing]
+    def add_unread(self, early: Tensor) -> None:
+        """Add one committed position per row that the adapter has not read, with early states [B, 1, d]."""
+        self.unread = early if self.unread is None else torch.cat([self.unread, early], dim=1)
+        self.unread_counts = [count + 1 for count in self.unread_counts]
 
-    def keep(self, early: Tensor, depth: int, paths: Sequence[Sequence[int]]) -> None:
-        """Keep what the adapter has read of the accepted `paths`; the last nodes that it has not read wait.
+    def commit_paths(self, early: Tensor, depth: int, paths: Sequence[Sequence[int]]) -> None:
+        """Commit what the adapter read of the accepted `paths`; last nodes that it did not read become unread states.
 
         Args:
-            early: [B, n + 1, d] of the verified tree. depth: of that tree, whose last level was not read.
+            early: [B, n + 1, d] of the verified tree. depth: of that tree, whose last level the adapter did not read.
         """
         assert self._levels is not None
-        columns, m = self._levels.columns, self.behind_count
-        kept, missing = [], []
-        for path, own in zip(paths, self.missing, strict=True):
-            read = columns[path[-1]] is not None and len(path) <= depth
-            nodes = path if read else path[:-1]
-            kept.append([*range(m - own, m), *(m + (columns[node] or 0) for node in nodes)])
-            missing.append(0 if read else 1)
-        self.own.keep_rows(kept)
-        self.missing, self.behind = missing, None
-        if any(missing):
-            self.behind = gather_paths(early, [path[-1:] for path in paths])
+        columns, m = self._levels.columns, self.num_unread
+        kept, unread_counts = [], []
+        for path, count in zip(paths, self.unread_counts, strict=True):
+            complete = columns[path[-1]] is not None and len(path) <= depth
+            nodes = path if complete else path[:-1]
+            kept.append([*range(m - count, m), *(m + (columns[node] or 0) for node in nodes)])
+            unread_counts.append(0 if complete else 1)
+        self.adapter_cache.keep_rows(kept)
+        self.unread_counts, self.unread = unread_counts, None
+        if any(unread_counts):
+            self.unread = gather_paths(early, [path[-1:] for path in paths])
 
     def select_rows(self, rows: Sequence[int]) -> KangarooState:
-        """Go on with `rows` alone."""
-        assert isinstance(self.own, BatchCache)
-        self.own.select_rows(rows)
-        self.missing = [self.missing[row] for row in rows]
-        self.behind = self.behind[list(rows)] if self.behind is not None and any(self.missing) else None
+        """Keep `rows` only, in that order."""
+        assert isinstance(self.adapter_cache, BatchCache)
+        self.adapter_cache.select_rows(rows)
+        self.unread_counts = [self.unread_counts[row] for row in rows]
+        self.unread = self.unread[list(rows)] if self.unread is not None and any(self.unread_counts) else None
         return self

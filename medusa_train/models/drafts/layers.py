@@ -1,4 +1,4 @@
-"""A decoder layer of the backbone's own class that belongs to a draft, and its cache. Knows no draft and no loop."""
+"""A trainable decoder layer of the backbone's class, its cache, and its initialisation from a layer of the backbone."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from medusa_train.trees.masks import apply_sliding_window, document_mask, mask_w
 
 
 class DraftLayer(nn.Module):
-    """One causal decoder layer as the backbone's are, randomly started: Hydra's prefix layer, Amphista's stages.
+    """A randomly initialised causal decoder layer of the backbone's kind: Hydra's prefix layer, Amphista's stages.
 
-    It is a stock body of one layer, run on states in place of embeddings, so that each family's rotary angles, masks
-    and norms are its own forward's business. Where layers differ in their attention, it is one that sees everything.
+    It is a stock transformers decoder with a single layer, run on states in place of embeddings, so that rotary angles,
+    masks and norms of each model family are handled by its own forward. Where layers differ in their attention, this
+    one has full attention.
 
     Args:
-        backbone: whose kind of layer it is; nothing of it is kept.
-        final_norm: whether a norm of its own, of the kind of the backbone's final one, follows.
-        mlp_size: width of the MLP; None: as wide as the backbone's. 0: leave it out, and the norms that serve it
-            alone: norm, attention, residual (Kangaroo).
-        dtype: of the parameters; by default the backbone's.
+        backbone: the model whose layer class and configuration are used; it is not kept.
+        final_norm: whether a norm follows, of the kind of the backbone's final norm.
+        mlp_size: width of the MLP; None for the backbone's. 0 leaves out the MLP and the norms that serve only it:
+            norm, attention, residual (Kangaroo).
+        dtype: dtype of the parameters; by default the backbone's.
 
     Raises:
-        BackboneError: a body of this architecture can't be had with one layer, or does more to its input.
+        BackboneError: a decoder of this class can't be built with one layer, or changes its input before the layer.
     """
 
     def __init__(
@@ -43,33 +44,32 @@ class DraftLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        backbone.layer(0)  # says it better where there is none
-        config, self.window = _one_layer(backbone)
+        backbone.layer(0)  # raises a clearer error if there is none
+        config, self.window = _single_layer_config(backbone)
+        name = type(backbone.body).__name__
         try:
             if mlp_size:
-                _ = config.intermediate_size  # or it would be set for nothing
+                _ = config.intermediate_size  # raises AttributeError where setting it would have no effect
                 config.intermediate_size = mlp_size
             body: Any = type(backbone.body)(config)
             del body.embed_tokens
             if not final_norm:
                 body.norm = nn.Identity()
             if mlp_size == 0:
-                _leave_mlp_out(body, backbone.hidden_size)
-            with torch.no_grad(), capture_inputs(body.layers[0]) as seen:
+                _remove_mlp(body, backbone.hidden_size)
+            with torch.no_grad(), capture_inputs(body.layers[0]) as captured:
                 probe = torch.randn(1, 2, backbone.hidden_size)
                 body(inputs_embeds=probe, use_cache=False)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise BackboneError(
-                f"a draft can't have a layer of {type(backbone.body).__name__}'s kind: {error}"
-            ) from error
-        if not torch.equal(seen[0], probe):
-            raise BackboneError(f"{type(backbone.body).__name__} changes states on their way to its first layer")
+            raise BackboneError(f"a draft can't use a layer of {name}: {error}") from error
+        if not torch.equal(captured[0], probe):
+            raise BackboneError(f"a draft can't use a layer of {name}: it changes its input before the first layer")
         self.body = body
         self.to(device=backbone.device, dtype=dtype or backbone.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
-        """Keep the angles' frequencies as they are through `.to(dtype)`: in bfloat16 they would be wrong by radians."""
-        exact = dict(self.body.named_buffers(remove_duplicate=False))  # one tensor may have two names
+        """Keep the rotary frequencies in float32 through `.to(dtype)`: in bfloat16 angles would be off by radians."""
+        exact = dict(self.body.named_buffers(remove_duplicate=False))  # a tensor may be registered under two names
         super()._apply(fn, recurse)
         for name, moved in list(self.body.named_buffers(remove_duplicate=False)):
             owner, _, leaf = name.rpartition(".")
@@ -77,19 +77,19 @@ class DraftLayer(nn.Module):
         return self
 
     def forward(self, states: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Training: [B, T, d] -> [B, T, d], each document as in a row of its own.
+        """Training: [B, T, d] -> [B, T, d], with attention within documents only.
 
         Args:
             positions, segments: [B, T], see `models.features.TokenRows`.
         """
-        mask = document_mask(segments, _product_dtype(states))
+        mask = document_mask(segments, _compute_dtype(states))
         if mask is not None:
             mask = apply_sliding_window(mask, positions, 0, self.window)
         return self._run(states, positions, mask, None)
 
     @torch.no_grad()
     def match_rms(self, states: Tensor) -> None:
-        """Let the final norm begin at the size of `states` [..., d], where it would begin at 1."""
+        """Initialise the final norm's weight so that its output has the root mean square of `states` [..., d]."""
         weight = getattr(self.body.norm, "weight", None)
         if weight is None:
             return
@@ -99,11 +99,11 @@ class DraftLayer(nn.Module):
         weight.fill_(float(states.float().square().mean().sqrt() - offset))
 
     def extend(self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None) -> Tensor:
-        """Decoding: q more positions [B, q, d] behind the committed ones of `cache`, where they stay pending.
+        """Decoding: run q further positions [B, q, d]; their keys and values stay pending in `cache`.
 
         Args:
             positions: [B, q] position ids. cache: of one layer.
-            mask: additive [1 or B, 1, q, length + q], windows not yet laid over it; None: causal.
+            mask: additive [1 or B, 1, q, length + q], without sliding windows; by default causal.
         """
         if mask is not None:
             mask = apply_sliding_window(mask, positions, cache.length, self.window)
@@ -120,77 +120,40 @@ class DraftLayer(nn.Module):
         return out.last_hidden_state
 
 
-class LayerCache:
-    """The cache of a `DraftLayer` over B rows, which holds exactly the committed positions of each (SPEC 3).
-
-    Prefill is the first `append`, of the whole prompts; after a verification pass the accepted nodes follow.
-
-    Args:
-        rows: B. capacity: positions to allocate; the capacity of the backbone's own cache is enough.
-    """
-
-    def __init__(self, rows: int, capacity: int) -> None:
-        self._many = BatchCache(1, capacity) if rows > 1 else None
-        self._cache: TreeCache = self._many or TreeCache(1, capacity)
-        if self._many is not None:
-            self._many.lengths = [0] * rows
-
-    def append(self, layer: DraftLayer, states: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run `layer` over q more positions of each row, [B, q, d] -> [B, q, d], and keep the first `counts[b]`.
-
-        Args:
-            counts: 1 .. q for each row; what stands behind is padding, and so is what is returned for it.
-        """
-        cache, q = self._cache, states.shape[1]
-        places = torch.arange(q, device=states.device)
-        if self._many is None:
-            out = layer.extend(states, (places + cache.length)[None], cache)
-            cache.commit(counts[0])
-            return out
-        positions = places + torch.tensor(self._many.lengths, device=states.device)[:, None]
-        if not cache.length:
-            out = layer.extend(states, positions, cache)
-            self._many.commit_rows(counts)
-            return out
-        out = layer.extend(states, positions, cache, self._mask(self._many, states))
-        self._many.keep_rows([range(count) for count in counts])
-        return out
-
-    def select_rows(self, rows: Sequence[int]) -> LayerCache:
-        """Go on with `rows` alone, see `BatchCache.select_rows`."""
-        if self._many is not None:
-            self._many.select_rows(rows)
-        return self
-
-    @staticmethod
-    def _mask(cache: BatchCache, states: Tensor) -> Tensor:
-        """Each row's own committed positions, and among the new ones the earlier: [B, 1, q, length + q]."""
-        q = states.shape[1]
-        causal = states.new_full((q, q), float("-inf")).triu(1)
-        return mask_with_prefix(cache, causal)
+def _single_layer_config(backbone: Backbone) -> tuple[Any, int | None]:
+    """The backbone's config for a decoder of one layer that does not scale its input, and this layer's window."""
+    config = copy.deepcopy(backbone.config)
+    layer_type = "full_attention" if "full_attention" in backbone.layer_types else "sliding_attention"
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [layer_type]
+    if getattr(config, "no_rope_layers", None):  # SmolLM3: 1 where a layer has rotary embeddings
+        config.no_rope_layers = [1]
+    config.vocab_size, config.pad_token_id = 1, None
+    if hasattr(config, "embedding_multiplier"):
+        config.embedding_multiplier = 1.0
+    config._attn_implementation = backbone.attention
+    return config, backbone.window if layer_type == "sliding_attention" else None
 
 
-def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """The states [B, q, d] at each row's own nodes, of [B, n + 1, d]; shorter paths are padded behind."""
-    longest = max(len(path) for path in paths)
-    if len(paths) == 1 and paths[0][-1] == longest - 1:
-        return states[:, :longest]
-    places = torch.tensor([[*path, *[path[-1]] * (longest - len(path))] for path in paths], device=states.device)
-    return states[torch.arange(len(paths), device=states.device)[:, None], places]
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of attention inputs: autocast's where it is on."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 class _NoMLP(nn.Module):
-    """Stands where a layer's MLP would: adds nothing to the residual."""
+    """Takes the place of a layer's MLP and adds nothing to the residual."""
 
     def forward(self, states: Tensor) -> Tensor:
         return torch.zeros_like(states)
 
 
-def _leave_mlp_out(body: Any, hidden_size: int) -> None:
-    """Take the MLP out, and the norms before and behind it: what a probe's gradient no longer reaches."""
+def _remove_mlp(body: Any, hidden_size: int) -> None:
+    """Remove the MLP and the norms before and after it: the modules that a probe's gradient no longer reaches."""
     layer = body.layers[0]
     if not isinstance(getattr(layer, "mlp", None), nn.Module):
-        raise AttributeError("its layers have no mlp to leave out")
+        raise AttributeError("its layers have no module `mlp` to remove")
     layer.mlp = _NoMLP()
     probe = torch.randn(2, 1, 3, hidden_size)
     with torch.enable_grad():
@@ -201,69 +164,103 @@ def _leave_mlp_out(body: Any, hidden_size: int) -> None:
     body.zero_grad()
 
 
-def _one_layer(backbone: Backbone) -> tuple[Any, int | None]:
-    """The backbone's config for a body of one layer that feeds its input on as it is, and that layer's window."""
-    config = copy.deepcopy(backbone.config)
-    kinds = backbone.layer_types
-    kind = "full_attention" if "full_attention" in kinds else "sliding_attention"
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = [kind]
-    if getattr(config, "no_rope_layers", None):  # SmolLM3: 1 where a layer has angles
-        config.no_rope_layers = [1]
-    config.vocab_size, config.pad_token_id = 1, None
-    if hasattr(config, "embedding_multiplier"):
-        config.embedding_multiplier = 1.0
-    config._attn_implementation = backbone.attention
-    return config, backbone.window if kind == "sliding_attention" else None
+# Decoding: the layer's cache, and states of accepted nodes
 
 
-def _product_dtype(states: Tensor) -> torch.dtype:
-    kind = states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+class LayerCache:
+    """The cache of a `DraftLayer` over B rows; it holds exactly the committed positions of each.
+
+    The first `append` is the prefill of the whole prompts; accepted nodes follow after each verification pass.
+
+    Args:
+        rows: B. capacity: positions to allocate; the capacity of the backbone's cache suffices.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self._cache = TreeCache(1, capacity)
+        if rows > 1:
+            self._cache = BatchCache(1, capacity)
+            self._cache.lengths = [0] * rows
+
+    def append(self, layer: DraftLayer, states: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run `layer` over q further positions of each row, [B, q, d] -> [B, q, d], and keep the first `counts[b]`.
+
+        Args:
+            counts: 1 .. q per row; later positions are padding, in the input and in the result.
+        """
+        cache, q = self._cache, states.shape[1]
+        positions = torch.arange(q, device=states.device)[None] + cache.row_lengths(states.device)
+        if not cache.length:
+            out = layer.extend(states, positions, cache)
+            cache.commit_rows(counts)
+            return out
+        mask = None
+        if isinstance(cache, BatchCache):  # rows end at different columns, which the default mask would not respect
+            mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
+        out = layer.extend(states, positions, cache, mask)
+        cache.keep_rows([range(count) for count in counts])
+        return out
+
+    def select_rows(self, rows: Sequence[int]) -> LayerCache:
+        """Keep `rows` only, see `BatchCache.select_rows`."""
+        if isinstance(self._cache, BatchCache):
+            self._cache.select_rows(rows)
+        return self
 
 
-#: A parameter to begin anew, and the weight of the same name.
+def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Return the states [B, q, d] at each row's nodes, of [B, n + 1, d]; shorter paths are padded at the end."""
+    longest = max(len(path) for path in paths)
+    if len(paths) == 1 and paths[0][-1] == longest - 1:
+        return states[:, :longest]
+    nodes = torch.tensor([[*path, *[path[-1]] * (longest - len(path))] for path in paths], device=states.device)
+    return states[torch.arange(len(paths), device=states.device)[:, None], nodes]
+
+
+# Initialisation from a layer of the backbone
+
+#: A parameter to initialise and the source weight of the same name.
 Pair = tuple[nn.Parameter, Tensor]
 
 
 @torch.no_grad()
-def init_from_layer(layer: nn.Module, like: nn.Module) -> None:
-    """Copy the weights of `like` into `layer`, a decoder layer of its kind whose MLP may be narrower or left out.
+def init_from_layer(layer: nn.Module, source: nn.Module) -> None:
+    """Copy the weights of `source` into `layer`, a layer of the same kind whose MLP may be narrower or removed.
 
-    A narrower MLP keeps the units whose weights, coming in and going out, are largest; a wider one, or one of experts,
-    stays as it was, and so does what `like` has not under the same name. Quantised weights are dequantised.
+    A narrower MLP keeps the units with the largest input and output weights. A wider MLP, a mixture of experts, and
+    modules that `source` lacks keep their initialisation. Quantised weights are dequantised.
     """
-    theirs = dict(like.named_modules())
+    source_modules = dict(source.named_modules())
     pairs: list[Pair] = []
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            weight = plain_weight(theirs[path], name) if path in theirs else None
+            weight = plain_weight(source_modules[path], name) if path in source_modules else None
             if weight is not None:
                 pairs.append((parameter, weight))
     same = [(parameter, weight) for parameter, weight in pairs if parameter.shape == weight.shape]
     narrower = [(parameter, weight) for parameter, weight in pairs if parameter.shape != weight.shape]
-    for parameter, weight in (*same, *_narrowed(narrower)):
+    for parameter, weight in (*same, *_strongest_units(narrower)):
         parameter.copy_(weight)
 
 
-def _narrowed(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The same parameters with the strongest units of an MLP's weights.
+def _strongest_units(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Yield the parameters of a narrower MLP with the source weights of its strongest units.
 
-    Coming in [n * units, d] (n matrices in one, gate and up for instance) or a bias [n * units]; going out [d, units].
+    Input weights are [n * units, d] (n matrices in one, for example gate and up) or biases [n * units]; the output
+    weight is [d, units].
     """
-    out = [(parameter, weight) for parameter, weight in pairs if weight.dim() == 2 and len(parameter) == len(weight)]
-    if len(out) != 1 or any(weight.dim() > 2 for _, weight in pairs):
+    output = [(parameter, weight) for parameter, weight in pairs if weight.dim() == 2 and len(parameter) == len(weight)]
+    if len(output) != 1 or any(weight.dim() > 2 for _, weight in pairs):
         return
-    kept, units = out[0][0].shape[1], out[0][1].shape[1]
+    kept, units = output[0][0].shape[1], output[0][1].shape[1]
     if kept > units:
         return
-    strength = out[0][1].float().norm(dim=0)
-    coming = [(parameter, weight) for parameter, weight in pairs if parameter is not out[0][0]]
-    for _, weight in coming:
+    strength = output[0][1].float().norm(dim=0)
+    inputs = [(parameter, weight) for parameter, weight in pairs if parameter is not output[0][0]]
+    for _, weight in inputs:
         if weight.dim() == 2:
             strength = strength * weight.float().view(-1, units, weight.shape[1]).norm(dim=2).prod(dim=0)
-    best = strength.topk(kept).indices.sort().values
-    yield out[0][0], out[0][1][:, best]
-    for parameter, weight in coming:
-        yield parameter, weight.unflatten(0, (-1, units))[:, best].flatten(0, 1)
+    strongest = strength.topk(kept).indices.sort().values
+    yield output[0][0], output[0][1][:, strongest]
+    for parameter, weight in inputs:
+        yield parameter, weight.unflatten(0, (-1, units))[:, strongest].flatten(0, 1)

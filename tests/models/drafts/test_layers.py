@@ -215,5 +215,5 @@ def test_a_body_that_needs_more_than_its_config_is_refused() -> None:
         LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     )
     model.model = Body(model.config, 1)
-    with pytest.raises(BackboneError, match="layer of Body's kind"):
+    with pytest.raises(BackboneError, match="a layer of Body"):
         DraftLayer(Backbone(model, NoTokenizer()))
