@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a run: what the key `deepspeed` holds, filled in from our own keys. Knows no torch."""
+"""Read the key `deepspeed`, check it against the other keys and complete it for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,87 +16,90 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 
 AUTO = "auto"
-#: For several processes where `deepspeed` is silent.
+#: Used by several processes if `deepspeed` is not set.
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
-#: Sections that say what our keys say already; they only have to agree, see `_contradictions`.
-_OURS = ("fp16", "bf16", "optimizer", "scheduler")
+#: Sections set by other keys of the configuration: checked against them in `_contradictions`, then removed.
+_SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
 _STAGES = (0, 1, 2, 3)
 
 
 def read_deepspeed(cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the mapping that `deepspeed` holds, or the JSON file that it names; None where it is silent.
+    """Return the mapping in `deepspeed`, or read the JSON file that it names; None if the key is not set.
 
     Raises:
-        ConfigError: no such file, no JSON, or a section of a kind that DeepSpeed does not know.
+        ConfigError: the file does not exist or is not a JSON object, or the ZeRO stage is invalid.
     """
-    given = cfg.deepspeed
-    if given is None:
+    config = cfg.deepspeed
+    if config is None:
         return None
-    if isinstance(given, str):
-        path = resolve_path(given)
+    if isinstance(config, str):
+        path = resolve_path(config)
         if path is None or not path.is_file():
-            raise ConfigError(f"deepspeed: {given}: no such file; configs/deepspeed/ holds zero1.json to zero3.json")
-        given = _read(path)
-    stage = stage_of(given)
+            raise ConfigError(f"deepspeed: {config}: no such file; configs/deepspeed/ has zero1.json to zero3.json")
+        config = _read(path)
+    stage = stage_of(config)
     if stage not in _STAGES:
-        raise ConfigError(f"deepspeed: zero_optimization.stage: {stage!r} is none of 0, 1, 2 and 3")
-    return given
+        raise ConfigError(f"deepspeed: zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3")
+    return config
 
 
 def stage_of(config: Mapping[str, Any]) -> Any:
-    """The ZeRO stage that a DeepSpeed configuration asks for: 0 (everything everywhere) to 3 (weights split too)."""
+    """Return the ZeRO stage of a DeepSpeed configuration: 0 (nothing partitioned) to 3 (weights too)."""
     return config.get("zero_optimization", {}).get("stage", 0)
 
 
 def check_deepspeed(cfg: TrainConfig, size: int) -> None:
-    """Refuse what `deepspeed` can't do for `size` processes; asked before anything is loaded.
+    """Check `deepspeed` for `size` processes, before anything is loaded.
 
     Raises:
-        ConfigError: the file can't be used, or contradicts other keys: every problem at once.
+        ConfigError: it cannot be used or contradicts other keys; lists every problem.
     """
     config = read_deepspeed(cfg)
     if config is None:
         return
     problems = list(_contradictions(config, cfg, size))
     if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
-        problems.append("stage 3 splits the backbone's matrices, which can't be done to quantised ones; take stage 2")
+        problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
     for name in ("offload_optimizer", "offload_param"):
         if _offload(config, name) == "nvme":
-            problems.append(f"zero_optimization.{name}.device: nvme is not supported, cpu is")
+            problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
     if problems:
         raise ConfigError([f"deepspeed: {problem}" for problem in problems])
 
 
 def complete_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, hidden_size: int) -> dict[str, Any]:
-    """Fill in what DeepSpeed has to know of our keys; every other "auto" becomes DeepSpeed's own default.
+    """Fill in batch sizes, clipping and buckets; every other "auto" becomes DeepSpeed's default.
 
-    The numbers' format is ours, by autocast over float32 weights, and so are optimizer and schedule: DeepSpeed splits
-    them over the processes and adds up gradients, in float32.
+    Compute dtype (autocast over float32 weights), optimizer and schedule are built here and not by DeepSpeed, which
+    partitions them over the processes and reduces gradients in float32.
 
     Args:
-        config: what `read_deepspeed` gave, or `DEFAULT`; checked. size: processes. hidden_size: d of the backbone.
+        config: from `read_deepspeed`, checked, or `DEFAULT`.
+        cfg: the configuration.
+        size: number of processes.
+        hidden_size: of the backbone.
     """
-    filled = {name: value for name, value in deepcopy(dict(config)).items() if name not in _OURS}
+    filled = {name: value for name, value in deepcopy(dict(config)).items() if name not in _SET_BY_KEYS}
     filled.update(_batch(cfg, size), gradient_clipping=cfg.max_grad_norm)
     zero = filled.setdefault("zero_optimization", {})
-    # DeepSpeed's own bucket of 500 million numbers is 2 GB in float32
+    # DeepSpeed's default bucket of 500 million elements takes 2 GB in float32
     if zero.get("reduce_bucket_size", AUTO) == AUTO:
         zero["reduce_bucket_size"] = max(hidden_size * hidden_size, 1 << 20)
-    filled["zero_allow_untested_optimizer"] = True  # torch's and ours, which the tests compare with one process
-    # torch's fused AdamW runs on CPUs as well, and needs no compiler
+    filled["zero_allow_untested_optimizer"] = True  # the tests compare torch's with one process
+    # torch's fused AdamW runs on CPUs as well, without a compiler
     filled["zero_force_ds_cpu_optimizer"] = False
     filled.setdefault("steps_per_print", 1 << 62)
     return _without_auto(filled)
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse processes that talk through the CPU where DeepSpeed can't build what it needs for that.
+    """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication extension.
 
     Raises:
-        MedusaError: there is no C++ compiler, or no ninja.
+        MedusaError: one of them is missing and there is no GPU.
     """
     if cuda:
-        return  # nccl comes with torch, and our optimizers are torch's and bitsandbytes'
+        return  # NCCL comes with torch, and the optimizers are torch's or bitsandbytes'
     compiler = environ.get("CXX") or "c++"
     path = search_path(environ)
     missing = [f"a C++ compiler ({compiler})"] if shutil.which(compiler, path=path) is None else []
@@ -104,13 +107,13 @@ def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
         missing.append("ninja")
     if missing:
         raise MedusaError(
-            f"several processes on CPUs need {' and '.join(missing)}: DeepSpeed builds a small extension the first "
-            "time it runs. Install build-essential (or gcc-c++), and ninja with pip, or train in one process"
+            f"training with DeepSpeed on CPU needs {' and '.join(missing)}: it compiles an extension on first use. "
+            "Install build-essential (or gcc-c++), and ninja with pip, or train in one process without `deepspeed`"
         )
 
 
 def search_path(environ: Mapping[str, str] = os.environ) -> str:
-    """PATH with this Python's own directory before it, where ninja lies even if no environment is activated."""
+    """Return PATH with this Python's directory first, which has ninja even if no environment is activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", "")])
 
 
@@ -118,9 +121,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"deepspeed: {path}: can't be read as JSON: {error}") from error
+        raise ConfigError(f"deepspeed: {path}: cannot read JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"deepspeed: {path}: holds no JSON object")
+        raise ConfigError(f"deepspeed: {path}: not a JSON object")
     return value
 
 
@@ -138,20 +141,20 @@ def _batch(cfg: TrainConfig, size: int) -> dict[str, int]:
 
 
 def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
-    """Compare what is written in both places; "auto" agrees with everything."""
+    """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
     micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
     batch = f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x {size}"
-    told: list[tuple[str, float, str]] = [(name, ours, batch) for name, ours in _batch(cfg, size).items()]
-    told.append(("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}"))
-    for name, ours, why in told:
-        if (theirs := config.get(name, AUTO)) not in (AUTO, ours):
-            yield f'{name}: {theirs}, but {why}; write "auto" there'
+    expected: list[tuple[str, float, str]] = [(name, value, batch) for name, value in _batch(cfg, size).items()]
+    expected.append(("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}"))
+    for name, value, reason in expected:
+        if (actual := config.get(name, AUTO)) not in (AUTO, value):
+            yield f'{name}: {actual}, but {reason}; set it to "auto"'
     for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
-        theirs = config.get(name, {}).get("enabled", AUTO)
-        if theirs is True and (wanted is False or (name == "bf16" and cfg.fp16)):
-            yield f'{name}.enabled: true, but {name} is not what the run computes in; set {name}: true, or write "auto"'
-        if theirs is False and wanted is True:
-            yield f'{name}.enabled: false, but the run says {name}: true; write "auto" there'
+        actual = config.get(name, {}).get("enabled", AUTO)
+        if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
+            yield f'{name}.enabled: true, but the run does not compute in {name}; set {name}: true, or "auto" here'
+        if actual is False and wanted is True:
+            yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
 
 
 def _without_auto(value: Any) -> Any:

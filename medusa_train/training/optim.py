@@ -1,4 +1,4 @@
-"""Parameter groups and the optimizer. Knows no configuration, no schedule and no training loop."""
+"""Build parameter groups, the optimizer and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from medusa_train.errors import ConfigError
 
 ParameterGroup = dict[str, Any]
 
+TORCH = ("adamw_torch", "adamw_torch_fused")
+#: Optimizer name -> class in bitsandbytes.
 EIGHT_BIT = {
     "adamw_bnb_8bit": "AdamW8bit",
     "adamw_8bit": "AdamW8bit",
     "paged_adamw_8bit": "PagedAdamW8bit",
 }
-TORCH = ("adamw_torch", "adamw_torch_fused")
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
 def parameter_groups(
@@ -31,35 +33,35 @@ def parameter_groups(
     backbone_lr: float,
     weight_decay: float,
 ) -> list[ParameterGroup]:
-    """Split what is trained by learning rate, and matrices, which decay, from vectors (biases, norms), which don't.
+    """Group the trained parameters by learning rate, and matrices (weight decay) apart from biases and norms (none).
 
-    The heads learn at `learning_rate * medusa_lr_multiplier`, all their parameters, biases included; what is trained
-    of the backbone at `learning_rate` (Medusa, section 2.2.2, differential learning rates). The split is proven
-    exhaustive: a parameter that fell in no group would stay as it is without a word.
+    Heads train at `learning_rate * medusa_lr_multiplier`, the backbone's trained parameters at `learning_rate`
+    (Medusa, Joint Training, differential learning rates). The groups are checked to cover every trained parameter,
+    since one that is in no group would silently stay untrained.
     """
     groups: list[ParameterGroup] = []
-    everything: list[nn.Parameter] = []
+    all_trained: list[nn.Parameter] = []
     for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
         trained = [p for p in parameters if p.requires_grad]
-        everything += trained
+        all_trained += trained
         groups.append({"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay})
         groups.append({"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0})
-    assert_exhaustive(groups, everything)
+    assert_exhaustive(groups, all_trained)
     return [group for group in groups if group["params"]]
 
 
 def assert_exhaustive(groups: Iterable[ParameterGroup], trained: Iterable[nn.Parameter]) -> None:
-    """Raise AssertionError unless every trained parameter stands in exactly one group."""
+    """Raise AssertionError unless every trained parameter is in exactly one group."""
     grouped = [id(p) for group in groups for p in group["params"]]
     expected = {id(p) for p in trained}
-    assert len(grouped) == len(set(grouped)), "a parameter stands in two optimizer groups"
+    assert len(grouped) == len(set(grouped)), "a parameter is in two optimizer groups"
     assert set(grouped) == expected, f"{len(expected ^ set(grouped))} parameters are in no group or in one too many"
 
 
 def build_optimizer(
     name: str, groups: list[ParameterGroup], device: torch.device
 ) -> tuple[torch.optim.Optimizer, str | None]:
-    """Make the optimizer that `name` asks for, or the one that can run here.
+    """Build the optimizer `name`, or adamw_torch where it cannot run.
 
     Args:
         name: `adamw_torch`, `adamw_torch_fused`, `adamw_bnb_8bit`, `adamw_8bit` or `paged_adamw_8bit`.
@@ -67,7 +69,7 @@ def build_optimizer(
         device: where the parameters live.
 
     Returns:
-        The optimizer, and one line for the user where it isn't what was asked for.
+        The optimizer, and one line for the user if it is another than `name`.
 
     Raises:
         ConfigError: `name` is none of the above.
@@ -75,53 +77,50 @@ def build_optimizer(
     if name in TORCH:
         return _adamw(groups), None
     if name not in EIGHT_BIT:
-        known = ", ".join([*TORCH, *EIGHT_BIT])
-        raise ConfigError([f"optimizer: {name!r} is not one of {known}"])
+        names = ", ".join([*TORCH, *EIGHT_BIT])
+        raise ConfigError([f"optimizer: {name!r} is not one of {names}"])
     if device.type != "cuda":
-        return _adamw(groups), f"optimizer: {name} makes no sense on a {device.type}, taking adamw_torch"
+        return _adamw(groups), f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
     try:
         optim = importlib.import_module("bitsandbytes").optim
-    except (ImportError, OSError, RuntimeError) as reason:
-        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({reason}), taking adamw_torch"
+    except (ImportError, OSError, RuntimeError) as error:
+        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({error}); using adamw_torch"
     optimizer: torch.optim.Optimizer = getattr(optim, EIGHT_BIT[name])(groups)
     return optimizer, None
 
 
 def _adamw(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel; in plain loops on a device that has no such kernel."""
+    """Build AdamW, fused where the device supports it."""
     try:
         return torch.optim.AdamW(groups, fused=True)
     except RuntimeError:
         return torch.optim.AdamW(groups)
 
 
-SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
-
-
 def count_warmup_steps(warmup_steps: int | None, warmup_ratio: float | None, total_steps: int) -> int:
-    """Steps of linear warm-up: `warmup_steps`, else the share `warmup_ratio` of the run, rounded up."""
+    """Return the linear warmup steps: `warmup_steps`, else `warmup_ratio` of the run, rounded up."""
     if warmup_steps is not None:
         return warmup_steps
     return math.ceil((warmup_ratio or 0.0) * total_steps)
 
 
 def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None:
-    """Say so where the run with schedule `name` is over before its warm-up is."""
+    """Return a warning if a run with schedule `name` ends before its warmup does."""
     if name == "constant" or warmup_steps < total_steps:
         return None
     return (
-        f"note: {warmup_steps:,} steps of warm-up in a run of {total_steps:,}, so the learning rate never reaches its "
-        f"peak ({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower warmup_steps, or train longer"
+        f"note: {warmup_steps:,} warmup steps in a run of {total_steps:,}: the learning rate never reaches its peak "
+        f"({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower warmup_steps or train longer"
     )
 
 
 def build_scheduler(
     name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, lowest: float = 0.0
 ) -> LambdaLR:
-    """Build transformers' own schedule `name`; `constant` has no warm-up, as there.
+    """Build transformers' schedule `name`; as there, `constant` has no warmup.
 
     Args:
-        lowest: where `cosine` ends, as a share of the peak.
+        lowest: final learning rate of `cosine`, as a fraction of the peak.
 
     Raises:
         ConfigError: `name` is none of `SCHEDULES`.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop at a good place. Knows nothing of what is being stopped."""
+"""Turn Ctrl-C and SIGTERM into a request to stop after the current step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Within, SIGTERM raises Terminated where Ctrl-C raises KeyboardInterrupt, instead of ending the process silently.
+    """Make SIGTERM raise Terminated, as Ctrl-C raises KeyboardInterrupt, within the `with` block.
 
-    Outside of the main thread, where Python allows no handlers, nothing changes.
+    Does nothing outside the main thread, where Python allows no signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,16 +36,20 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM is only remembered; the second raises KeyboardInterrupt or Terminated.
+    """Record the first SIGINT or SIGTERM within the `with` block; the second raises KeyboardInterrupt or Terminated.
 
-    Outside of the main thread, where Python allows no handlers, nothing is caught.
+    Does nothing outside the main thread, where Python allows no signal handlers.
+
+    Attributes:
+        signal: number of the first signal; None before.
     """
 
     def __init__(self, notify: Callable[[str], None], echo: float = 0.0) -> None:
-        """`notify` is given one line for the user when the first signal arrives.
+        """Prepare to catch signals.
 
         Args:
-            echo: seconds after the first signal in which others are taken for the same one.
+            notify: called with one line for the user at the first signal.
+            echo: further signals within this many seconds are ignored as duplicates of the first.
         """
         self._echo = echo
         self._since = 0.0
@@ -54,12 +58,12 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
-        """Whether a stop was asked for."""
+        """Return whether a signal has arrived."""
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that this signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        """The exit code by shell convention: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + (self.signal or 0)
 
     def __enter__(self) -> StopRequest:
@@ -78,6 +82,6 @@ class StopRequest:
         if self.signal is not None:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
         self.signal, self._since = number, time.monotonic()
-        # a signal may arrive in the middle of a write to the terminal, which then takes no second one
+        # printing fails if the signal interrupted a write to the same stream
         with contextlib.suppress(RuntimeError):
-            self._notify("stopping: finishing this step, then saving (once more: stop at once, without saving)")
+            self._notify("stopping after this step, then saving (again: stop now without saving)")

@@ -114,7 +114,7 @@ def test_a_warmup_that_outlasts_the_run_is_told():
         assert max(rates(name, 9, 10)) == 1.0
         warning = warmup_warning(name, 20, 11)
         assert warning is not None
-        assert "20 steps of warm-up in a run of 11" in warning
+        assert "20 warmup steps in a run of 11" in warning
         assert "50% of it at the end" in warning
         assert max(rates(name, 20, 11)[:-1]) == 0.5
     assert warmup_warning("constant", 20, 10) is None
