@@ -1,4 +1,4 @@
-"""What `medusa-train --inspect` shows: samples with their loss mask, counts, steps, memory. Loads no weights."""
+"""`medusa-train --inspect`: samples with their loss mask, token counts, steps and a memory estimate; no weights."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import HEAD, linear_names
 from medusa_train.models.precision import choose_precision, default_device
-from medusa_train.training.load_data import load_data, load_tokenizer
-from medusa_train.training.setup import make_plan
+from medusa_train.training.load_data import TrainingData, load_data, load_tokenizer
+from medusa_train.training.state import make_plan
 
 SAMPLES = 3
-TOKENS = 400  # shown of a sample
-LEARNT = "bold green"
-GIVEN = "dim"
+#: Tokens shown of a sample.
+MAX_TOKENS = 400
+SUPERVISED = "bold green"
+CONTEXT = "dim"
 
 
 def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
-    """Show what `cfg` would train on.
+    """Print what `cfg` would train on: samples with their loss mask, token counts, steps and memory.
 
     Args:
         cfg: a validated configuration.
@@ -47,35 +48,39 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
         MedusaError: as training would before it loads the backbone.
     """
     data = load_data(cfg, console)
-    where, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    results.print(inspect(cfg, data.train, data.validation, load_tokenizer(cfg, where), model_config))
+    resolved, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    results.print(inspection_page(cfg, data, load_tokenizer(cfg, resolved), model_config))
     return 0
 
 
-def inspect(
-    cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, tokenizer: Any, model_config: Any
-) -> RenderableType:
-    """Lay out the page: the first samples, then the figures.
+def inspection_page(cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_config: Any) -> RenderableType:
+    """Render the first samples, the data's figures and the memory estimate.
 
     Args:
         cfg: a validated configuration.
-        train, held_out: what `load_datasets` gave for it.
-        tokenizer: the one they were encoded with.
+        data: loaded for it.
+        tokenizer: with which the data were tokenized.
         model_config: the backbone's transformers config.
     """
-    loader = BatchLoader(train, cfg.micro_batch_size, seed=cfg.seed)
+    loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+    figures = _data_table(cfg, data, loader, _describe_draft_vocabulary(cfg, data, tokenizer, model_config))
     return Group(
-        Text.assemble("learnt tokens are ", ("«green»", LEARNT), ", those only read are ", ("dim", GIVEN), "\n"),
-        *_samples(train, tokenizer),
-        Padding(
-            _figures(cfg, train, held_out, loader, _known(cfg, train, held_out, tokenizer, model_config)), (0, 0, 1, 0)
-        ),
-        _memory_table(_memory(cfg, train, loader, model_config), cfg),
+        Text.assemble("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n"),
+        *_samples(data.train, tokenizer),
+        Padding(figures, (0, 0, 1, 0)),
+        _memory_table(_estimate_for_page(cfg, data.train, loader, model_config), cfg),
     )
 
 
-def masked_text(example: Example, tokenizer: Any, limit: int = TOKENS) -> Text:
-    """The sample as text, special tokens included; what is learnt is coloured and stands between « and »."""
+def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
+    for example in train.examples[:SAMPLES]:
+        supervised = int(example.supervised.sum())
+        yield Text(f"{example.source}: {len(example):,} tokens, {supervised:,} supervised", "bold")
+        yield Padding(masked_text(example, tokenizer), (0, 0, 1, 2))
+
+
+def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
+    """Decode a sample, special tokens included; supervised tokens are coloured and set between « and »."""
     text = Text()
     supervised = example.supervised.tolist()
     end = min(len(example), limit)
@@ -83,67 +88,64 @@ def masked_text(example: Example, tokenizer: Any, limit: int = TOKENS) -> Text:
     starts = [i for i in range(end) if i == 0 or supervised[i] != supervised[i - 1]]
     before = ""
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
-        # the difference of two prefixes: alone, a piece would lose the space that its first token stands for
+        # decoded as the difference of two prefixes: a piece alone would lose the space before its first token
         whole = tokenizer.decode(tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece, before = whole[len(before) :], whole
-        text.append(f"«{piece}»" if supervised[start] else piece, LEARNT if supervised[start] else GIVEN)
+        if supervised[start]:
+            text.append(f"«{piece}»", SUPERVISED)
+        else:
+            text.append(piece, CONTEXT)
     if end < len(example):
         text.append(f" ... and {len(example) - end:,} more tokens", "italic")
     return text
 
 
-def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
-    for example in train.examples[:SAMPLES]:
-        learnt = int(example.supervised.sum())
-        yield Text(f"{example.source}: {len(example):,} tokens, {learnt:,} learnt", "bold")
-        yield Padding(masked_text(example, tokenizer), (0, 0, 1, 2))
-
-
-def _known(
-    cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, tokenizer: Any, model_config: Any
-) -> str | None:
-    """What heads over a reduced vocabulary would know, in a line; None: everything."""
+def _describe_draft_vocabulary(cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_config: Any) -> str | None:
+    """Describe a reduced draft vocabulary in one line; None if heads have the whole vocabulary."""
     vocab_size = model_config.get_text_config().vocab_size
-    known = choose_draft_vocabulary(cfg, train, tokenizer, vocab_size)
-    return None if known is None else describe_vocabulary(known, train, held_out, vocab_size)
+    token_map = choose_draft_vocabulary(cfg, data.train, tokenizer, vocab_size)
+    return None if token_map is None else describe_vocabulary(token_map, data.train, data.validation, vocab_size)
 
 
-def _figures(
-    cfg: TrainConfig, train: EncodedDataset, held_out: EncodedDataset, loader: BatchLoader, known: str | None
-) -> Table:
+def _data_table(cfg: TrainConfig, data: TrainingData, loader: BatchLoader, draft_vocabulary: str | None) -> Table:
     table = _grid()
+    train, validation = data.train, data.validation
     lengths = [len(example) for example in train.examples]
     table.add_row(
-        "training", f"{len(train):,} conversations, {train.tokens:,} tokens, {_percent(train)} of them learnt"
+        "training", f"{len(train):,} conversations, {train.tokens:,} tokens, {_supervised_share(train)} supervised"
     )
     table.add_row("lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}")
-    if len(held_out):
-        table.add_row("held out", f"{len(held_out):,} conversations, {held_out.tokens:,} tokens, {_percent(held_out)}")
-    if known is not None:
-        table.add_row("heads know", known)
-    table.add_row("rows", _rows(train, loader))
+    if len(validation):
+        table.add_row(
+            "held out",
+            f"{len(validation):,} conversations, {validation.tokens:,} tokens, {_supervised_share(validation)} "
+            "supervised",
+        )
+    if draft_vocabulary is not None:
+        table.add_row("vocabulary", draft_vocabulary)
+    table.add_row("rows", _describe_rows(train, loader))
     plan = make_plan(cfg, loader.steps_per_epoch)
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     table.add_row(
-        "steps",
-        f"{plan.steps_per_epoch:,.1f} an epoch ({batch} rows each), {plan.total_steps:,} in all on one device",
+        "steps", f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on one device"
     )
     return table
 
 
-def _rows(train: EncodedDataset, loader: BatchLoader) -> str:
-    tokens, rows = loader.tokens_per_epoch, loader.rows_per_epoch
-    what = "one conversation each"
-    if train.row_len is not None:
-        what = f"{rows:,} packed rows of {train.row_len:,} tokens an epoch, {tokens / (rows * train.row_len):.1%} full"
-    return f"{what}; {1 - tokens / loader.positions_per_epoch:.1%} of what is computed is padding"
-
-
-def _percent(dataset: EncodedDataset) -> str:
+def _supervised_share(dataset: EncodedDataset) -> str:
     return f"{dataset.supervised_tokens / dataset.tokens:.1%}"
 
 
-def _memory(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_config: Any) -> Memory:
+def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
+    tokens, rows = loader.tokens_per_epoch, loader.rows_per_epoch
+    kind = "one conversation each"
+    if train.row_len is not None:
+        full = tokens / (rows * train.row_len)
+        kind = f"{rows:,} packed rows of {train.row_len:,} tokens per epoch, {full:.1%} full"
+    return f"{kind}; {1 - tokens / loader.positions_per_epoch:.1%} of the computed positions are padding"
+
+
+def _estimate_for_page(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_config: Any) -> Memory:
     device = default_device()
     return estimate_memory(
         cfg,
@@ -163,7 +165,7 @@ def _memory_table(memory: Memory, cfg: TrainConfig) -> Table:
         table.add_row("", name, _size(size))
     table.add_row("", f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen", "")
     if cfg.deepspeed:
-        table.add_row("", "ZeRO divides optimizer states (2: gradients, 3: weights too) by the number of devices", "")
+        table.add_row("", "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices", "")
     return table
 
 
@@ -178,16 +180,18 @@ def _size(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
-_MASTER = 4  # bytes of a trained number, and of its gradient: float32 in every recipe
-# A number in NF4: 4 bits, a share of its block's 8-bit scale (64 numbers) and of the scales' float32 one (256 scales)
-_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+# Memory estimate
+
+# Bytes per parameter
+_TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
 _ADAM = 2 * 4  # two float32 moments
-_ADAM_8BIT = 2 * (1 + 4 / 256)  # two bytes, and a float32 scale for each 256 of either
+_ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for, in the order to be shown in, and numbers of parameters."""
+    """A memory estimate: bytes by purpose, in display order, and the numbers of frozen and trained parameters."""
 
     parts: dict[str, int]
     frozen: int
@@ -195,71 +199,71 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.parts.values())
 
 
 def estimate_memory(
     cfg: TrainConfig, model_config: Any, *, rows: int, width: int, dtype: torch.dtype, device: str
 ) -> Memory:
-    """Add up what one device holds at the widest point of a training step, without ZeRO's partitioning.
+    """Estimate the peak memory of a training step on one device, without ZeRO.
 
     Args:
-        cfg: recipe, heads, adapter, quantisation, optimizer.
+        cfg: recipe, heads, adapter, quantization, optimizer.
         model_config: the backbone's transformers config.
         rows: rows of a micro-batch. width: tokens of its longest row.
-        dtype: of the backbone's unquantised weights and of the products.
-        device: its type, `cpu` or `cuda`; it sets how many logits exist at once.
+        dtype: compute dtype, also of the backbone's unquantized weights.
+        device: `cpu` or `cuda`, which sets the chunk size of the logits.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=cfg.trust_remote_code)
     text = model_config.get_text_config()
-    joint = _trained_in_place(cfg, model)
-    adapter = _adapter_numbers(cfg, model)
+    joint = _count_unfrozen(cfg, model)
+    adapter = _count_adapter(cfg, model)
     heads = DRAFTS[cfg.draft].count_parameters(model, **cfg.draft_config.settings)
     trained = joint + adapter + heads
     frozen = sum(parameter.numel() for parameter in model.parameters()) - joint
     state = _ADAM_8BIT if "8bit" in cfg.optimizer else _ADAM
     parts = {
         "backbone, frozen": round(_weight_bytes(cfg, model, dtype)) - joint * dtype.itemsize,
-        "backbone, trained": joint * _MASTER,
-        "adapter": adapter * _MASTER,
-        "heads": heads * _MASTER,
-        "lm_head's rows that shared heads know": _shared_rows(cfg, text.hidden_size) * dtype.itemsize,
-        "gradients": trained * _MASTER,
+        "backbone, trained": joint * _TRAINED,
+        "adapter": adapter * _TRAINED,
+        "heads": heads * _TRAINED,
+        "lm_head rows of the draft vocabulary (shared)": _shared_rows(cfg, text.hidden_size) * dtype.itemsize,
+        "gradients": trained * _TRAINED,
         f"optimizer states ({cfg.optimizer})": round(trained * state),
         "activations (estimate)": _activations(cfg, model, text, rows, width, dtype, device),
     }
     return Memory({name: size for name, size in parts.items() if size}, frozen, trained)
 
 
-def _numbers(parameters: Iterable[Tensor]) -> int:
+def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
 def _weight_bytes(cfg: TrainConfig, model: Any, dtype: torch.dtype) -> float:
-    """Quantisation takes every linear layer but lm_head."""
+    """Return the bytes of all weights; quantization applies to every linear layer except lm_head."""
     head = model.get_output_embeddings()
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    quantised = _numbers(linear) if cfg.load_in_4bit or cfg.load_in_8bit else 0
-    plain = _numbers(model.parameters()) - quantised
-    return plain * dtype.itemsize + quantised * (_NF4 if cfg.load_in_4bit else 1)
+    quantized = _count(linear) if cfg.load_in_4bit or cfg.load_in_8bit else 0
+    plain = _count(model.parameters()) - quantized
+    return plain * dtype.itemsize + quantized * (_NF4 if cfg.load_in_4bit else 1)
 
 
-def _trained_in_place(cfg: TrainConfig, model: Any) -> int:
-    """Numbers of the backbone that joint training changes directly: all, or the last layers, final norm, lm_head."""
+def _count_unfrozen(cfg: TrainConfig, model: Any) -> int:
+    """Count the backbone parameters that joint training unfreezes: all, or the last layers, final norm and lm_head."""
     if cfg.resolved().recipe == "medusa1" or cfg.adapter:
         return 0
     count = cfg.medusa_num_unfreeze_layers
     if not count:
-        return _numbers(model.parameters())
+        return _count(model.parameters())
     chosen = {id(p): p for layer in model.base_model.layers[-count:] for p in layer.parameters()}
     for module in (model.base_model.norm, model.get_output_embeddings()):
         chosen.update({id(p): p for p in module.parameters()})
-    return _numbers(chosen.values())
+    return _count(chosen.values())
 
 
-def _adapter_numbers(cfg: TrainConfig, model: Any) -> int:
+def _count_adapter(cfg: TrainConfig, model: Any) -> int:
     if not cfg.adapter:
         return 0
     names = set(cfg.lora_target_modules or ())
@@ -272,17 +276,17 @@ def _adapter_numbers(cfg: TrainConfig, model: Any) -> int:
         if name in names and isinstance(module, nn.Linear):
             total += cfg.lora_r * (module.in_features + module.out_features)
         if name in (cfg.lora_modules_to_save or ()):
-            total += _numbers(module.parameters())
+            total += _count(module.parameters())
     return total
 
 
 def _activations(
     cfg: TrainConfig, model: Any, text: Any, rows: int, width: int, dtype: torch.dtype, device: str
 ) -> int:
-    """What a micro-step adds at its widest point.
+    """Estimate what a micro-batch adds at its peak.
 
-    The backbone's layers (one at a time where no graph is kept or activations are recomputed), copies of trained
-    layers in the products' dtype, the heads' graph, the attention mask of packed rows, and what the losses hold.
+    Activations of the backbone's layers (of one layer if it is frozen or recomputes them), copies of trained layers in
+    the compute dtype, activations of the heads, the attention mask of packed rows, and the losses' buffers.
     """
     tokens, item, hidden = rows * width, dtype.itemsize, text.hidden_size
     layer = tokens * item * _layer_width(text)
@@ -293,44 +297,45 @@ def _activations(
         body = layer + depth * tokens * hidden * item
     else:
         body = layer * depth
-    copies = _trained_in_place(cfg, model) * item if item < _MASTER else 0
+    copies = _count_unfrozen(cfg, model) * item if item < _TRAINED else 0
     heads = cfg.draft_config.num_heads * (3 * cfg.draft_config.blocks_per_head + 1) * tokens * hidden * item
     mask = rows * width * width * item if cfg.sample_packing else 0
     return body + copies + heads + mask + _losses(cfg, model, tokens, item, device)
 
 
 def _shared_rows(cfg: TrainConfig, hidden: int) -> int:
-    """Numbers of the rows of lm_head that heads over a reduced vocabulary copy once to share."""
+    """Count the parameters of lm_head that heads with a reduced vocabulary copy once and share."""
     settings = cfg.draft_config.settings
     return (settings.get("vocab_size") or 0) * hidden if settings.get("share_lm_head") else 0
 
 
 def _losses(cfg: TrainConfig, model: Any, tokens: int, item: int, device: str) -> int:
-    """A chunk's logits (and the teacher's), blocks of it in float32, a matrix in the products' dtype, and gradients.
+    """Estimate the losses' buffers: a chunk of logits (and the teacher's), float32 blocks of it, and lm_head.
 
-    Matrices get their gradients in the forward pass. With gradient accumulation they lie beside the sums of earlier
-    micro-steps until the backward pass; without it they become the gradients, which are counted elsewhere. Over a
-    reduced vocabulary all is smaller, unless the backbone's own loss is there; of a teacher the rows are copied.
+    lm_head is held in the compute dtype together with its gradient, which is computed in the forward pass. With
+    gradient accumulation, the heads' gradients of this micro-batch are kept beside those of the earlier ones until the
+    backward pass; without it they become the gradients, which are counted elsewhere. A reduced vocabulary makes all of
+    it smaller unless the backbone's loss is trained too; the teacher's rows for it are copied.
     """
-    vocab, hidden = model.get_output_embeddings().weight.shape
-    known = cfg.draft_config.settings.get("vocab_size") or vocab
-    rows_of_teacher = known * hidden * item if known < vocab and cfg.draft_config.heads_loss.soft_targets else 0
-    vocab = known if cfg.resolved().recipe == "medusa1" else vocab
-    taught = (
-        cfg.medusa_self_distillation
-        or cfg.draft_config.heads_loss.soft_targets
-        or cfg.medusa_distillation_regularization
-    )
-    logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
-    blocks = 4 * min(block_rows(vocab, device), tokens) * vocab * _MASTER
-    matrix = vocab * hidden * item if item < _MASTER else 0
-    own = 0 if cfg.draft_config.settings.get("share_lm_head") else cfg.draft_config.num_heads
-    beside = own if cfg.gradient_accumulation_steps > 1 else 0
-    return logits + blocks + 2 * matrix + rows_of_teacher + beside * known * hidden * _MASTER
+    heads = cfg.draft_config
+    lm_head_rows, hidden = model.get_output_embeddings().weight.shape
+    draft_vocab = heads.settings.get("vocab_size") or lm_head_rows
+    reduced = draft_vocab < lm_head_rows
+    vocab = draft_vocab if cfg.resolved().recipe == "medusa1" else lm_head_rows  # of the largest logits
+    soft_targets = heads.heads_loss.soft_targets
+    has_teacher = cfg.medusa_self_distillation or soft_targets or cfg.medusa_distillation_regularization
+
+    logits = (2 if has_teacher else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
+    blocks = 4 * min(block_rows(vocab, device), tokens) * vocab * _TRAINED
+    matrix = vocab * hidden * item if item < _TRAINED else 0
+    teacher_rows = draft_vocab * hidden * item if reduced and soft_targets else 0
+    accumulates = cfg.gradient_accumulation_steps > 1 and not heads.settings.get("share_lm_head")
+    gradients = heads.num_heads * draft_vocab * hidden * _TRAINED if accumulates else 0
+    return logits + blocks + 2 * matrix + teacher_rows + gradients
 
 
 def _layer_width(text: Any) -> int:
-    """Numbers per token that a decoder layer keeps for its backward pass: norms, q, k, v, attention, gated MLP."""
+    """Count the activations per token that a decoder layer keeps: norms, q, k, v, attention, gated MLP."""
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads

@@ -17,7 +17,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.tokenize import Example
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.training.inspect import _NF4, GIVEN, LEARNT, Memory, estimate_memory, inspect_run, masked_text
+from medusa_train.training.inspect import _NF4, CONTEXT, SUPERVISED, Memory, estimate_memory, inspect_run, masked_text
 from tests.families import random_backbone
 
 
@@ -47,7 +47,7 @@ def test_the_mask_in_colour(backbone_dir):
     text = masked_text(example, tokenizer)
     assert text.plain == "<s><|user|>two red<|assistant|>« one five</s>»"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
-    assert styles == {"<s><|user|>two red<|assistant|>": GIVEN, "« one five</s>»": LEARNT}
+    assert styles == {"<s><|user|>two red<|assistant|>": CONTEXT, "« one five</s>»": SUPERVISED}
     cut = masked_text(example, tokenizer, limit=2)
     assert cut.plain == f"<s><|user|> ... and {len(tokens) - 2} more tokens"
 
@@ -60,7 +60,7 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert rows["training"].startswith("32 conversations, 1,")
     assert rows["held"].startswith("out 8 conversations")
     assert rows["rows"].startswith("one conversation each; ")
-    assert rows["steps"] == "4.0 an epoch (4 x 2 rows each), 12 in all on one device"
+    assert rows["steps"] == "4.0 per epoch (4 x 2 rows each), 12 in all on one device"
     assert rows["memory"].startswith("needed on one device")
     # 3 heads of (32 x 32 + 32 + 300 x 32) numbers
     assert "0.0M parameters trained" in text
@@ -70,11 +70,11 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
 def test_packed_rows_are_counted(make_config, weightless, console):
     cfg = make_config(base_model=weightless, sample_packing=True, sequence_len=128, micro_batch_size=2, max_steps=None)
     rows = rows_of(page(cfg, console))
-    count, _, fill = rows["rows"].partition(" packed rows of 128 tokens an epoch, ")
+    count, _, fill = rows["rows"].partition(" packed rows of 128 tokens per epoch, ")
     assert 9 <= int(count) <= 11
     assert 90 < float(fill.partition("% full; ")[0]) <= 100
-    assert fill.endswith("% of what is computed is padding")
-    assert rows["steps"].startswith(f"{-(-int(count) // 2) / 2:.1f} an epoch")
+    assert fill.endswith("% of the computed positions are padding")
+    assert rows["steps"].startswith(f"{-(-int(count) // 2) / 2:.1f} per epoch")
 
 
 def test_the_command_writes_nothing_and_minds_no_earlier_run(make_config, weightless, tmp_path):
@@ -196,7 +196,7 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     assert whole.trained - part.trained == 3 * 41 * 32
     assert part.total < whole.total
     shared = estimate(medusa_vocab_size=20, medusa_share_lm_head=True)
-    assert shared.parts["lm_head's rows that shared heads know"] == 20 * 32 * 2
+    assert shared.parts["lm_head rows of the draft vocabulary (shared)"] == 20 * 32 * 2
     taught = estimate(medusa_vocab_size=20, medusa_soft_targets=0.5).parts[ACTIVATIONS]
     assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 20 * 2 + 20 * 32 * 2
     joint, joint_part = (estimate(recipe="medusa2", **keys) for keys in ({}, {"medusa_vocab_size": 20}))
