@@ -69,6 +69,7 @@ from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts import draft_name  # noqa: E402
 from medusa_train.models.drafts.base import Draft  # noqa: E402
+from medusa_train.progress import RunProgress  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
 #: name: title, configuration, overrides. Hydra is Hydra++ without its prefix layer, deeper heads and soft targets.
@@ -460,7 +461,7 @@ class Session:
         log = TurnLog(self._args.out / TIMES / f"{bench.name}.turns.jsonl", settings)
         if self.dtype == "auto":
             paths = common_backbone(self._runs / self._drafts[0]["name"])
-            self.dtype = log.dtype or choose_dtype(bench, paths, Console(soft_wrap=True))
+            self.dtype = log.dtype or choose_dtype(bench, paths, RunProgress(Console()))
         records = self._decode(TIMES, self._timing, bench, log, self.dtype)
         drafts: Record = {}
         for key in self._timing.answerers(TIMES):
@@ -476,7 +477,7 @@ class Session:
         """Answer every turn with every decoder, continuing a stopped run."""
         model = LoadedModel(field.backbone, None, None)
         test = SpeedTest(model, field.chat, self._args.max_new_tokens, field.answerers(phase))
-        measured = log.measured(bench.questions)
+        measured = log.completed(bench.questions)
         if phase == TIMES:
             test.warm_up(bench.questions[:WARM_UP])
         log.start(dtype, measured)

@@ -47,6 +47,7 @@ from medusa_train.evaluation.speed import (  # noqa: E402
     extra_baselines,
 )
 from medusa_train.export.write import export_run  # noqa: E402
+from medusa_train.progress import RunProgress  # noqa: E402
 
 WARM_UP = 2  # questions that every decoder answers before it is timed
 VLLM, VLLM_MEDUSA = "vLLM", "vLLM, medusa"
@@ -238,7 +239,7 @@ def run(args: argparse.Namespace, machine: Mapping[str, Any]) -> None:
 
     paths = resolve_model(args.run, None, None)
     bench = load_bench(args.bench, note).limited(args.limit)
-    dtype = args.dtype if args.dtype != "auto" else choose_dtype(bench, paths, Console(soft_wrap=True))
+    dtype = args.dtype if args.dtype != "auto" else choose_dtype(bench, paths, RunProgress(Console()))
     subject = load_with_draft(paths, dtype)
     chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
     if args.assistant is None:

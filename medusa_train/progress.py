@@ -20,7 +20,9 @@ import time
 from types import TracebackType
 
 import rich.progress as rich_progress
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 #: Seconds between two lines where the output is not a terminal.
 LINE_SECONDS = 10.0
@@ -78,6 +80,19 @@ class RunProgress:
                 `line_seconds`.
         """
         return Phase(self, name, total, unit, completed=completed, ticking=ticking, transient=transient, inline=inline)
+
+    def table(self) -> Table:
+        """Return the wall time of every phase and of the whole command, for the end of a command's output."""
+        table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+        table.add_column("phase")
+        table.add_column("time", justify="right")
+        total = self.total_seconds
+        shown = {name: seconds for name, seconds in self.seconds.items() if seconds >= 0.5}
+        for name, seconds in {**shown, "other": max(total - sum(shown.values()), 0.0)}.items():
+            table.add_row(name, duration(seconds))
+        table.add_section()
+        table.add_row("total", duration(total), style="bold")
+        return table
 
     def print(self, line: str, style: str | None = None) -> None:
         """Print a line of text, above the bar if there is one."""

@@ -1,4 +1,4 @@
-"""`medusa-eval --interactive`: a chat in the terminal that shows which tokens were guessed. Knows no bench."""
+"""`medusa-eval --interactive`: a chat in the terminal that shows accepted draft tokens in green."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 DRAFTED = "green"
-_HELP = "/new forgets the chat, /temperature 0.7 samples (0: greedy), /exit or Ctrl-D leaves"
+_HELP = "/new starts a new chat, /temperature 0.7 samples (0: greedy), /exit or Ctrl-D quits"
 
 
 class Chat:
-    """A conversation at the terminal: a line in, an answer out, its accepted draft tokens in green."""
+    """A chat with a model: reads a line, streams the answer, marks its accepted draft tokens."""
 
     def __init__(self, model: Model, console: Console, max_new_tokens: int) -> None:
         self._model = model
@@ -31,8 +31,10 @@ class Chat:
         self._history: list[Message] = []
 
     def run(self) -> None:
-        """GeneratedChat until the input ends, `/exit`, or Ctrl-C where no answer is under way."""
-        self._console.print(Text.assemble("guessed tokens are ", ("green", DRAFTED), f". {_HELP}"), soft_wrap=True)
+        """Chat until the input ends, `/exit`, or Ctrl-C at the prompt; Ctrl-C within an answer stops the answer."""
+        self._console.print(
+            Text.assemble("accepted draft tokens are ", (DRAFTED, DRAFTED), f". {_HELP}"), soft_wrap=True
+        )
         for line in self._lines():
             if line == "/exit":
                 break
@@ -65,40 +67,42 @@ class Chat:
     def _answer(self, line: str) -> None:
         from medusa_train.data.conversation import Message
 
-        asked = [*self._history, Message("user", line)]
-        reply = self._model.reply(asked, self._max_new_tokens, temperature=self._temperature)
+        messages = [*self._history, Message("user", line)]
+        reply = self._model.reply(messages, self._max_new_tokens, temperature=self._temperature)
         try:
             for piece in reply:
                 shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")
                 self._console.print(shown, end="", soft_wrap=True)
         except KeyboardInterrupt:
-            pass  # leaves the answer off; what was said of it stays in the chat
+            pass  # stops the answer; the part so far stays in the chat
         except MedusaError as error:
-            self._note(f"{error}\n/new starts another chat")
+            self._note(f"{error}\n/new starts a new chat")
             return
         self._console.print()
         self._note(_figures(reply))
-        self._history = [*asked, Message("assistant", reply.text)]
+        self._history = [*messages, Message("assistant", reply.text)]
 
     def _note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
-    """What a model says, without control characters that a terminal would obey."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if _obeyed(c) else c for c in text.expandtabs(4))
+    """Replace the control characters in a model's output that a terminal would act on."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in text.expandtabs(4))
 
 
-def _obeyed(character: str) -> bool:
-    """Whether a terminal acts on it: control characters but for the line's end, and those that turn writing about."""
-    turns_about = "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e"
-    return (
-        turns_about or "\u2066" <= character <= "\u2069" or (category(character) in ("Cc", "Cs") and character != "\n")
-    )
+def _is_control(character: str) -> bool:
+    """Return whether a terminal acts on it: control characters except newline, and marks of writing direction."""
+    direction = "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e"
+    return direction or "\u2066" <= character <= "\u2069" or (category(character) in ("Cc", "Cs") and character != "\n")
 
 
 def _figures(reply: Reply) -> str:
-    ended = {"length": ", cut at max_new_tokens", "context": ", cut: the context is full", None: ", left off"}
+    endings = {
+        "length": ", stopped at max_new_tokens",
+        "context": ", stopped: the context is full",
+        None: ", interrupted",
+    }
     speed = f", {len(reply.tokens) / reply.seconds:.0f} tokens/s" if reply.seconds else ""
     rate = f"{reply.tokens_per_step:.2f} tokens per step"
-    return f"{len(reply.tokens)} tokens, {rate}{speed}{ended.get(reply.finish, '')}"
+    return f"{len(reply.tokens)} tokens, {rate}{speed}{endings.get(reply.finish, '')}"

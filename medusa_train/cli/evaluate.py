@@ -1,9 +1,13 @@
-"""`medusa-eval`: measures a trained model, or a backbone alone, on a bench. Thin: the work is in `evaluation`."""
+"""`medusa-eval`: evaluate a trained model or a backbone alone, calibrate its tree, compare runs, or chat.
+
+Arguments, the bench and all paths are checked before torch is imported, so that a mistake is reported within a second.
+"""
 
 from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,15 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.cli.common import error_console, read_arguments, run_command
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import ConfigError
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.resolve import ModelPaths
     from medusa_train.evaluation.questions import Bench
 
-#: A log file or a pipe has no width; the table needs this much.
+#: Width of the tables in a log file or a pipe.
 PIPE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -31,16 +37,16 @@ def evaluate(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Choose the tree anew, on this machine.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Choose the tree for this machine.")] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Put runs side by side: medusa-eval --compare RUN_A RUN_B ...")
+        bool, typer.Option("--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...")
     ] = False,
     interactive: Annotated[bool, typer.Option("--interactive", help="Chat with the model in the terminal.")] = False,
     bench: Annotated[
         str | None, typer.Option(help="tiny, mtbench, specbench, humaneval, gsm8k, or a question file.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Run directory or heads; default: the newest run.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, the baselines alone.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, baselines only.")] = None,
     tree: Annotated[str | None, typer.Option(help="Tree file; default: the run's tree.json.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="By name; default: the run's.")] = None,
@@ -48,9 +54,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions, of all categories.")] = None,
     judge_base_url: Annotated[str | None, typer.Option(help="Server that grades the answers.")] = None,
     judge_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
-    output_dir: Annotated[str | None, typer.Option(help="Where the report goes; default: RUN/eval/BENCH.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Directory of the report; default: RUN/eval/BENCH.")] = None,
 ) -> None:
-    """Measure speed and exactness: the tree, the same loop without it, and transformers' generate."""
+    """Measure speed and output equality of the tree, plain decoding, and transformers' generate."""
+    started = time.perf_counter()
     flags = {
         "bench": bench,
         "model": model,
@@ -65,42 +72,49 @@ def evaluate(
         "output_dir": output_dir,
     }
     if calibrate + compare + interactive > 1:
-        raise ConfigError("--calibrate, --compare and --interactive are commands of their own; give one of them")
+        raise ConfigError("--calibrate, --compare and --interactive exclude each other; give one of them")
     if compare:
         _compare(arguments or [], bench, output_dir)
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
+    questions = None if interactive else _load_bench(cfg)
+    paths = _resolve_paths(cfg)
+    console = _console()
+    progress = RunProgress(console, started)
+    progress.print(_first_line(cfg, questions, paths))
+    if questions is None:
+        _chat(cfg, paths, console)
+    elif calibrate:
+        with progress.phase("importing torch and transformers", ticking=True):
+            from medusa_train.evaluation.calibrate import calibrate as choose_tree
+        _print_paths(console, choose_tree(cfg, questions, paths, progress))
+    else:
+        with progress.phase("importing torch and transformers", ticking=True):
+            from medusa_train.evaluation.run import evaluate as run_evaluation
+        command = shlex.join(["medusa-eval", *sys.argv[1:]])
+        _print_paths(console, run_evaluation(cfg, questions, paths, command, progress)[1])
 
-    from medusa_train.checkpoint.resolve import resolve_model
 
-    questions = None if interactive else _questions(cfg)
-    paths = resolve_model(
+def _load_bench(cfg: EvalConfig) -> Bench:
+    from medusa_train.evaluation.questions import load_bench
+
+    return load_bench(cfg.bench, error_console().print).limited(cfg.limit)
+
+
+def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
+    """Resolve and check everything that the configuration names by a path."""
+    if (cfg.judge_base_url is None) != (cfg.judge_model is None):
+        raise ConfigError("judge_base_url and judge_model belong together: set both, or neither")
+    assistant = cfg.assistant_model
+    if assistant is not None and resolve_path(assistant) is None and looks_like_path(assistant):
+        raise BackboneError(f"assistant_model {assistant}: no such directory")
+    return resolve_model(
         cfg.model,
         cfg.base_model,
         None if cfg.tree is None else Path(cfg.tree),
         chat_template=cfg.chat_template,
         trust_remote_code=cfg.trust_remote_code,
     )
-    console = _console()
-    console.print(_first_line(cfg, questions, paths), highlight=False, soft_wrap=True)
-    if questions is None:
-        _chat(cfg, paths, console)
-        return
-    if calibrate:
-        from medusa_train.evaluation.calibrate import calibrate as search
-
-        _say_written(console, search(cfg, questions, paths, console))
-        return
-
-    from medusa_train.evaluation.run import evaluate as measure
-
-    _say_written(console, measure(cfg, questions, paths, shlex.join(["medusa-eval", *sys.argv[1:]]), console)[1])
-
-
-def _questions(cfg: EvalConfig) -> Bench:
-    from medusa_train.evaluation.questions import load_bench
-
-    return load_bench(cfg.bench, error_console().print).limited(cfg.limit)
 
 
 def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
@@ -111,16 +125,15 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
-    from medusa_train.checkpoint.resolve import runs_directory
     from medusa_train.evaluation.compare import load_reports, show, write
 
-    evaluated = load_reports(names, bench)
+    reports = load_reports(names, bench)
     console = _console()
-    console.print(show(evaluated))
-    _say_written(console, write(evaluated, Path(output_dir) if output_dir else runs_directory() / "compare"))
+    console.print(show(reports))
+    _print_paths(console, write(reports, Path(output_dir) if output_dir else runs_directory() / "compare"))
 
 
-def _say_written(console: Console, written: Sequence[Path]) -> None:
+def _print_paths(console: Console, written: Sequence[Path]) -> None:
     console.print(f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
 
 
@@ -130,7 +143,7 @@ def _console() -> Console:
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
-    """What was taken, defaults included."""
+    """Return what is evaluated, defaults included."""
     asked = "" if bench is None else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
     if paths.name is None:
         return f"medusa-eval: backbone {paths.base_model} alone, no heads{asked}"

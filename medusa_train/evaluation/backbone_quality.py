@@ -1,4 +1,4 @@
-"""How far training moved a backbone: perplexity before and after, and KL between the two. Knows no bench, no clock."""
+"""Measure how joint training changed the backbone: perplexity before and after, and the KL divergence between them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from medusa_train.models.lora import Adapter
 if TYPE_CHECKING:
     from medusa_train.models.lm_head import LMHead
 
+QUALITY_TOKENS = 20_000  # supervised tokens to measure on
 
-#: Final hidden states [B, T, d] of a batch, and the matrix that makes logits of them.
+#: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them into logits.
 Version = Callable[[Batch], "tuple[Tensor, LMHead]"]
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What a backbone lost on a text, over its supervised tokens.
+    """The backbone before and after training, over the supervised tokens of a text.
 
     Attributes:
-        tokens: how many. loss_before, loss_after: mean cross-entropy, nats per token.
+        tokens: number of supervised tokens.
+        loss_before, loss_after: mean cross-entropy, nats per token.
         kl: mean KL(before || after), nats per token.
     """
 
@@ -48,50 +50,74 @@ class Quality:
 
     @property
     def perplexity_before(self) -> float:
-        """Per token, before training."""
+        """Perplexity per token before training."""
         return math.exp(self.loss_before)
 
     @property
     def perplexity_after(self) -> float:
-        """Per token, after training."""
+        """Perplexity per token after training."""
         return math.exp(self.loss_after)
 
     @property
     def perplexity_change(self) -> float:
-        """0.01: perplexity became 1 % worse."""
+        """Relative change of the perplexity: 0.01 is 1 % worse."""
         return math.expm1(self.loss_after - self.loss_before)
 
 
-@torch.no_grad()
-def compare_backbones(before: Version, after: Version, batches: Iterable[Batch]) -> Quality:
-    """Measure both versions of a backbone on `batches`, by chunks: no tensor of [T, V] is alive (SPEC 1).
+def has_trained_backbone(paths: ModelPaths) -> bool:
+    """Return whether the run trained its backbone (Medusa-2), by an adapter or in full."""
+    return paths.adapter is not None or (paths.home / "model" / "config.json").is_file()
 
-    Only supervised tokens count, each predicted from the position before it in its document.
+
+def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
+    """Return perplexity before and after joint training, and KL(before || after) in nats per token, for the report.
+
+    None if the run did not train its backbone, or its data are gone.
+
+    Raises:
+        BackboneError, CheckpointError: backbone or adapter cannot be loaded.
     """
-    tokens, losses, kl = 0, [0.0, 0.0], 0.0
-    for batch in batches:
-        wanted = shift_labels(batch.labels, 0, batch.segments).flatten()
-        tokens += int((wanted != IGNORE_INDEX).sum())
-        (old, old_matrix), (new, new_matrix) = before(batch), after(batch)
-        old, new, wanted = old.flatten(0, 1), new.flatten(0, 1), wanted.to(old.device)
-        sums = linear_kl(new, new_matrix, old, old_matrix, wanted)
-        losses[0] += float(linear_cross_entropy(old, old_matrix, wanted).ce_sum)
-        losses[1] += float(sums.ce_sum)
-        kl += float(sums.kl_sum)
-    count = max(tokens, 1)
-    return Quality(tokens, losses[0] / count, losses[1] / count, kl / count)
+    cfg = run_config(paths)
+    if cfg is None or not has_trained_backbone(paths):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_unreachable())
+    validation = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template))
+    if validation is None:
+        return None
+    conversations, is_held_out = validation
+    before, after = load_versions(paths, cfg.base_model, dtype)
+    quality = compare_backbones(before, after, _batches(conversations))
+    return {
+        "tokens": quality.tokens,
+        "text": "held-out conversations" if is_held_out else "training conversations (nothing was held out)",
+        "perplexity_before": quality.perplexity_before,
+        "perplexity_after": quality.perplexity_after,
+        "kl": quality.kl,
+        "dtype": dtype,
+    }
+
+
+def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
+    """Yield one conversation per batch, until there are `QUALITY_TOKENS` supervised tokens."""
+    tokens = 0
+    for index, example in enumerate(conversations):
+        if tokens >= QUALITY_TOKENS:
+            return
+        tokens += int(example.supervised.sum())
+        yield conversations.batch([[index]])
 
 
 def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> tuple[Version, Version]:
-    """The backbone before and after a run: adapter off and on, or the original beside the model that was trained.
+    """Load the backbone before and after a run: with the adapter off and on, or the original and the trained model.
 
     Args:
-        paths: of the run (`checkpoint.resolve.resolve_model`).
-        original: the run's own `base_model`.
-        dtype: of weights and products. A backbone that was quantised in training is so in both versions.
+        paths: paths of the run.
+        original: `base_model` of the run's configuration.
+        dtype: dtype of weights and products. A backbone that was quantised in training is so in both versions.
 
     Raises:
-        BackboneError: a backbone can't be loaded. CheckpointError: the adapter does not fit.
+        BackboneError: a backbone cannot be loaded.
+        CheckpointError: the adapter does not fit.
     """
     trained = _load(paths, paths.base_model, dtype)
     after = _version(trained)
@@ -113,54 +139,29 @@ def _load(paths: ModelPaths, name: str, dtype: str) -> Backbone:
 
 def _version(backbone: Backbone) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
-        there = batch.to(backbone.device)
-        feats = backbone.run(there.tokens, positions=there.positions, segments=there.segments)
+        moved = batch.to(backbone.device)
+        feats = backbone.run(moved.tokens, positions=moved.positions, segments=moved.segments)
         return feats.hidden, backbone.lm_head()
 
     return version
 
 
-TOKENS = 20_000  # answer tokens that suffice
+@torch.no_grad()
+def compare_backbones(before: Version, after: Version, batches: Iterable[Batch]) -> Quality:
+    """Measure both versions of a backbone on `batches`.
 
-
-def has_trained_backbone(paths: ModelPaths) -> bool:
-    """Whether the run changed its backbone (Medusa-2), by an adapter or as a whole."""
-    return paths.adapter is not None or (paths.home / "model" / "config.json").is_file()
-
-
-def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
-    """Perplexity of a joint run's backbone before and after, and KL from the untouched one, nats per token.
-
-    None for a run that left its backbone alone, or whose data are not to be had any more.
-
-    Raises:
-        BackboneError, CheckpointError: backbone or adapter can't be loaded.
+    Only supervised tokens count, each predicted from the position before it in its document. Logits are computed in
+    chunks, never for a whole batch.
     """
-    cfg = run_config(paths)
-    if cfg is None or not has_trained_backbone(paths):
-        return None
-    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_unreachable())
-    found = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template))
-    if found is None:
-        return None
-    conversations, unseen = found
-    before, after = load_versions(paths, cfg.base_model, dtype)
-    moved = compare_backbones(before, after, _batches(conversations))
-    return {
-        "tokens": moved.tokens,
-        "text": "held-out conversations" if unseen else "training conversations (nothing was held out)",
-        "perplexity_before": moved.perplexity_before,
-        "perplexity_after": moved.perplexity_after,
-        "kl": moved.kl,
-        "dtype": dtype,
-    }
-
-
-def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
-    """One conversation at a time, until there are `TOKENS` answer tokens."""
-    tokens = 0
-    for number, example in enumerate(conversations):
-        if tokens >= TOKENS:
-            return
-        tokens += int(example.supervised.sum())
-        yield conversations.batch([[number]])
+    tokens, losses, kl = 0, [0.0, 0.0], 0.0
+    for batch in batches:
+        targets = shift_labels(batch.labels, 0, batch.segments).flatten()
+        tokens += int((targets != IGNORE_INDEX).sum())
+        (old, old_head), (new, new_head) = before(batch), after(batch)
+        old, new, targets = old.flatten(0, 1), new.flatten(0, 1), targets.to(old.device)
+        sums = linear_kl(new, new_head, old, old_head, targets)
+        losses[0] += float(linear_cross_entropy(old, old_head, targets).ce_sum)
+        losses[1] += float(sums.ce_sum)
+        kl += float(sums.kl_sum)
+    count = max(tokens, 1)
+    return Quality(tokens, losses[0] / count, losses[1] / count, kl / count)

@@ -1,4 +1,4 @@
-"""Compares the tree's answers with the plain ones, token for token. Times nothing and reads no bench."""
+"""Compare the tree's answers with plain decoding's, token for token."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from medusa_train.evaluation.records import TurnRecord, Verdict
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 
-#: In which the tree's answers are compared with plain ones.
+#: Dtypes in which the answers are compared.
 EQUALITY_DTYPES = ("float32", "bfloat16")
 
-#: Logits within this of the best one may change places with it by rounding alone, in float32.
+#: Two tokens whose logits lie within this of the best one are a tie: rounding in float32 may swap them.
 TIE_MARGIN = 1e-4
 
 
 def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dtype: str) -> None:
-    """Compare the answers that were timed in `dtype`; the verdicts go into `record.exact`."""
+    """Compare the answers that were timed in `dtype`; results go to `record.exact`."""
     for record in records:
         if record.tree is not None:
             record.exact[dtype] = compare_answers(
@@ -30,23 +30,25 @@ def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dty
 
 def compare_regenerated_answers(
     records: Sequence[TurnRecord],
-    subject: LoadedModel,
+    model: LoadedModel,
     dtype: str,
     max_new_tokens: int,
     on_turn: Callable[[int], None],
 ) -> None:
-    """Decode every prompt once more in `dtype`, with the tree and with the empty one, and compare.
+    """Generate every answer again in `dtype`, with the tree and with the empty tree; results go to `record.exact`.
 
-    `subject` is loaded in that dtype and has a draft. The prompts are the timed run's own, history included.
-    `on_turn` is told how many tokens each turn took.
+    Args:
+        records: turns with the prompts of the timed pass, history included.
+        model: loaded in `dtype`, with a draft.
+        on_turn: called after each turn with the number of tokens generated for it.
     """
-    with_tree = Decoder(subject.backbone, subject.draft, subject.tree)
-    plainly = Decoder(subject.backbone)
+    tree_decoder = Decoder(model.backbone, model.draft, model.tree)
+    plain_decoder = Decoder(model.backbone)
     for record in records:
-        tree = with_tree.generate(list(record.prompt_ids), max_new_tokens)
-        plain = plainly.generate(list(record.prompt_ids), max_new_tokens)
+        tree = tree_decoder.generate(list(record.prompt_ids), max_new_tokens)
+        plain = plain_decoder.generate(list(record.prompt_ids), max_new_tokens)
         record.exact[dtype] = compare_answers(
-            subject.backbone, record.prompt_ids, tree.tokens, plain.tokens, ties=dtype == "float32"
+            model.backbone, record.prompt_ids, tree.tokens, plain.tokens, ties=dtype == "float32"
         )
         on_turn(len(tree.tokens) + len(plain.tokens))
 
@@ -54,21 +56,25 @@ def compare_regenerated_answers(
 def compare_answers(
     backbone: Backbone, prompt_ids: Sequence[int], tree: Sequence[int], plain: Sequence[int], *, ties: bool
 ) -> Verdict:
-    """Equal, different, or (with `ties`) first different where both tokens' logits nearly coincide with the best."""
-    place = first_difference(tree, plain)
-    if place is None:
+    """Compare two answers to a prompt, as token ids.
+
+    Args:
+        ties: return TIE where the two tokens that first differ both have logits within `TIE_MARGIN` of the best.
+    """
+    position = first_difference(tree, plain)
+    if position is None:
         return Verdict.EQUAL
-    if not ties or place >= min(len(tree), len(plain)):
+    if not ties or position >= min(len(tree), len(plain)):
         return Verdict.DIFFERENT
-    behind = logit_gaps(backbone, prompt_ids, plain[:place], (tree[place], plain[place]))
-    return Verdict.TIE if max(behind) <= TIE_MARGIN else Verdict.DIFFERENT
+    gaps = logit_gaps(backbone, prompt_ids, plain[:position], (tree[position], plain[position]))
+    return Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT
 
 
 @torch.no_grad()
 def logit_gaps(
     backbone: Backbone, prompt_ids: Sequence[int], answer: Sequence[int], candidates: Sequence[int]
 ) -> list[float]:
-    """By how much the best logit after prompt and answer leads each candidate's; 0 for the best token itself."""
+    """Return, per candidate token after prompt and answer, the best logit minus the candidate's."""
     tokens = torch.tensor([[*prompt_ids, *answer]], device=backbone.device)
     logits = backbone.logits(backbone.run(tokens).hidden[:, -1]).float()[0]
     return [float(logits.max() - logits[candidate]) for candidate in candidates]

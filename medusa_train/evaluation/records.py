@@ -1,4 +1,4 @@
-"""What one measured answer is: plain data. Knows nothing of models, clocks or reports."""
+"""Records of measured answers, and the log from which an interrupted evaluation is resumed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from medusa_train.io import JsonLinesFile, complete_lines, json_line, replace_by
 
 
 class Verdict(str, enum.Enum):
-    """How the tree's answer compares with the plain one, token for token."""
+    """Result of comparing the tree's answer with the plain one, token for token."""
 
     EQUAL = "equal"
-    TIE = "tie"  # where they first differ, the logits of both tokens lie within the tie margin of the best
+    TIE = "tie"  # where they first differ, both tokens' logits lie within the tie margin of the best
     DIFFERENT = "different"
 
 
@@ -26,9 +26,11 @@ class Verdict(str, enum.Enum):
 class TimedAnswer:
     """One decoded answer and its cost.
 
-    `seconds` is the wall time of the whole call, prefill included; `prefill_seconds` the part of it that ends with
-    the first token. `steps` counts decoding passes (the prefill is none); `accepted[i]` is the number of draft
-    tokens that step i accepted. `generate` of transformers reports neither steps nor its prefill: both are 0 there.
+    Attributes:
+        seconds: wall time of the whole call, prefill included.
+        prefill_seconds: wall time until the first token; 0 for transformers' `generate`, which does not report it.
+        steps: decoding passes, without the prefill; 0 for `generate`.
+        accepted: number of accepted draft tokens per step.
     """
 
     tokens: tuple[int, ...]
@@ -45,12 +47,17 @@ class TimedAnswer:
 
 @dataclass
 class TurnRecord:
-    """One turn (1, 2, ...) of one question: its prompt and the answers of every decoder to that same prompt.
+    """One turn of a question: its prompt, and every decoder's answer to it.
 
-    `asked` is the user's message, `text` the reported answer's, `pieces` the same token by token. `tree` is None in a
-    baseline-only run. `others` are further baselines by name. `exact` maps a dtype's name to the comparison of tree
-    and plain in it; a dtype that was not run is absent. `trace` is what the heads guessed all along the reported
-    answer, where that was looked at.
+    Attributes:
+        turn: counted from 1.
+        tree: the answer with the tree; None in a baseline-only run.
+        text: text of the reported answer.
+        exact: comparison of the tree's and the plain answer per dtype; dtypes that were not run are absent.
+        others: further baselines by name.
+        asked: the user's message.
+        pieces: text of the reported answer token by token.
+        trace: the heads' guesses along the reported answer, if they were traced.
     """
 
     question_id: int | str
@@ -69,18 +76,18 @@ class TurnRecord:
 
     @property
     def answer(self) -> TimedAnswer:
-        """The answer that is reported: the tree's, or the plain one in a baseline-only run."""
+        """The reported answer: the tree's, or the plain one in a baseline-only run."""
         return self.plain if self.tree is None else self.tree
 
     @property
     def baselines(self) -> dict[str, TimedAnswer]:
-        """What the tree is compared with, by name: the loop with the empty tree, and decoders of transformers."""
+        """The baselines by name: the loop with the empty tree, and decoders of transformers."""
         return {"plain": self.plain, "generate": self.generate, **self.others}
 
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn that was not asked, because its prompt and answer do not fit the model's context."""
+    """A turn that was skipped because prompt and longest answer do not fit the model's context."""
 
     question_id: int | str
     turn: int
@@ -89,20 +96,21 @@ class SkippedTurn:
 
 Turn = TurnRecord | SkippedTurn
 
-#: Looked up again when a report is made, from the tokens.
+#: Not logged: computed from the tokens when the report is written.
 _DERIVED = ("exact", "pieces", "trace")
 
 
 class TurnLog:
-    """The turns of one evaluation, appended as they are measured.
+    """The turns of an evaluation, appended to a file as they are measured.
 
     Args:
-        path: of the file. settings: everything that the answers and their times depend on, as plain JSON values.
+        path: the file; created by `start`.
+        settings: everything that the answers and their times depend on, as plain JSON values.
 
     Attributes:
-        dtype: in which the earlier turns were timed; None where there are none.
-        turns: the earlier turns, in the order in which they were measured.
-        differing: names of the settings in which an earlier file differs; its turns are of no use then.
+        dtype: dtype of the turns in an existing file; None if there are none.
+        turns: turns in an existing file, in the order in which they were measured.
+        differing: settings in which an existing file differs; its turns are not used then.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -121,34 +129,34 @@ class TurnLog:
             self.dtype = header["dtype"]
             self.turns = lines
 
-    def measured(self, questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
-        """The earlier turns of the questions of which all turns are there: half a conversation is asked anew."""
-        found: dict[int | str, list[Turn]] = {}
+    def completed(self, questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
+        """Return the logged turns of the questions that have all their turns in the log, by question."""
+        logged: dict[int | str, list[Turn]] = {}
         for turn in self.turns:
-            found.setdefault(turn.question_id, []).append(turn)
-        wanted = {question.question_id: len(question.turns) for question in questions}
-        return {name: turns for name, turns in found.items() if len(turns) == wanted.get(name)}
+            logged.setdefault(turn.question_id, []).append(turn)
+        expected = {question.question_id: len(question.turns) for question in questions}
+        return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
 
     def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]]) -> None:
-        """Begin to write: the header and the turns that are taken over; what else was there is gone."""
+        """Replace the file by a header and the `kept` turns, and open it for appending."""
         header = json_line({"settings": self._settings, "dtype": dtype})
         replace_bytes(self.path, [header, *(json_line(_as_json(turn)) for turns in kept.values() for turn in turns)])
         self._file = JsonLinesFile(self.path)
 
     def append(self, turn: Turn) -> None:
-        """Write one turn; a crash of the process loses none that was appended."""
+        """Append one turn, which survives a crash of the process."""
         if self._file is None:
             raise ValueError("the log was not started")
         self._file.append(_as_json(turn))
 
     def close(self) -> None:
-        """Let go of the file; its turns stay."""
+        """Close the file and keep it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def remove(self) -> None:
-        """The report is complete: nothing has to be kept."""
+        """Delete the file: the report is complete."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -161,7 +169,7 @@ def _as_json(turn: Turn) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
-    """Header and turns up to the first line that is torn; nothing where there is no such file."""
+    """Return header and turns up to the first incomplete line; (None, []) if it is not such a file."""
     try:
         lines = [line for _, line in complete_lines(path)]
         header = json.loads(lines[0])

@@ -1,185 +1,204 @@
-"""The journey of an evaluation: bench and model in, timed answers, exactness, report out. Holds no arithmetic."""
+"""Run an evaluation: load the model, time it on the bench, compare the outputs, write the report."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from medusa_train.checkpoint.load import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import BackboneError
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
 from medusa_train.evaluation.choose_dtype import WeightMemory, choose_dtype, is_out_of_memory, release_memory
-from medusa_train.evaluation.output_equality import EQUALITY_DTYPES, compare_regenerated_answers, compare_timed_answers
+from medusa_train.evaluation.output_equality import (
+    EQUALITY_DTYPES,
+    compare_regenerated_answers,
+    compare_timed_answers,
+)
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
 from medusa_train.evaluation.report import Report, model_id, terminal_table, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
-from medusa_train.evaluation.speed import SpeedTest, extra_baselines
+from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest, extra_baselines
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.inference.traces import trace_answer
 from medusa_train.progress import RunProgress
+from medusa_train.trees.tree import Tree
 
-# How the comparison of the answers in a dtype ended, in the report.
+# Outcomes of comparing the answers in a dtype, in the report's meta.
 COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 
-JUDGE_SECONDS = 120.0  # that one judgement may take
-JUDGE_RETRY_SECONDS = 300.0  # that a judgement is asked for again and again
+JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
+JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried
 
 
 def evaluate(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, console: Console
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, progress: RunProgress
 ) -> tuple[Report, list[Path]]:
-    """Measure and report; returns the report and the files that were written.
+    """Measure speed and output equality of a model on a bench, and write the report.
 
-    `bench` holds the questions to ask (already limited); `command` is what the user typed, kept in the report. The
-    files are written as soon as the timed pass is done, and once more after the comparison of the answers, which may
-    take as long and may not fit into memory.
+    The files are written once the bench is timed, and again after every further part: these may take as long as the
+    bench, and may not fit into memory. An interrupted bench is resumed by the same command.
 
-    Raises BackboneError, CheckpointError and DataError, each saying what to do, and KeyboardInterrupt.
+    Args:
+        bench: the questions to ask.
+        paths: backbone, and draft heads if any; without them only the baselines are measured.
+        command: what the user typed, for the report.
+
+    Returns:
+        The report and the paths of its files.
+
+    Raises:
+        BackboneError, CheckpointError, DataError: with a message that says what to do.
+        KeyboardInterrupt: what was measured so far is on disk.
     """
-    started = time.perf_counter()
-    if (cfg.judge_base_url is None) != (cfg.judge_model is None):
-        raise ConfigError("judge_base_url and judge_model belong together: set both, or neither")
     torch.manual_seed(cfg.seed)
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / bench.name
-    log = _open_log(directory / "turns.jsonl", measurement_settings(cfg, bench, paths), console)
-    dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, console)
-    subject, records, skipped = _load_and_time(cfg, bench, paths, dtype, log, console)
-    trace_records(records, subject)
-    meta = collect_metadata(cfg, bench, subject, paths, dtype, records, skipped, command)
-    meta["resumed_turns"] = sum(len(turns) for turns in log.measured(bench.questions).values())
-    tree = subject.tree
-    extra: dict[str, Any] = {}
-    if (calibration := _calibration(paths)) is not None:
-        extra["calibration"] = calibration
+    log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
+    dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, progress)
 
-    def save() -> tuple[Report, list[Path]]:
-        meta["seconds"] = round(time.perf_counter() - started, 1)
-        report = Report.from_records(records, meta, tree, extra)
-        return report, write_report(report, records, skipped, directory)
+    with _explain_out_of_memory(paths, dtype):
+        model = load_model(paths, dtype, progress, compiled=cfg.compile)
+        records, skipped, notes = time_bench(cfg, bench, model, paths, dtype, log, progress)
+    trace_records(records, model, progress)
 
-    report, written = save()
-    if subject.draft is not None:
-        weights = WeightMemory.of(subject.backbone.model, subject.backbone.device)
-        try:
+    meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
+    meta["resumed_turns"] = sum(len(turns) for turns in log.completed(bench.questions).values())
+    meta["notes"] = notes
+    extra: dict[str, Any] = {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
+    files = ReportFiles(directory, records, skipped, meta, model.tree, extra, progress)
+    files.write()
+    try:
+        if model.draft is not None:
+            memory = WeightMemory.of(model.backbone.model, model.backbone.device)
             if dtype in EQUALITY_DTYPES:
-                meta["exactness"][dtype] = _attempt(
-                    records, dtype, partial(compare_timed_answers, records, subject.backbone, dtype)
-                )
-                report, written = save()
-            del subject  # a large backbone fits once, not once for each dtype
-            if cfg.exactness:
-                _judge_elsewhere(cfg, records, paths, dtype, weights, meta["exactness"], console)
+                compare = partial(compare_timed_answers, records, model.backbone, dtype)
+                meta["exactness"][dtype] = _compare(records, dtype, compare)
+                files.write()
+            del model  # a large backbone fits into memory once, not once per dtype
+            for other in EQUALITY_DTYPES if cfg.exactness else ():
+                if other != dtype:
+                    meta["exactness"][other] = _compare_again(cfg, records, paths, other, memory, progress)
             if has_trained_backbone(paths):
-                extra["joint"] = _joint(paths, console)
-        except KeyboardInterrupt:
-            console.print(terminal_table(report))
-            console.print(f"interrupted while comparing answers; the timed figures are kept in {directory}")
-            raise
-    extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, console)
-    report, written = save()
+                extra["joint"] = _backbone_quality(paths, progress)
+        extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, progress)
+    except KeyboardInterrupt:
+        progress.console.print(terminal_table(files.write()[0]))
+        progress.print(f"interrupted after the timed part; its results are in {directory}")
+        raise
+    report, written = files.write()
     log.remove()
-    console.print(terminal_table(report))
-    for judged, outcome in (meta["exactness"] or {}).items():
-        if outcome == NO_MEMORY:
-            console.print(f"answers were not compared in {judged}: {NO_MEMORY}")
-    if skipped:
-        console.print(f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context")
+    _print_results(report, skipped, progress)
     return report, written
 
 
-def _joint(paths: ModelPaths, console: Console) -> dict[str, Any] | None:
-    """`measure_backbone_quality`, or None where memory does not suffice."""
-    release_memory()
-    console.print("measuring the backbone before and after joint training", highlight=False)
-    try:
-        return measure_backbone_quality(paths)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        console.print(f"perplexity was not measured: {NO_MEMORY}")
-        return None
+@dataclass
+class ReportFiles:
+    """The files of the report, written anew whenever a further part is measured.
+
+    Attributes:
+        meta, extra: parts of report.json, filled in as they become known.
+    """
+
+    directory: Path
+    records: Sequence[TurnRecord]
+    skipped: Sequence[SkippedTurn]
+    meta: dict[str, Any]
+    tree: Tree | None
+    extra: dict[str, Any]
+    progress: RunProgress
+
+    def write(self) -> tuple[Report, list[Path]]:
+        """Write the report as it is now; returns it and the paths of the files."""
+        self.meta["seconds"] = round(self.progress.total_seconds, 1)
+        self.meta["phases"] = {name: round(seconds, 1) for name, seconds in self.progress.seconds.items()}
+        report = Report.from_records(self.records, self.meta, self.tree, self.extra)
+        return report, write_report(report, self.records, self.skipped, self.directory)
 
 
-def _judge(
-    cfg: EvalConfig, bench: Bench, records: Sequence[TurnRecord], model: str, directory: Path, console: Console
-) -> dict[str, Any] | None:
-    """Have the answers graded where a judge is named; None says that they were not judged."""
-    if cfg.judge_base_url is None or cfg.judge_model is None:
-        return None
-    from medusa_train.evaluation.judge import Judge, grade
-    from medusa_train.openai_client import OpenAIClient
-
-    server = OpenAIClient(cfg.judge_base_url, timeout=JUDGE_SECONDS, retry_seconds=JUDGE_RETRY_SECONDS)
-    name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
-    path = directory / "model_judgment" / f"{name}_single.jsonl"
-    try:
-        with RunProgress(console).phase(f"graded by {cfg.judge_model}", len(records), "turns") as progress:
-            grades = grade(
-                records,
-                bench.questions,
-                model,
-                Judge(server, cfg.judge_model),
-                path,
-                cfg.judge_concurrency,
-                progress.advance,
-            )
-    finally:
-        server.close()
-    return grades.summary()
-
-
-def _open_log(path: Path, settings: Mapping[str, Any], console: Console) -> TurnLog:
-    log = TurnLog(path, settings)
+def open_log(path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> TurnLog:
+    """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
+    log = TurnLog(path, measurement_settings(cfg, bench, paths))
     if log.differing:
-        console.print(
-            f"an evaluation that was stopped here had another {', '.join(log.differing)}: starting anew",
-            highlight=False,
-            soft_wrap=True,
+        progress.print(
+            f"the interrupted evaluation in {path.parent} had a different {', '.join(log.differing)}: starting over"
         )
     elif log.turns:
-        console.print(
-            f"going on with an evaluation that was stopped: {len(log.turns)} turns are measured (delete {path} to "
-            "start anew)",
-            highlight=False,
-            soft_wrap=True,
+        progress.print(
+            f"resuming an interrupted evaluation: {len(log.turns)} turns are measured (delete {path} to start over)"
         )
     return log
 
 
-def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
-    """How tree.json says that the tree was chosen, where it says so."""
-    if paths.tree is None:
-        return None
-    record = json.loads(paths.tree.read_text(encoding="utf-8"))
-    if not isinstance(record, dict) or "sizes" not in record:
-        return None
-    return {key: value for key, value in record.items() if key not in ("medusa_choices", "head_accuracy")}
+def load_model(paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False) -> LoadedModel:
+    """Load backbone, heads and tree for decoding in `dtype`; says so where there is no tree.json."""
+    with progress.phase(f"loading in {dtype}", ticking=True):
+        model = load_with_draft(paths, dtype, compiled=compiled)
+    if model.tree is not None and paths.tree is None:
+        progress.print("no tree.json beside the heads: using the chain of top-1 guesses (--tree names another tree)")
+    return model
 
 
-def _load_and_time(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, dtype: str, log: TurnLog, console: Console
-) -> tuple[LoadedModel, list[TurnRecord], list[SkippedTurn]]:
+def time_bench(
+    cfg: EvalConfig,
+    bench: Bench,
+    model: LoadedModel,
+    paths: ModelPaths,
+    dtype: str,
+    log: TurnLog,
+    progress: RunProgress,
+) -> tuple[list[TurnRecord], list[SkippedTurn], list[str]]:
+    """Time every decoder on every turn of the bench, appending each turn to `log`.
+
+    Returns:
+        Measured turns, skipped turns, and notes on moments in which the machine was busy with something else.
+    """
+    completed = log.completed(bench.questions)
+    extra = extra_baselines(model.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=progress.print)
+    test = SpeedTest(model, ChatEncoder(model.backbone.tokenizer, paths.chat_template), cfg.max_new_tokens, extra)
+    warm_up = bench.questions[: cfg.warmup]
+    with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
+        test.warm_up(warm_up, phase.advance)
+    log.start(dtype, completed)
+    detector = SlowStepDetector(model.backbone.device.type)
+    turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
+
+    def on_turn(turn: TurnRecord | SkippedTurn) -> None:
+        log.append(turn)
+        if isinstance(turn, SkippedTurn):
+            timing.advance(len(test.names))
+        elif (note := detector.observe(turn.plain)) is not None:
+            progress.print(note, style="yellow")
+
     try:
-        with RunProgress(console).phase(f"loading in {dtype}", ticking=True):
-            subject = load_with_draft(paths, dtype, compiled=cfg.compile)
-        if subject.tree is not None and paths.tree is None:
-            console.print(
-                "no tree.json beside the heads: taking the chain of their first guesses (--tree names another)"
+        # Not ticking: no thread may run beside the decoders.
+        with progress.phase(f"timing in {dtype}", turns * len(test.names), "answers") as timing:
+            records, skipped = test.run(
+                bench.questions, on_turn, completed, lambda answer: timing.advance(tokens=len(answer.tokens))
             )
-        return subject, *_time(cfg, bench, subject, paths, dtype, log, console)
+    except KeyboardInterrupt:
+        progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
+        raise
+    finally:
+        log.close()
+    return records, skipped, detector.notes
+
+
+@contextmanager
+def _explain_out_of_memory(paths: ModelPaths, dtype: str) -> Iterator[None]:
+    try:
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -189,77 +208,66 @@ def _load_and_time(
         ) from error
 
 
-def _time(
+def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:
+    """Fill in `pieces` and, with a draft, `trace` of every record.
+
+    A trace takes one pass over prompt and answer, with the logits of the whole answer in memory. If they don't fit for
+    one record, no record gets a trace.
+    """
+    for record in records:
+        record.pieces = token_pieces(model.backbone.tokenizer, record.answer.tokens)
+    if model.draft is None:
+        return
+    try:
+        with progress.phase("tracing the heads' guesses", len(records), "answers", ticking=True) as phase:
+            for record in records:
+                prompt, answer = list(record.prompt_ids), list(record.answer.tokens)
+                record.trace = trace_answer(model.backbone, model.draft, prompt, answer)
+                phase.advance()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        for record in records:
+            record.trace = None
+
+
+def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
+    """Return how the tree was chosen, from tree.json; None if it does not say."""
+    if paths.tree is None:
+        return None
+    record = json.loads(paths.tree.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or "sizes" not in record:
+        return None
+    return {key: value for key, value in record.items() if key not in ("medusa_choices", "head_accuracy")}
+
+
+def _compare_again(
     cfg: EvalConfig,
-    bench: Bench,
-    subject: LoadedModel,
+    records: Sequence[TurnRecord],
     paths: ModelPaths,
     dtype: str,
-    log: TurnLog,
-    console: Console,
-) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-    def note(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
+    memory: WeightMemory,
+    progress: RunProgress,
+) -> str:
+    """Generate every answer again in `dtype`, with the tree and plainly, and compare the two; returns the outcome."""
+    release_memory()
+    if not memory.fit(dtype):
+        return NO_MEMORY
 
-    measured = log.measured(bench.questions)
-    further = extra_baselines(subject.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=note)
-    test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer, paths.chat_template), cfg.max_new_tokens, further)
-    test.warm_up(bench.questions[: cfg.warmup])
-    log.start(dtype, measured)
-    todo = sum(len(question.turns) for question in bench.questions if question.question_id not in measured)
-    done = 0
+    def compare() -> None:
+        model = load_model(paths, dtype, progress)
+        with progress.phase(f"output equality in {dtype}", len(records), "turns", ticking=True) as phase:
+            compare_regenerated_answers(
+                records, model, dtype, cfg.max_new_tokens, lambda tokens: phase.advance(tokens=tokens)
+            )
 
-    def on_turn(turn: TurnRecord | SkippedTurn) -> None:
-        nonlocal done
-        done += 1
-        log.append(turn)
-        answers = [] if isinstance(turn, SkippedTurn) else [turn.tree, *turn.baselines.values()]
-        progress.advance(tokens=sum(len(answer.tokens) for answer in answers if answer is not None))
+    return _compare(records, dtype, compare)
 
+
+def _compare(records: Sequence[TurnRecord], dtype: str, compare: Callable[[], None]) -> str:
+    """Call `compare`, which fills in `exact` of the records; returns COMPARED or NO_MEMORY."""
     try:
-        with RunProgress(console).phase(f"timing in {dtype}", todo, "turns") as progress:
-            return test.run(bench.questions, on_turn, measured)
-    except KeyboardInterrupt:
-        note(f"{done} of {todo} turns are kept in {log.path}; the same command goes on from there")
-        raise
-    finally:
-        log.close()
-
-
-def _judge_elsewhere(
-    cfg: EvalConfig,
-    records: list[TurnRecord],
-    paths: ModelPaths,
-    timed_dtype: str,
-    weights: WeightMemory,
-    outcomes: dict[str, str],
-    console: Console,
-) -> None:
-    """Compare tree and plain answers in the dtypes that were not timed, by decoding every prompt once more."""
-    for dtype in EQUALITY_DTYPES:
-        if dtype == timed_dtype:
-            continue
-        release_memory()
-        if weights.fit(dtype):
-            outcomes[dtype] = _attempt(records, dtype, partial(_load_and_judge, cfg, records, paths, dtype, console))
-        else:
-            outcomes[dtype] = NO_MEMORY
-
-
-def _load_and_judge(
-    cfg: EvalConfig, records: list[TurnRecord], paths: ModelPaths, dtype: str, console: Console
-) -> None:
-    subject = load_with_draft(paths, dtype)
-    with RunProgress(console).phase(f"exactness in {dtype}", len(records), "turns") as progress:
-        compare_regenerated_answers(
-            records, subject, dtype, cfg.max_new_tokens, lambda tokens: progress.advance(tokens=tokens)
-        )
-
-
-def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None]) -> str:
-    """Compare the answers in `dtype`, or leave that out where memory does not suffice; returns how it ended."""
-    try:
-        judge()
+        compare()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -269,22 +277,53 @@ def _attempt(records: Sequence[TurnRecord], dtype: str, judge: Callable[[], None
     return COMPARED
 
 
-def trace_records(records: Sequence[TurnRecord], subject: LoadedModel) -> None:
-    """Fill in `pieces` and, with a draft, `trace` of every record.
-
-    The trace takes one more pass over prompt and answer, with the logits of a whole answer in memory; where they do
-    not fit, no answer is traced.
-    """
-    for record in records:
-        record.pieces = token_pieces(subject.backbone.tokenizer, record.answer.tokens)
-    if subject.draft is None:
-        return
+def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
+    """Return `measure_backbone_quality`, or None if memory does not suffice."""
+    release_memory()
     try:
-        for record in records:
-            prompt, answer = list(record.prompt_ids), list(record.answer.tokens)
-            record.trace = trace_answer(subject.backbone, subject.draft, prompt, answer)
+        with progress.phase("perplexity before and after joint training", ticking=True):
+            return measure_backbone_quality(paths)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        for record in records:
-            record.trace = None
+        progress.print(f"perplexity was not measured: {NO_MEMORY}")
+        return None
+
+
+def _judge(
+    cfg: EvalConfig,
+    bench: Bench,
+    records: Sequence[TurnRecord],
+    model: str,
+    directory: Path,
+    progress: RunProgress,
+) -> dict[str, Any] | None:
+    """Have the judge grade the answers; None without a judge."""
+    if cfg.judge_base_url is None or cfg.judge_model is None:
+        return None
+    from medusa_train.evaluation.judge import Judge, grade
+    from medusa_train.openai_client import OpenAIClient
+
+    server = OpenAIClient(cfg.judge_base_url, timeout=JUDGE_TIMEOUT, retry_seconds=JUDGE_RETRY_SECONDS)
+    judge = Judge(server, cfg.judge_model)
+    name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
+    path = directory / "model_judgment" / f"{name}_single.jsonl"
+    try:
+        with progress.phase(f"grading by {cfg.judge_model}", len(records), "turns", ticking=True) as phase:
+            grades = grade(records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance)
+    finally:
+        server.close()
+    return grades.summary()
+
+
+def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:
+    """Print the closing tables and what could not be measured."""
+    progress.console.print(terminal_table(report))
+    for dtype, outcome in (report.meta["exactness"] or {}).items():
+        if outcome == NO_MEMORY:
+            progress.print(f"answers were not compared in {dtype}: {NO_MEMORY}")
+    if skipped:
+        progress.print(f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context")
+    for note in report.meta["notes"]:
+        progress.print(f"note: {note}", style="yellow")
+    progress.console.print(progress.table())

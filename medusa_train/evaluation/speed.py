@@ -1,7 +1,7 @@
-"""Times decoders on questions: the tree, the empty tree and those of transformers, interleaved in one process.
+"""Time decoders on questions: the tree, plain decoding, and `generate` of transformers.
 
-Knows nothing of files, reports or exactness. A busy machine shifts all decoders alike when they take turns, so each
-prompt is decoded by all of them before the next one, in an order that rotates.
+Every prompt is decoded by all of them before the next one, in an order that rotates, so that a busy machine slows all
+of them alike.
 """
 
 from __future__ import annotations
@@ -23,87 +23,96 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 
-WARM_UP_TOKENS = 64
+PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = "plain", "tree", "generate", "prompt_lookup", "assisted"
 
-PLAIN, TREE = "plain", "tree"
+WARM_UP_TOKENS = 64
+#: Tokens that prompt-lookup decoding copies at most per step, its authors' default.
+LOOKUP_TOKENS = 10
+#: Plain decoding steps that take so many times longer than others mean that the machine is busy. Longer prompts and
+#: noise account for much less.
+SLOW_FACTOR = 3.0
+#: Shorter answers are too noisy for that.
+MIN_STEPS = 8
+
 Turns = Sequence[TurnRecord | SkippedTurn]
 
 
 class Answerer(Protocol):
-    """Anything that answers a prompt greedily and says what it cost."""
+    """A decoder that answers a prompt greedily and measures it."""
 
     def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Decode up to `max_new_tokens` tokens, the first eos included."""
-
-
-class LoopAnswerer:
-    """This project's decoding loop, with a tree or (draft None) with the empty one."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """See `Answerer`."""
-        started = time.perf_counter()
-        made = self._decoder.generate(list(prompt_ids), max_new_tokens)
-        seconds = time.perf_counter() - started
-        return TimedAnswer(tuple(made.tokens), seconds, made.prefill_seconds, made.steps, tuple(made.accepted))
+        """Generate up to `max_new_tokens` tokens, the first eos included."""
 
 
 class SpeedTest:
-    """Asks the questions and times every decoder on every turn; `further` are baselines beside plain and generate."""
+    """Asks questions and times every decoder on every turn.
+
+    Args:
+        model: backbone, and draft and tree if any.
+        chat: turns messages into prompts.
+        max_new_tokens: longest answer in tokens.
+        extra: further baselines by name, beside plain decoding and `generate`.
+
+    Attributes:
+        names: the decoders' names.
+    """
 
     def __init__(
         self,
-        subject: LoadedModel,
+        model: LoadedModel,
         chat: ChatEncoder,
         max_new_tokens: int,
-        further: Mapping[str, Answerer] | None = None,
+        extra: Mapping[str, Answerer] | None = None,
     ) -> None:
-        self._backbone = subject.backbone
+        self._backbone = model.backbone
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._answerers: dict[str, Answerer] = {
-            PLAIN: LoopAnswerer(Decoder(subject.backbone)),
-            GENERATE: GenerateAnswerer(subject.backbone),
-            **(further or {}),
+            PLAIN: LoopAnswerer(Decoder(model.backbone)),
+            GENERATE: GenerateAnswerer(model.backbone),
+            **(extra or {}),
         }
-        if subject.draft is not None:
-            self._answerers[TREE] = LoopAnswerer(Decoder(subject.backbone, subject.draft, subject.tree))
+        if model.draft is not None:
+            self._answerers[TREE] = LoopAnswerer(Decoder(model.backbone, model.draft, model.tree))
+        self.names = sorted(self._answerers)
 
-    def warm_up(self, questions: Sequence[Question]) -> None:
-        """Let every decoder answer the first turns once, briefly, unmeasured."""
-        tokens = min(self._max_new_tokens, WARM_UP_TOKENS)
+    def warm_up(self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None) -> None:
+        """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
+        tokens = min(WARM_UP_TOKENS, self._max_new_tokens)
         for question in questions:
             prompt = self._chat.prompt([Message("user", question.turns[0])])
-            if self._fits(prompt):
-                for answerer in self._answerers.values():
+            for answerer in self._answerers.values():
+                if self._fits(prompt):
                     answerer.answer(prompt, tokens)
+                on_answer()
 
     def run(
         self,
         questions: Sequence[Question],
         on_turn: Callable[[TurnRecord | SkippedTurn], None],
-        measured: Mapping[int | str, Turns] | None = None,
+        completed: Mapping[int | str, Turns] | None = None,
+        on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
     ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-        """Ask every turn of every question.
+        """Time every decoder on every turn of every question.
 
-        The plain pass's answers are the history of later turns, for all decoders, so that all see one prompt. A turn
-        whose prompt and answer (`max_new_tokens`) do not fit the context is skipped, with the turns that follow it.
-        `on_turn` is told of each turn when it is done. Questions that an earlier evaluation has `measured` are not
-        asked again; their turns are taken over in their place.
+        The plain answer becomes the history of later turns for all decoders, so that all get the same prompts. A turn
+        whose prompt and longest answer do not fit the context is skipped, and so are the turns after it.
 
-        Raises DataError when no turn fits.
+        Args:
+            on_turn: called with each turn when it is done.
+            completed: turns of questions that an interrupted evaluation has measured; these are not asked again.
+            on_answer: called with each answer of each decoder, between two measurements.
+
+        Raises:
+            DataError: no turn fits.
         """
         records: list[TurnRecord] = []
         skipped: list[SkippedTurn] = []
         for question in questions:
-            for earlier in (measured or {}).get(question.question_id, ()):
-                if isinstance(earlier, TurnRecord):
-                    records.append(earlier)
-                else:
-                    skipped.append(earlier)
-            if question.question_id in (measured or {}):
+            earlier = (completed or {}).get(question.question_id)
+            if earlier is not None:
+                records += [turn for turn in earlier if isinstance(turn, TurnRecord)]
+                skipped += [turn for turn in earlier if isinstance(turn, SkippedTurn)]
                 continue
             history: list[Message] = []
             for turn, text in enumerate(question.turns, start=1):
@@ -114,15 +123,15 @@ class SpeedTest:
                         skipped.append(SkippedTurn(question.question_id, later, len(prompt)))
                         on_turn(skipped[-1])
                     break
-                record = self._measure(question, turn, prompt, rotation=len(records))
+                record = self._measure(question, turn, prompt, len(records), on_answer)
                 records.append(record)
                 on_turn(record)
                 history.append(Message("assistant", self._text(record.plain.tokens)))
         if not records:
             shortest = min(turn.prompt_tokens for turn in skipped)
             raise DataError(
-                f"no question fits: the model reads {self._backbone.max_context} tokens, of which "
-                f"{self._max_new_tokens} are kept for the answer, and the shortest prompt has {shortest}.\n"
+                f"no question fits the context of {self._backbone.max_context} tokens: {self._max_new_tokens} are "
+                f"reserved for the answer, and the shortest prompt has {shortest}.\n"
                 "Set --max-new-tokens lower, or use shorter questions."
             )
         return records, skipped
@@ -130,12 +139,19 @@ class SpeedTest:
     def _fits(self, prompt: Sequence[int]) -> bool:
         return len(prompt) + self._max_new_tokens <= self._backbone.max_context
 
-    def _measure(self, question: Question, turn: int, prompt: list[int], rotation: int) -> TurnRecord:
-        names = sorted(self._answerers)
-        first = rotation % len(names)
-        timed = {
-            name: self._answerers[name].answer(prompt, self._max_new_tokens) for name in names[first:] + names[:first]
-        }
+    def _measure(
+        self,
+        question: Question,
+        turn: int,
+        prompt: list[int],
+        rotation: int,
+        on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
+    ) -> TurnRecord:
+        first = rotation % len(self.names)
+        timed: dict[str, TimedAnswer] = {}
+        for name in self.names[first:] + self.names[:first]:
+            timed[name] = self._answerers[name].answer(prompt, self._max_new_tokens)
+            on_answer(timed[name])
         tree = timed.get(TREE)
         reported = timed[PLAIN] if tree is None else tree
         return TurnRecord(
@@ -155,38 +171,83 @@ class SpeedTest:
         return str(self._backbone.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
 
-#: Tokens that prompt-lookup decoding copies at most per step, as its authors set it.
-LOOKUP_TOKENS = 10
+class SlowStepDetector:
+    """Notices when decoding steps take several times longer than at another time of the run.
 
-GENERATE, PROMPT_LOOKUP, ASSISTED = "generate", "prompt_lookup", "assisted"
+    Another process on the machine causes that. Two answers in a row have to agree, so that short pauses don't count.
+
+    Args:
+        device_type: "cpu" or "cuda", named in the note.
+
+    Attributes:
+        notes: at most one note for the user.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.notes: list[str] = []
+        self._device = "CPU" if device_type == "cpu" else "GPU"
+        self._last: float | None = None
+        self._fastest, self._slowest = float("inf"), 0.0  # seconds of a step, kept up by two answers in a row
+
+    def observe(self, plain: TimedAnswer) -> str | None:
+        """Take a plain answer into account; returns a note if its steps are the first that stand out."""
+        if plain.steps < MIN_STEPS or self.notes:
+            return None
+        step = plain.decode_seconds / plain.steps
+        last, self._last = self._last, step
+        if last is None:
+            return None
+        low, high = min(last, step), max(last, step)
+        if low > SLOW_FACTOR * self._fastest:
+            change = f"decoding steps are {low / self._fastest:.0f}x slower than at the start"
+        elif SLOW_FACTOR * high < self._slowest:
+            change = f"decoding steps were {self._slowest / high:.0f}x slower at the start"
+        else:
+            self._fastest, self._slowest = min(self._fastest, high), max(self._slowest, low)
+            return None
+        self.notes.append(f"{change}: another process may be using the {self._device}; timings are unreliable")
+        return self.notes[0]
+
+
+class LoopAnswerer:
+    """This project's decoding loop, with a tree or, without a draft, with the empty one."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """Generate up to `max_new_tokens` tokens, the first eos included."""
+        started = time.perf_counter()
+        output = self._decoder.generate(list(prompt_ids), max_new_tokens)
+        seconds = time.perf_counter() - started
+        return TimedAnswer(tuple(output.tokens), seconds, output.prefill_seconds, output.steps, tuple(output.accepted))
 
 
 class GenerateAnswerer:
-    """`generate` of transformers: greedy, with its own cache, and with nothing else switched on.
+    """Greedy `generate` of transformers, with its own cache.
 
-    The backbone's generation config is replaced by a bare one, since a checkpoint may bring a repetition penalty or
-    a sampling temperature, and `generate` fills gaps from there: it would no longer be greedy decoding of this model.
-    The old one is not put back: the backbone was loaded for this evaluation alone, its own `eos_ids` were read before
-    and stand in the bare config too, and nothing else here asks for the rest.
+    The backbone's generation config is replaced by a bare one: a checkpoint may bring a repetition penalty or a
+    sampling temperature, which `generate` takes from there. The old config is not restored, since nothing else here
+    reads it: `Backbone.eos_ids` were read before, and the bare config has them too.
 
     Args:
-        how: further arguments of `generate`, such as an assistant model.
+        options: further arguments of `generate`, such as an assistant model.
     """
 
-    def __init__(self, backbone: Backbone, **how: Any) -> None:
+    def __init__(self, backbone: Backbone, **options: Any) -> None:
         self._backbone = backbone
-        self._how = how
+        self._options = options
         backbone.model.generation_config = _bare_config(backbone)
 
     def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Decode up to `max_new_tokens` tokens, the first eos included."""
+        """Generate up to `max_new_tokens` tokens, the first eos included."""
         started = time.perf_counter()
         prompt = torch.tensor([list(prompt_ids)], device=self._backbone.device)
         with torch.inference_mode():
-            made = self._backbone.model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **self._how
+            output = self._backbone.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **self._options
             )
-        tokens = made[0, len(prompt_ids) :].tolist()
+        tokens = output[0, len(prompt_ids) :].tolist()
         return TimedAnswer(tuple(tokens), time.perf_counter() - started)
 
 
@@ -201,44 +262,44 @@ def _bare_config(backbone: Backbone) -> GenerationConfig:
 def extra_baselines(
     backbone: Backbone, assistant_model: str | None, *, prompt_lookup: bool, note: Callable[[str], None]
 ) -> dict[str, GenerateAnswerer]:
-    """Prompt-lookup decoding (unless switched off), and assisted generation where a draft model is named.
+    """Return the optional baselines: prompt-lookup decoding, and assisted generation if a draft model is named.
 
-    Each decodes a few tokens to begin with: some architectures' caches can't be cut back, and what can't run is left
-    out with a line to `note`.
+    Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
+    is left out, with a line to `note`.
 
     Raises:
-        BackboneError: the draft model can't be loaded, or speaks in other tokens.
+        BackboneError: the draft model cannot be loaded, or has a different tokenizer.
     """
-    found: dict[str, GenerateAnswerer] = {}
+    baselines: dict[str, GenerateAnswerer] = {}
     if prompt_lookup:
-        found[PROMPT_LOOKUP] = GenerateAnswerer(backbone, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        baselines[PROMPT_LOOKUP] = GenerateAnswerer(backbone, prompt_lookup_num_tokens=LOOKUP_TOKENS)
     if assistant_model is not None:
-        found[ASSISTED] = GenerateAnswerer(backbone, assistant_model=_assistant(assistant_model, backbone).model)
-    probe = list(range(min(4, backbone.vocab_size)))
-    for name, answerer in list(found.items()):
+        baselines[ASSISTED] = GenerateAnswerer(backbone, assistant_model=_load_assistant(assistant_model, backbone))
+    prompt = list(range(min(4, backbone.vocab_size)))
+    for name, answerer in list(baselines.items()):
         try:
-            answerer.answer(probe, 3)
+            answerer.answer(prompt, 3)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
-            note(f"baseline {name}: transformers can't run it with this backbone, left out ({error})")
-            del found[name]
-    return found
+            note(f"baseline {name}: not supported by transformers for this backbone, left out ({error})")
+            del baselines[name]
+    return baselines
 
 
-def _assistant(name: str, backbone: Backbone) -> Backbone:
+def _load_assistant(name: str, backbone: Backbone) -> torch.nn.Module:
     assistant = load_backbone(name, dtype=backbone.dtype, device=backbone.device)
     if assistant.tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
         raise BackboneError(
-            f"assistant_model {name}: its tokenizer is not the backbone's; take a smaller one of its kind"
+            f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller model of the same family"
         )
     assistant.model.generation_config = _bare_config(assistant)
-    return assistant
+    return assistant.model
 
 
 def describe_baseline(name: str, version: str, assistant_model: str | None) -> str:
-    """What a baseline of transformers is, for the report."""
-    kinds = {
+    """Describe a baseline of transformers `version` for the report."""
+    descriptions = {
         GENERATE: "generate, greedy, with its own cache",
         PROMPT_LOOKUP: f"prompt-lookup decoding, greedy, up to {LOOKUP_TOKENS} tokens copied per step",
         ASSISTED: f"assisted generation, greedy, with {assistant_model}",
     }
-    return f"transformers {version} {kinds[name]}"
+    return f"transformers {version} {descriptions[name]}"

@@ -1,4 +1,4 @@
-"""The conversations that a run held out, for measuring on text that it did not learn. Knows no model."""
+"""Read the validation conversations of a training run, for measuring on text that it was not trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from medusa_train.errors import MedusaError
 
 
 def run_config(paths: ModelPaths) -> TrainConfig | None:
-    """The configuration of the run that `paths` lead to; None where it is no run, or its configuration is broken."""
+    """Return the configuration of the run that `paths` belong to; None if it is no run, or its configuration broken."""
     path = paths.home / "config.yaml"
     if not path.is_file():
         return None
@@ -22,14 +22,15 @@ def run_config(paths: ModelPaths) -> TrainConfig | None:
 
 
 def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[EncodedDataset, bool] | None:
-    """What a run held out, with the assistant's words alone marked; all of its data where it held out nothing.
+    """Return the validation split of a run, with only the assistant's turns supervised.
 
     Returns:
-        The conversations, and whether the run did not learn them; None where its data are not to be had any more.
+        The conversations (the training split if there is no validation split) and whether they were held out of
+        training; None if the data are gone.
     """
     try:
-        answers = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        train, held = load_datasets(cfg.model_copy(update=answers), chat)
+        answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
+        train, validation = load_datasets(cfg.model_copy(update=answers_only), chat)
     except MedusaError:
         return None
-    return (held, True) if len(held) else (train, False)
+    return (validation, True) if len(validation) else (train, False)

@@ -79,7 +79,7 @@ def test_the_chat_goes_on_until_new(model: Model, monkeypatch: pytest.MonkeyPatc
 def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     out = _talk(model, monkeypatch, "x" * 300, "/what", "/temperature warm", "/temperature 0.5", "Hi?")
     assert "the model's context is 256" in out
-    assert out.count("/exit or Ctrl-D leaves") == 3
+    assert out.count("/exit or Ctrl-D quits") == 3
     assert out.count("tokens per step") == 1
 
 

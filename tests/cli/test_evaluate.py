@@ -96,6 +96,8 @@ def test_runs_are_put_side_by_side(workplace: Path, monkeypatch: pytest.MonkeyPa
         (["--bench", "no-such-bench"], 1, "no bench of that name"),
         (["--bench", "small.jsonl"], 1, "make demo"),
         (["--bench", "small.jsonl", "--model", "absent"], 1, "no such directory"),
+        (["--bench", "small.jsonl", "--judge-model", "alone"], 2, "belong together"),
+        (["--bench", "small.jsonl", "assistant_model=./absent"], 1, "assistant_model ./absent: no such directory"),
     ],
 )
 def test_mistakes_end_with_a_message_and_their_exit_code(

@@ -13,6 +13,7 @@ from medusa_train.evaluation import calibrate as calibration
 from medusa_train.evaluation.calibrate import CalibrationResult, Candidate, calibrate, interpolate
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.tree_fit import SEARCHES
+from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 from tests.evaluation.html_report.test_page import Balance
 from tests.evaluation.tiny_model import write_backbone, write_run
@@ -54,9 +55,9 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
         **keys,
     )
     tree = None if cfg.tree is None else Path(cfg.tree)
-    console = Console(file=io.StringIO(), width=160)
-    written = calibrate(cfg, load_bench(cfg.bench), resolve_model(str(paths_of), None, tree), console)
-    return written, console.file.getvalue()  # type: ignore[attr-defined]
+    progress = RunProgress(Console(file=io.StringIO(), width=160))
+    written = calibrate(cfg, load_bench(cfg.bench), resolve_model(str(paths_of), None, tree), progress)
+    return written, progress.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_a_tree_is_chosen_beside_its_rivals_and_written(run_dir: Path, questions
     written, shown = run(run_dir, questions, tmp_path / "out", tree=str(own))
     tree, data, page = written
     assert tree == tmp_path / "out" / "tree.json"
-    assert "measure on another one" in shown
+    assert "evaluate on another one" in shown
     figures = json.loads(data.read_text(encoding="utf-8"))
     assert [one["name"] for one in figures["candidates"]] == [*SEARCHES, "named"]
     assert figures["candidates"][-1]["medusa_choices"] == [[0], [1]]
@@ -110,7 +111,7 @@ def test_a_run_is_calibrated_on_what_it_held_out(tmp_path: Path, questions: Path
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     written, shown = run(directory, questions, None)
-    assert "prompts that the run held out" in shown
+    assert "validation prompts of the run" in shown
     assert written[0] == directory / "tree.json"
     record = json.loads((directory / "tree.json").read_text(encoding="utf-8"))
     assert record["calibration"]["conversations"] == 6
@@ -124,4 +125,4 @@ def test_what_cannot_be_calibrated_says_why(
         run(run_dir, bench_file, tmp_path)
     alone = resolve_model(None, str(backbone_dir), None)
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):
-        calibrate(EvalConfig(), load_bench(str(questions)), alone, Console(file=io.StringIO()))
+        calibrate(EvalConfig(), load_bench(str(questions)), alone, RunProgress(Console(file=io.StringIO())))

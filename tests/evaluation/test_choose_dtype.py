@@ -1,23 +1,31 @@
+import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import LlamaConfig
 
 from medusa_train.checkpoint.load import load_base_model
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation import choose_dtype as fastest
-from medusa_train.evaluation import choose_dtype as memory
-from medusa_train.evaluation.choose_dtype import WeightMemory, fastest_dtype, free_memory, is_out_of_memory
+from medusa_train.evaluation import choose_dtype as module
+from medusa_train.evaluation.choose_dtype import Round, WeightMemory, choose_dtype, free_memory, is_out_of_memory
+from medusa_train.evaluation.questions import Bench, Question
 from medusa_train.models.backbone import Backbone
+from medusa_train.progress import RunProgress
+
+BENCH = Bench("one", Path("one.jsonl"), (Question(1, "general", ("Say ay.",), "one.jsonl:1"),))
 
 
-def prompt_of(backbone: Backbone) -> list[int]:
-    return [1, 50, 60]
+def choose(paths: ModelPaths) -> tuple[str, list[str]]:
+    """The dtype that is chosen and the lines that are printed."""
+    progress = RunProgress(Console(file=io.StringIO(), width=400), line_seconds=float("inf"))
+    dtype = choose_dtype(BENCH, paths, progress)
+    return dtype, progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -37,8 +45,7 @@ def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callab
 
 
 def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None:
-    said: list[str] = []
-    chosen = fastest_dtype(resolve_model(str(run_dir), None, None), prompt_of, said.append)
+    chosen, said = choose(resolve_model(str(run_dir), None, None))
     assert chosen in ("float32", "bfloat16", "float16")
     assert said[0].startswith(f"dtype: {chosen}, the fastest")
     assert "float32" in said[0]
@@ -50,9 +57,9 @@ def test_a_dtype_without_enough_memory_is_left_out_and_named(
 ) -> None:
     loaded: list[str] = []
     load = failing({"float32"}, torch.OutOfMemoryError("CUDA out of memory."), loaded)
-    monkeypatch.setattr(fastest, "load_base_model", load)
-    said: list[str] = []
-    assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
+    monkeypatch.setattr(module, "load_base_model", load)
+    chosen, said = choose(paths)
+    assert chosen == "bfloat16"
     assert loaded == ["float32", "bfloat16"]
     assert said[0] == "dtype float32: not enough memory; left out"
     assert said[1].startswith("dtype: bfloat16")
@@ -62,12 +69,12 @@ def test_a_dtype_without_enough_memory_is_left_out_and_named(
 def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest, "load_base_model", failing({"float32", "bfloat16"}, MemoryError(), []))
-    with pytest.raises(BackboneError, match="not enough memory for it here in any dtype"):
-        fastest_dtype(paths, prompt_of, lambda line: None)
-    monkeypatch.setattr(fastest, "load_base_model", failing({"bfloat16"}, RuntimeError("a bug"), []))
+    monkeypatch.setattr(module, "load_base_model", failing({"float32", "bfloat16"}, MemoryError(), []))
+    with pytest.raises(BackboneError, match="not enough memory for it in any dtype"):
+        choose(paths)
+    monkeypatch.setattr(module, "load_base_model", failing({"bfloat16"}, RuntimeError("a bug"), []))
     with pytest.raises(RuntimeError, match="a bug"):
-        fastest_dtype(paths, prompt_of, lambda line: None)
+        choose(paths)
 
 
 def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded(
@@ -75,13 +82,40 @@ def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded
 ) -> None:
     loaded: list[str] = []
     stored = LlamaConfig(dtype="bfloat16")
-    monkeypatch.setattr(fastest, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
-    monkeypatch.setattr(fastest, "load_base_model", failing(set(), MemoryError(), loaded))
+    monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
+    monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
     monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype != "float32")
-    said: list[str] = []
-    assert fastest_dtype(paths, prompt_of, said.append) == "bfloat16"
+    chosen, said = choose(paths)
+    assert chosen == "bfloat16"
     assert loaded == ["bfloat16"]
-    assert "dtype float32: the weights alone would not fit" in said[0]
+    assert "dtype float32: the weights do not fit" in said[0]
+
+
+def test_a_disturbed_measurement_is_repeated(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process slows down bfloat16's first rounds: they do not decide."""
+    rounds = {
+        "float32": [[Round(2.0, 1.0), Round(2.1, 1.2)]],
+        "bfloat16": [[Round(3.0, 4.0), Round(4.0, 1.6)], [Round(1.0, 1.1), Round(9.0, 5.0)]],
+    }
+
+    def measured(backbone: Backbone, *rest: object) -> list[Round]:
+        return rounds[str(backbone.dtype).removeprefix("torch.")].pop(0)
+
+    monkeypatch.setattr(module, "time_plain_steps", measured)
+    chosen, said = choose(paths)
+    assert chosen == "bfloat16"
+    assert "dtype bfloat16: another process slowed the machine down" in said[0]
+    assert "float32 2000.00 ms, bfloat16 1000.00 ms" in said[1]
+
+
+def test_a_machine_that_stays_busy_is_named(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {"float32": [Round(2.0, 1.0)], "bfloat16": [Round(3.0, 4.0)]}
+    monkeypatch.setattr(
+        module, "time_plain_steps", lambda backbone, *rest: rounds[str(backbone.dtype).removeprefix("torch.")]
+    )
+    chosen, said = choose(paths)
+    assert chosen == "float32"
+    assert "the choice of dtype is unreliable" in said[1]
 
 
 def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +167,11 @@ def test_weights_take_what_their_dtype_does_and_packed_ones_always_the_same(monk
     model = nn.Linear(10, 10, bias=False)
     model.packed = nn.Parameter(torch.zeros(30, dtype=torch.uint8), requires_grad=False)
     weights = WeightMemory.of(model, CPU)
-    assert (weights.numbers, weights.packed) == (100, 30)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 429)
+    assert (weights.numbers, weights.quantized) == (100, 30)
+    monkeypatch.setattr(module, "free_memory", lambda device: 429)
     assert weights.fit("bfloat16")
     assert not weights.fit("float32")
-    monkeypatch.setattr(memory, "free_memory", lambda device: None)
+    monkeypatch.setattr(module, "free_memory", lambda device: None)
     assert weights.fit("float32")
 
 

@@ -98,7 +98,7 @@ def test_what_is_fetched_and_is_no_question_file_is_not_kept(
     nothing_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>"))
-    with pytest.raises(DataError, match="could not be fetched"):
+    with pytest.raises(DataError, match="could not be downloaded"):
         load_bench("specbench")
     assert not (nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl").exists()
 
@@ -246,7 +246,7 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
     monkeypatch.setattr("medusa_train.hub.hub_is_unreachable", lambda: out_of_reach)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     told: list[str] = []
-    with pytest.raises(DataError, match="could not be fetched"):
+    with pytest.raises(DataError, match="could not be downloaded"):
         load_bench("mtbench", told.append)
     assert asked == [out_of_reach]
     assert bool(told) is not out_of_reach

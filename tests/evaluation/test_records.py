@@ -30,7 +30,7 @@ def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
     log = TurnLog(path, SETTINGS)
     assert log.turns == turns
     assert log.dtype == "bfloat16"
-    assert log.measured(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
+    assert log.completed(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
 
 
 def test_half_a_conversation_and_a_torn_line_are_measured_again(tmp_path: Path) -> None:
@@ -38,18 +38,18 @@ def test_half_a_conversation_and_a_torn_line_are_measured_again(tmp_path: Path) 
     write(path, turn(1, 1), turn(1, 2), turn(3, 1), turn("two", 1))
     text = path.read_text(encoding="utf-8")
     path.write_text(text[:-30], encoding="utf-8")
-    assert set(TurnLog(path, SETTINGS).measured(QUESTIONS)) == {1}
+    assert set(TurnLog(path, SETTINGS).completed(QUESTIONS)) == {1}
 
 
 def test_what_is_taken_over_is_written_again_and_a_second_stop_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2), turn(3, 1))
     log = TurnLog(path, SETTINGS)
-    kept = log.measured(QUESTIONS)
+    kept = log.completed(QUESTIONS)
     log.start("bfloat16", kept)
     log.append(turn("two", 1))
     log.close()
-    assert set(TurnLog(path, SETTINGS).measured(QUESTIONS)) == {1, "two"}
+    assert set(TurnLog(path, SETTINGS).completed(QUESTIONS)) == {1, "two"}
     log.remove()
     assert not path.exists()
 

@@ -15,15 +15,16 @@ from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import TurnRecord
 from medusa_train.evaluation.run import evaluate
 from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.progress import RunProgress
 
 
 def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:
     cfg = EvalConfig(bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys)
     bench = load_bench(str(bench_file))
     paths = resolve_model(None if model is None else str(model), cfg.base_model, None)
-    console = Console(file=io.StringIO(), width=160)
-    evaluate(cfg, bench, paths, "medusa-eval --bench small", console)
-    return json.loads((out / "report.json").read_text()), console.file.getvalue()  # type: ignore[attr-defined]
+    progress = RunProgress(Console(file=io.StringIO(), width=160))
+    evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
+    return json.loads((out / "report.json").read_text()), progress.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_run_is_timed_judged_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_other_settings_start_anew(
         run(bench_file, run_dir, tmp_path, dtype="float32")
     monkeypatch.setattr(module, "trace_records", trace_records)
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False)
-    assert "had another prompt_lookup: starting anew" in shown
+    assert "had a different prompt_lookup: starting over" in shown
     assert report["meta"]["resumed_turns"] == 0  # type: ignore[index]
     assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
 

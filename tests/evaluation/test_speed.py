@@ -10,7 +10,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import GenerateAnswerer, SpeedTest
+from medusa_train.evaluation.speed import GenerateAnswerer, SlowStepDetector, SpeedTest
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +129,31 @@ def test_further_baselines_take_their_turns_too(subject: LoadedModel, bench_file
     assert record.others["prompt_lookup"].tokens == record.plain.tokens
     assert list(record.baselines) == ["plain", "generate", "prompt_lookup"]
     assert record.asked == "1+1?"
+
+
+def plain(step_ms: float, steps: int = 20) -> TimedAnswer:
+    return TimedAnswer((1,) * (steps + 1), 1.0 + step_ms * steps / 1000, 1.0, steps)
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "expected"),
+    [
+        ([10, 12, 11, 14, 20, 25], None),  # longer prompts
+        ([10, 12, 90, 11, 12], None),  # one pause
+        ([10, 12, 90, 48, 12], "decoding steps are 4x slower than at the start: another process may be using the CPU"),
+        ([60, 55, 10, 11], "decoding steps were 5x slower at the start"),
+        ([10], None),
+    ],
+)
+def test_steps_that_become_several_times_slower_are_noticed_once(steps_ms: list[float], expected: str | None) -> None:
+    detector = SlowStepDetector("cpu")
+    notes = [note for ms in steps_ms if (note := detector.observe(plain(ms))) is not None]
+    assert notes == detector.notes
+    assert len(notes) == (expected is not None)
+    assert expected is None or notes[0].startswith(expected)
+
+
+def test_answers_of_a_few_steps_do_not_count() -> None:
+    detector = SlowStepDetector("cuda")
+    for ms in (10, 11, 90, 95):
+        assert detector.observe(plain(ms, steps=3)) is None
