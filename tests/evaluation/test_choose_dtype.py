@@ -28,6 +28,11 @@ def choose(paths: ModelPaths) -> tuple[str, list[str]]:
     return dtype, progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reference_seconds", lambda device: 1.0)
+
+
 @pytest.fixture
 def paths(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPaths:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
