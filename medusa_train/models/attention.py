@@ -1,4 +1,4 @@
-"""How the documents of a packed row are kept apart: a mask, or their bounds for a varlen kernel. Knows no model."""
+"""Attention implementations: bounds of packed documents for varlen kernels, and folded query heads for CPUs."""
 
 from __future__ import annotations
 
@@ -15,54 +15,85 @@ from transformers.masking_utils import sdpa_mask
 
 #: transformers' name of flash-attn's kernels.
 FLASH = "flash_attention_2"
+#: Name under which `folded_head_forward` is registered with transformers.
+FOLDED_HEADS = "sdpa_folded_heads"
+
+_TIMED_KEYS = 256
+_TRIALS = 30
+
+
+# Packed documents
 
 
 def document_bounds(segments: Tensor) -> dict[str, Any]:
-    """Where documents begin and end, as transformers' attention takes it (its `FlashAttentionKwargs`).
+    """Return the bounds of packed documents as keyword arguments of a model (transformers' `FlashAttentionKwargs`).
 
-        segments   0 0 0 1 -      cumulative lengths   0 3 4 5 | 7 10      rows laid end to end
-                   0 0 1 1 1      longest              3
+        segments   0 0 0 1 -      cumulative lengths   0 3 4 5 | 7 10      rows joined end to end
+                   0 0 1 1 1      maximum length       3
 
-    Padding stands as a document of its own. The bounds are handed over as they are: left to itself transformers
-    derives them from restarting position ids, and only for a batch of one row.
+    Padding counts as a document. The bounds are passed explicitly, since transformers derives them from restarting
+    position ids only for a batch of one row.
 
     Args:
-        segments: [B, T], the document within the row, contiguous; -1: padding.
+        segments: [B, T], index of the document within the row, contiguous; -1: padding.
 
     Returns:
-        Cumulative lengths, int32 [documents + 1], and the longest length, for queries and for keys.
+        Cumulative lengths, int32 [documents + 1], and the maximum length, for queries and for keys.
     """
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    ends = torch.tensor([segments.numel()], device=segments.device)
-    bounds = torch.cat([starts.flatten().nonzero().squeeze(1), ends]).to(torch.int32)
+    end = torch.tensor([segments.numel()], device=segments.device)
+    bounds = torch.cat([starts.flatten().nonzero().squeeze(1), end]).to(torch.int32)
     longest = int(bounds.diff().max())
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, known: bool, installed: bool) -> str | None:
-    """Say why flash-attn's varlen kernel can't be used, or None where it can.
+def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool) -> str | None:
+    """Return why flash-attn's varlen kernel cannot be used, or None if it can.
 
     Args:
-        device: its type. dtype: of queries and keys.
-        capped: the model caps its attention scores, for which it was loaded with another attention.
-        known: the architecture takes flash attention. installed: the package can be imported.
+        device: device type. dtype: of queries and keys.
+        capped: whether the model soft-caps its attention scores.
+        supported: whether the architecture in transformers supports flash attention.
+        installed: whether the package can be imported.
     """
     if device != "cuda":
-        return f"flash-attn has no kernels for a {device}"
+        return f"flash-attn needs a GPU, the device is {device}"
     if not installed:
         return "flash-attn is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"flash-attn does not compute in {str(dtype).removeprefix('torch.')}"
+        return f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
     if capped:
-        return "this model caps its attention scores"
-    return None if known else "this architecture does not take flash attention"
+        return "this model soft-caps its attention scores"
+    return None if supported else "this architecture does not support flash attention"
 
 
-NAME = "sdpa_few_rows"  # to transformers
+# Folded heads on a CPU
 
-_SAMPLE_KEYS = 256
-_TRIALS = 30
+
+def use_folded_head_attention(model: Any) -> bool:
+    """Switch a model on a CPU to `folded_head_forward` if it is measured to be faster.
+
+    Only for models with transformers' "sdpa" attention, and only in bfloat16 or with grouped query heads, where there
+    is something to gain.
+
+    Returns:
+        Whether the model uses it now.
+    """
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if model.device.type != "cpu" or config._attn_implementation not in ("sdpa", FOLDED_HEADS):
+        return False
+    if config._attn_implementation == FOLDED_HEADS:
+        return True
+    if not _is_faster(model.dtype, heads, kv_heads, head_dim):
+        return False
+    AttentionInterface.register(FOLDED_HEADS, folded_head_forward)
+    AttentionMaskInterface.register(FOLDED_HEADS, sdpa_mask)
+    model.set_attn_implementation(FOLDED_HEADS)
+    return True
 
 
 def folded_head_forward(
@@ -75,12 +106,12 @@ def folded_head_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: query [B, H, q, d], key and value [B, H_kv, S, d] -> [B, q, H, d].
+    """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S, d] -> [B, q, H, d].
 
-    What is not a few rows of a decoding pass goes to the stock function.
+    Decoding passes use `folded_head_attention`; all others (training, prefill, a mask per head) transformers' "sdpa".
     """
-    asks_more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-    if asks_more or not _decodes(query, attention_mask, dropout):
+    unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if unsupported or not _is_decoding(query, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -90,11 +121,15 @@ def folded_head_forward(
 def folded_head_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
 ) -> Tensor:
-    """Attention whose query heads share keys and values: [B, H, q, d] -> [B, H, q, d_v].
+    """Compute grouped-query attention, [B, H, q, d] -> [B, H, q, d_v].
+
+    Unlike transformers' "sdpa" with a mask, this does not copy keys and values for the query heads that share them. For
+    a single bfloat16 query these heads become the rows of one product, since torch's kernel for CPUs takes longer for
+    one row than for two.
 
     Args:
         key: [B, H_kv, S, d]. value: [B, H_kv, S, d_v].
-        mask: additive [1 or B, 1, q, S]; None: every row sees every key.
+        mask: additive [1 or B, 1, q, S]; None: every query attends to every key.
         scaling: of the scores; by default 1 / sqrt(d).
     """
     kv_heads, q = key.shape[1], query.shape[2]
@@ -112,42 +147,15 @@ def folded_head_attention(
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
 
 
-def _decodes(query: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Whether there is neither gradient nor dropout, and one mask for all heads or no need of one."""
+def _is_decoding(query: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Return whether there is neither gradient nor dropout, and one mask for all heads or none needed."""
     if torch.is_grad_enabled() or dropout:
         return False
     return query.shape[2] == 1 if mask is None else mask.shape[1] == 1
 
 
-def register() -> None:
-    """Make `NAME` known to transformers, with the masks of its "sdpa"."""
-    AttentionInterface.register(NAME, folded_head_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def use_folded_head_attention(model: Any) -> bool:
-    """Switch a model on a CPU to this attention where it is measured to be faster; return whether it is used now.
-
-    Only one whose attention is transformers' "sdpa", and where there is something to gain: in bfloat16, or where query
-    heads share keys and values.
-    """
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if model.device.type != "cpu" or config._attn_implementation not in ("sdpa", NAME):
-        return False
-    if config._attn_implementation == NAME:
-        return True
-    if not _faster(model.dtype, heads, kv_heads, size):
-        return False
-    register()
-    model.set_attn_implementation(NAME)
-    return True
-
-
-class _Shares(torch.nn.Module):
-    """What the stock function asks a layer for."""
+class _Module(torch.nn.Module):
+    """The attributes of an attention layer that transformers' "sdpa" function reads."""
 
     is_causal = True
 
@@ -157,20 +165,19 @@ class _Shares(torch.nn.Module):
 
 
 @torch.inference_mode()
-def _faster(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
-    """Whether a plain step and a small tree's take less time, measured in turns."""
+def _is_faster(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Time a plain step and a step with a small tree in both implementations, alternately, and compare medians."""
     if dtype != torch.bfloat16 and heads == kv_heads:
         return False
-    layer = _Shares(heads, kv_heads)
-    key = torch.ones(1, kv_heads, _SAMPLE_KEYS, size, dtype=dtype)
-    stock: list[float] = []
-    ours: list[float] = []
-    cases = [torch.zeros(1, 1, q, _SAMPLE_KEYS, dtype=dtype) for q in (1, 9)]
-    queries = [torch.ones(1, heads, mask.shape[2], size, dtype=dtype) for mask in cases]
+    module = _Module(heads, kv_heads)
+    key = torch.ones(1, kv_heads, _TIMED_KEYS, head_dim, dtype=dtype)
+    masks = [torch.zeros(1, 1, q, _TIMED_KEYS, dtype=dtype) for q in (1, 9)]
+    queries = [torch.ones(1, heads, mask.shape[2], head_dim, dtype=dtype) for mask in masks]
+    times: dict[Any, list[float]] = {sdpa_attention_forward: [], folded_head_forward: []}
     for _ in range(_TRIALS):
-        for forward, taken in ((sdpa_attention_forward, stock), (folded_head_forward, ours)):
+        for forward, seconds in times.items():
             started = time.perf_counter()
-            for query, mask in zip(queries, cases, strict=True):
-                forward(layer, query, key, key, mask)
-            taken.append(time.perf_counter() - started)
-    return statistics.median(ours) < statistics.median(stock)
+            for query, mask in zip(queries, masks, strict=True):
+                forward(module, query, key, key, mask)
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(times[folded_head_forward]) < statistics.median(times[sdpa_attention_forward])

@@ -1,9 +1,9 @@
-"""A decoding pass of a backbone compiled by torch.compile: static memory, few shapes; knows no draft and no tree.
+"""Decoding passes of a backbone compiled by torch.compile, with fixed memory and few shapes.
 
-A pass over a few tokens spends as much time between the kernels as in them. Compiled, small operations are fused and
-called without Python. For that nothing may depend on how long the prefix is: keys and values are written to slots that
-are told by a tensor, and attention looks at a block of the cache that grows by `BLOCK` positions at a time, masked
-behind the last one. So there is one program for plain decoding and one for trees, whatever their size.
+A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small operations and calls
+kernels without Python, but nothing may depend on the length of the prefix: keys and values are written to slots given
+by a tensor, and attention reads a part of the cache that grows by `BLOCK` positions at a time, masked after the last
+token. So one program serves plain decoding and another one trees of any size.
 """
 
 from __future__ import annotations
@@ -21,163 +21,172 @@ from medusa_train.errors import BackboneError
 from medusa_train.trees.kv_cache import TreeCache
 
 BLOCK = 128
-_NUMBERS = itertools.count()
+_COUNTER = itertools.count()
 
 
 def round_up_to_block(positions: int) -> int:
-    """The end of the block that the last of so many positions lies in."""
+    """Round a number of positions up to a multiple of `BLOCK`."""
     return -(-positions // BLOCK) * BLOCK
 
 
 def compiled_capacity(positions: int) -> int:
-    """Of a cache for passes that look at whole blocks.
+    """Return the cache capacity that compiled passes over up to `positions` positions need.
 
-    One more than they look at: what is looked at is then always a part of the memory, for one program and not two.
+    It is one more than they read, so that what they read is always a strict part of the memory: torch.compile would
+    otherwise build a second program for the whole memory.
     """
     return round_up_to_block(positions) + 1
 
 
-class _Layer(CacheLayerMixin):
-    """One layer's keys and values [2, batch, kv_heads, capacity, head_dim], written at given slots, seen up to S.
-
-    They are written in one piece: where memory is written twice, torch.compile copies all of it instead.
-    """
-
-    is_sliding = False
-
-    def __init__(self, stored: Tensor, slots: Tensor, seen: int) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self._stored = stored
-        self._slots = slots
-        self._seen = seen
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the memory is there."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._stored.index_copy_(3, self._slots, torch.stack([key_states, value_states]))
-        # cut here and not by the caller: strides of a part would be taken for constants, of each capacity others
-        keys, values = self._stored.narrow(3, 0, self._seen)
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._seen, 0
-
-    def get_seq_length(self) -> int:
-        return 0  # only asked for positions and masks, which are handed in
-
-    def get_max_length(self) -> int:
-        return self._seen
-
-
-class _Slots(Cache):
-    """All layers' memory as a cache for one pass."""
-
-    def __init__(self, stored: Sequence[Tensor], slots: Tensor, seen: int) -> None:
-        super().__init__(layers=[_Layer(one, slots, seen) for one in stored])
-
-
-def _on_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own, by which torch.compile finds the programs it has made.
-
-    With few checks before a call, another model's would be taken for this one's.
-    """
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_NUMBERS)}")
-    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-
-
 class CompiledPass:
-    """The decoder layers and lm_head over q new tokens of one row.
+    """A compiled pass of the decoder layers and lm_head over q new tokens of a single row.
 
     Args:
-        body: the decoder stack, whose weights stay as they are from now on. logits: [..., d] -> [..., V].
-        on_cpu: where they are.
+        body: the decoder, whose weights must not change from now on.
+        logits: [..., d] -> [..., V].
+        on_cpu: whether the weights are on a CPU.
     """
 
     def __init__(self, body: Any, logits: Callable[[Tensor], Tensor], on_cpu: bool) -> None:
         def run(
-            tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Sequence[Tensor]
+            tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
         ) -> tuple[Tensor, Tensor]:
             out = body(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=_Slots(stored, slots, mask.shape[3]),
+                past_key_values=_SlotCache(storage, slots, mask.shape[3]),
                 use_cache=True,
             )
             return out.last_hidden_state, logits(out.last_hidden_state)
 
         self._body = body
-        # Of what is checked before every call only the shapes can change here: all else took a tenth of a step.
+        self._on_cpu = on_cpu
+        # Only shapes can change between calls. Skipping all other guards saves a tenth of a step.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         if on_cpu:
-            options["cpp_wrapper"] = True  # no Python between the kernels
-        self._on_cpu = on_cpu
-        # Plain decoding and trees are compiled apart: without those checks one would be taken for the other.
-        # Each with options of its own, since torch.compile takes the filter out of what it is given.
-        self._plain, self._tree = (torch.compile(_on_its_own(run), options=dict(options)) for _ in range(2))
+            options["cpp_wrapper"] = True  # no Python between kernels
+        # Plain decoding and trees are separate functions: with so few guards torch.compile would use one program for
+        # both. Each gets a copy of the options, since torch.compile removes the filter from the dict it is given.
+        self._plain, self._tree = (torch.compile(_with_unique_code(run), options=dict(options)) for _ in range(2))
         self._ready: set[bool] = set()
 
     @torch.inference_mode()
     def warm_up(self, cache: TreeCache, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile both programs, over an empty `cache` with a capacity of `compiled_capacity` some positions.
+        """Compile both programs, over an empty `cache` with the capacity `compiled_capacity(2 * BLOCK)`.
 
         Raises:
-            BackboneError: this machine can't compile, a C++ compiler missing for instance.
+            BackboneError: torch.compile fails, for instance without a C++ compiler.
         """
         first = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self._body(input_ids=first, position_ids=first, past_key_values=cache, use_cache=True)  # gives it its memory
+        self._body(input_ids=first, position_ids=first, past_key_values=cache, use_cache=True)  # allocates the cache
         cache.commit(1)
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
         try:
             for count in (1, 3):
                 tokens = torch.zeros(1, count, dtype=torch.long, device=device)
-                # a part of a larger one, as the loop's: its strides are no constants either
+                # a slice of a larger mask, as in the decoding loop, or its strides would become constants
                 mask = torch.full((1, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device)
                 mask[..., :2] = 0
                 self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], cache.reserve(count), 1)
         except TorchDynamoException as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise BackboneError(
-                f"compile: torch.compile failed here: {reason}\n"
+                f"compile: torch.compile failed: {reason}\n"
                 "It needs a C++ compiler (g++ or clang) on a CPU, Triton on a GPU; or leave the key out"
             ) from error
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, stored: Tensor, length: int
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, storage: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        """States [1, q, d] and logits [1, q, V] of q tokens behind `length` committed positions.
+        """Return hidden states [1, q, d] and logits [1, q, V] of q tokens after `length` committed positions.
 
         Args:
-            tokens, positions: [1, q]. mask: additive [1, 1, q, S], a part of a larger one, -inf behind the last token;
-                S is a `round_up_to_block`.
-            stored: the cache's memory [layers, 2, 1, kv_heads, capacity, head_dim] for more than S positions; what the
-                tokens add is written behind `length`.
+            tokens, positions: [1, q].
+            mask: additive [1, 1, q, S], a slice of a larger one, -inf after the last token; S is a multiple of `BLOCK`.
+            storage: the cache's memory [layers, 2, 1, kv_heads, capacity, head_dim] with capacity > S; the keys and
+                values of the tokens are written after `length` positions.
         """
         slots = torch.arange(length, length + tokens.shape[1], device=tokens.device)
-        given = (tokens, positions, mask, slots, stored.unbind())
-        if (tree := len(slots) > 1) not in self._ready:
-            return self._compile(*given)
-        return (self._tree if tree else self._plain)(*given)
+        inputs = (tokens, positions, mask, slots, storage.unbind())
+        is_tree = len(slots) > 1
+        if is_tree not in self._ready:
+            return self._compile(is_tree, *inputs)
+        return (self._tree if is_tree else self._plain)(*inputs)
 
     def _compile(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, stored: Sequence[Tensor]
+        self, is_tree: bool, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The first pass of its kind, told which sizes will be others in those to come."""
+        """Run the first pass of its kind, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
         mark_dynamic(mask, 3)
-        for one in stored:
-            mark_dynamic(one, 3)
-        if tree := len(slots) > 1:
+        for layer in storage:
+            mark_dynamic(layer, 3)
+        if is_tree:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
                 mark_dynamic(tensor, dim)
-        # weights become constants that a CPU's kernels may lay out to their liking, those of projections that read the
-        # same states side by side as one (from torch 2.12 on); as options both come too late
+        # On a CPU weights become constants, which can be prepacked, and projections with the same input become one
+        # product (from torch 2.12). As options of torch.compile both settings take effect too late.
         with inductor.patch({"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}):
-            out = (self._tree if tree else self._plain)(tokens, positions, mask, slots, stored)
-        self._ready.add(tree)
+            out = (self._tree if is_tree else self._plain)(tokens, positions, mask, slots, storage)
+        self._ready.add(is_tree)
         return out
+
+
+def _with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function with a code object of its own, the key under which torch.compile finds compiled programs.
+
+    With few guards, the program of another model would be used otherwise.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_COUNTER)}")
+    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
+class _SlotCache(Cache):
+    """The storage of all layers as transformers' cache for one pass.
+
+    Args:
+        storage: per layer [2, batch, kv_heads, capacity, head_dim].
+        slots: positions at which new keys and values are written, long [q].
+        key_length: number of positions that attention reads.
+    """
+
+    def __init__(self, storage: Sequence[Tensor], slots: Tensor, key_length: int) -> None:
+        super().__init__(layers=[_SlotLayer(layer, slots, key_length) for layer in storage])
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of a `_SlotCache`.
+
+    Keys and values are written at once: if memory is written twice, torch.compile copies all of it instead.
+    """
+
+    is_sliding = False
+
+    def __init__(self, storage: Tensor, slots: Tensor, key_length: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._storage = storage
+        self._slots = slots
+        self._key_length = key_length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing; the memory is allocated."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._storage.index_copy_(3, self._slots, torch.stack([key_states, value_states]))
+        # sliced here: strides of a slice made by the caller would become constants, different for each capacity
+        keys, values = self._storage.narrow(3, 0, self._key_length)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._key_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # only used to derive positions and masks, which are given
+
+    def get_max_length(self) -> int:
+        return self._key_length

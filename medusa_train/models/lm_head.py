@@ -1,4 +1,4 @@
-"""From a hidden state to logits: matrix, bias, scale and soft cap in one place; knows no model."""
+"""lm_head as a value: weight, bias, LoRA branch and the transforms of its logits; and the input embedding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA branch beside a matrix: `scaling * B A dropout(h)`.
+    """A LoRA branch that adds `scaling * B A dropout(h)` to the product of a matrix.
 
     Attributes:
-        a: [r, d]. b: [V, r]. scaling: lora_alpha / r.
-        dropout: acts on h in this branch only; the identity outside training.
+        a: A, [r, d]. b: B, [V, r]. scaling: lora_alpha / r.
+        dropout: applied to h in this branch only; the identity outside training.
     """
 
     a: Tensor
@@ -26,11 +26,11 @@ class LowRank:
     dropout: Callable[[Tensor], Tensor]
 
     def select_rows(self, rows: Tensor) -> LowRank:
-        """The branch of these rows of the matrix alone."""
+        """Return the branch for these rows of the matrix."""
         return replace(self, b=self.b[rows])
 
     def project_down(self, hidden: Tensor) -> Tensor:
-        """`scaling * A dropout(h)`, [..., d] -> [..., r]: what b multiplies."""
+        """Compute `scaling * A dropout(h)`, the input of B, [..., d] -> [..., r]."""
         return linear(self.dropout(hidden).to(self.a.dtype), self.a) * self.scaling
 
 
@@ -53,8 +53,8 @@ class LMHead:
         bias: b, [V], or None.
         softcap: Gemma's `final_logit_softcapping`, or None.
         scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`).
-        low_rank: a LoRA branch that adds to W h, or None.
-        token_map: which token each row stands for, long [V], where that is not its number: a reduced vocabulary.
+        low_rank: LoRA branch added to W h, or None.
+        token_map: token id of each row, long [V], in a reduced vocabulary; None: row i is token i.
     """
 
     weight: Tensor
@@ -64,10 +64,31 @@ class LMHead:
     low_rank: LowRank | None = None
     token_map: Tensor | None = None
 
-    def restrict_to(self, tokens: Tensor) -> LMHead:
-        """A copy of the rows of `tokens` (long [N]), in that order.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits, [..., d] -> [..., V]."""
+        return self.transform(self.raw_logits(hidden))
 
-        Its softmax is this one's restricted to them: `exp(l_i) / sum_j exp(l_j)` over `tokens` alone.
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits before scale and soft cap, which keep their order, [..., d] -> [..., V]."""
+        if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(self.weight.dtype)  # float32 heads that share a bfloat16 matrix
+        logits = linear(hidden, self.weight, self.bias)
+        if self.low_rank is not None:
+            logits = logits + linear(self.low_rank.project_down(hidden), self.low_rank.b).to(logits.dtype)
+        return logits
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """Apply scale and soft cap to raw logits of any shape [..., V]."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def restrict_to(self, tokens: Tensor) -> LMHead:
+        """Return a copy with the rows of `tokens` (long [N]) only, in that order.
+
+        Its softmax is the original one restricted to `tokens`: `exp(l_i) / sum_j exp(l_j)`.
         """
         rows = tokens.to(self.weight.device)
         return replace(
@@ -79,42 +100,21 @@ class LMHead:
         )
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """The row of each token of any shape, long; -1 where a reduced vocabulary has none for it."""
+        """Return the row of each token id (any shape), long; -1 for tokens outside a reduced vocabulary."""
         if self.token_map is None:
             return tokens
-        known, order = self.token_map.sort()
-        near = torch.searchsorted(known, tokens.contiguous()).clamp_(max=len(known) - 1)
-        return torch.where(known[near] == tokens, order[near], -1)
-
-    def transform(self, logits: Tensor) -> Tensor:
-        """Scale and soft-cap raw logits of any shape [..., V]."""
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def raw_logits(self, hidden: Tensor) -> Tensor:
-        """Logits before scale and soft cap, [..., d] -> [..., V]: the same order, for less."""
-        if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(self.weight.dtype)  # float32 heads on a shared bfloat16 matrix
-        logits = linear(hidden, self.weight, self.bias)
-        if self.low_rank is not None:
-            logits = logits + linear(self.low_rank.project_down(hidden), self.low_rank.b).to(logits.dtype)
-        return logits
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> [..., V]."""
-        return self.transform(self.raw_logits(hidden))
+        ids, rows = self.token_map.sort()
+        nearest = torch.searchsorted(ids, tokens.contiguous()).clamp_(max=len(ids) - 1)
+        return torch.where(ids[nearest] == tokens, rows[nearest], -1)
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """The backbone's input embedding E, frozen: a draft that holds it neither trains nor saves it.
+    """The backbone's input embedding, frozen: drafts that use it neither train nor save it.
 
     Attributes:
-        table: token ids [...] -> vectors [..., d], the backbone's own module.
-        scale: what the backbone multiplies them by on their way to its first layer (Granite's multiplier).
+        table: the backbone's module, token ids [...] -> vectors [..., d].
+        scale: factor that the backbone applies before its first layer (Granite's `embedding_multiplier`).
     """
 
     table: Callable[[Tensor], Tensor]
@@ -122,6 +122,6 @@ class Embedding:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Token ids, long [...] -> [..., d]."""
+        """Return the vectors of token ids, long [...] -> [..., d]."""
         vectors = self.table(tokens)
         return vectors if self.scale == 1.0 else vectors * self.scale

@@ -1,4 +1,4 @@
-"""Backbones in 4 or 8 bits through bitsandbytes; knows no draft, no adapter and no training."""
+"""Load backbones in 4 or 8 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ Quantization = Literal["nf4", "int8"]
 
 
 def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, device: Any) -> dict[str, Any]:
-    """Arguments for `from_pretrained` that quantise while loading; none without `quantization`.
+    """Return the arguments for `from_pretrained` that quantize while loading; empty without `quantization`.
 
-    NF4 with double quantisation, as QLoRA has it; `dtype` is what the products run in. lm_head stays as it is.
+    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"). lm_head is not quantized.
+
+    Args:
+        dtype: dtype of the matrix products.
 
     Raises:
         BackboneError: bitsandbytes is not installed.
@@ -40,7 +43,7 @@ def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, dev
 
 
 def plain_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
-    """A module's parameter in floating point, dequantised if need be; None where it has none of this name."""
+    """Return a parameter of a module in floating point, dequantized if needed; None if there is no such parameter."""
     weight = getattr(module, name, None)
     if not isinstance(weight, torch.nn.Parameter):
         return None
@@ -48,15 +51,15 @@ def plain_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
         return weight.detach()
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    plain: torch.Tensor = dequantize_bnb_weight(weight, getattr(module, "state", None))
-    return plain.detach()
+    dequantized: torch.Tensor = dequantize_bnb_weight(weight, getattr(module, "state", None))
+    return dequantized.detach()
 
 
 def keep_trainable_kernels(model: Any) -> None:
-    """Keep 4-bit layers away from the inference-only kernel of CPUs with AVX512-bf16.
+    """Prevent 4-bit layers from switching to the inference-only kernel for CPUs with AVX512-bf16.
 
-    An `eval()` forward there repacks the weights in place; training afterwards runs through a kernel without
-    autograd, and adapters below get wrong gradients, with no more than a warning.
+    A forward pass in eval mode repacks the weights in place for that kernel. It has no autograd, so adapters trained
+    afterwards would get wrong gradients, with only a warning.
     """
     from bitsandbytes.nn import Linear4bit
 

@@ -251,7 +251,7 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
             backbone.device.type,
             backbone.dtype,
             capped=attention == "eager",
-            known=bool(getattr(backbone.model, "_supports_flash_attn", False)),
+            supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
             installed=is_flash_attn_2_available(),
         )
     if obstacle is None:

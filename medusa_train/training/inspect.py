@@ -22,7 +22,7 @@ from medusa_train.data.tokenize import Example
 from medusa_train.losses.fused_linear import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import resolve_backbone
-from medusa_train.models.lora import HEAD, linear_names
+from medusa_train.models.lora import LM_HEAD, linear_names
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.training.load_data import TrainingData, load_data, load_tokenizer
 from medusa_train.training.state import make_plan
@@ -269,7 +269,7 @@ def _count_adapter(cfg: TrainConfig, model: Any) -> int:
     names = set(cfg.lora_target_modules or ())
     if cfg.lora_target_linear or not names:
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        names |= {name for name in linear_names(model) if not (tied and name == HEAD)}
+        names |= {name for name in linear_names(model) if not (tied and name == LM_HEAD)}
     total = 0
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The tree of guesses as paths, parents, depths and a mask; knows nothing of models, tokens or acceptance."""
+"""Token trees: their paths, parents, depths, ancestor mask and levels, and the tree.json file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +17,39 @@ from torch import Tensor
 from medusa_train.errors import CheckpointError, DataError
 from medusa_train.io import replace_text
 
+#: A path from the root: the rank of each node among its siblings' top-k candidates.
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A prefix-closed set of paths of top-k ranks (Medusa, section 2.1.2, "Tree Attention").
+    """A prefix-closed set of paths of top-k ranks (Medusa, "Tree Attention").
 
-    A path `(0, 2)` is: the best guess of head 1, then the third-best guess of head 2. The root (the backbone's
-    own next token) is not listed in `paths` and has index 0 in every tensor; node i >= 1 is `paths[i - 1]`.
-    Paths are kept sorted by depth and then by rank, so a parent always stands before its children.
+    The path `(0, 2)` is the most likely token of head 1 followed by the third most likely token of head 2. The root
+    (the backbone's next token) is not listed in `paths` and has index 0 in every tensor; node i >= 1 is
+    `paths[i - 1]`. Paths are sorted by depth and then by rank, so parents come before their children.
     """
 
     paths: tuple[Ranks, ...]
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Build a tree from `paths`, in any order.
+        """Build a tree from paths in any order.
 
         Raises:
-            DataError: a path is empty, holds a negative rank, or its parent is missing.
+            DataError: a path is empty, has a negative rank, or lacks its parent.
         """
         unique = {tuple(int(rank) for rank in path) for path in paths}
         for path in unique:
             if not path or min(path) < 0:
-                raise DataError(f"tree path {list(path)} is no path: ranks start at 0 and the root is not listed")
+                raise DataError(f"invalid tree path {list(path)}: ranks start at 0 and the root is not listed")
             if path[:-1] and path[:-1] not in unique:
                 raise DataError(f"tree path {list(path)} has no parent: add {list(path[:-1])} to the tree")
         return cls(tuple(sorted(unique, key=lambda path: (len(path), path))))
 
     @classmethod
     def cartesian(cls, choices: Sequence[int]) -> Tree:
-        """The dense tree with the best `choices[k]` guesses of head k+1 under every node of depth k."""
+        """Build the dense tree with the top `choices[k]` candidates of head k + 1 under every node of depth k."""
         levels = range(1, len(choices) + 1)
         return cls.from_paths(
             path for level in levels for path in itertools.product(*(range(s) for s in choices[:level]))
@@ -55,12 +57,12 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """The top-1 guesses of the first `length` heads, one below the other."""
+        """Build a chain of the top-1 candidates of the first `length` heads."""
         return cls.cartesian([1] * length)
 
     @classmethod
     def empty(cls) -> Tree:
-        """No guesses at all: plain decoding."""
+        """Build the tree without nodes below the root: plain decoding."""
         return cls(())
 
     @property
@@ -70,30 +72,30 @@ class Tree:
 
     @cached_property
     def max_depth(self) -> int:
-        """Number of heads that the tree reads; 0 for the empty tree."""
+        """Depth of the deepest node, which is the number of heads used; 0 for the empty tree."""
         return max((len(path) for path in self.paths), default=0)
 
     @cached_property
     def width(self) -> int:
-        """How many of the best guesses of a head the tree reads at most (largest rank + 1)."""
+        """Number of top-k candidates used per head (largest rank + 1)."""
         return max((max(path) for path in self.paths), default=-1) + 1
 
     @cached_property
     def parent_list(self) -> list[int]:
-        """Parent of every node, the root first with -1; length n + 1."""
+        """Parent of every node, length n + 1; -1 for the root."""
         index = {path: i for i, path in enumerate(((), *self.paths))}
         return [-1, *(index[path[:-1]] for path in self.paths)]
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """Children of every node, best rank first; length n + 1."""
-        below: list[list[int]] = [[] for _ in range(self.size + 1)]
+        """Children of every node by increasing rank, length n + 1."""
+        children: list[list[int]] = [[] for _ in range(self.size + 1)]
         for node, parent in enumerate(self.parent_list[1:], start=1):
-            below[parent].append(node)
-        return below
+            children[parent].append(node)
+        return children
 
     def path_nodes(self, node: int) -> list[int]:
-        """The nodes from the root (0) down to `node`."""
+        """Return the nodes from the root (0) to `node`."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -107,40 +109,40 @@ class Tree:
 
     @cached_property
     def depths(self) -> Tensor:
-        """Depth of every node, long [n + 1]; the root has 0. A node's position id is prefix length + depth."""
+        """Depth of every node, long [n + 1]; 0 for the root. Position ids are prefix length + depth."""
         return torch.tensor([0, *(len(path) for path in self.paths)])
 
     @cached_property
     def ranks(self) -> Tensor:
-        """Rank of every node among its head's guesses, long [n + 1]; the root has 0."""
+        """Rank of every node among its head's candidates, long [n + 1]; 0 for the root."""
         return torch.tensor([0, *(path[-1] for path in self.paths)])
 
     @cached_property
     def candidate_index(self) -> Tensor:
-        """For every node below the root its place in the flat [max_depth x width] table of best guesses, long [n]."""
+        """Index of every node below the root into the flat [max_depth x width] table of candidates, long [n]."""
         return (self.depths[1:] - 1) * self.width + self.ranks[1:]
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """Bool [n + 1, n + 1]: row i is true at node i itself and at every ancestor, the root included."""
+        """Bool [n + 1, n + 1]: row i is true at node i and its ancestors, the root included."""
         mask = torch.eye(self.size + 1, dtype=torch.bool)
         for node, parent in enumerate(self.parent_list[1:], start=1):
             mask[node] |= mask[parent]
         return mask
 
     def to(self, device: torch.device) -> Tree:
-        """The same tree with its tensors on `device`, for a loop that reads them at every step."""
+        """Return the tree with its tensors on `device`, for loops that read them at every step."""
         moved = Tree(self.paths)
         for name in ("parents", "depths", "ranks", "candidate_index", "ancestors"):
-            moved.__dict__[name] = getattr(self, name).to(device)  # where `cached_property` keeps its value
+            moved.__dict__[name] = getattr(self, name).to(device)  # where `cached_property` stores its value
         return moved
 
     def record(self, **meta: Any) -> dict[str, Any]:
-        """`{"medusa_choices": [[0], [0, 0], ...], **meta}`: the content of tree.json, which TensorRT-LLM reads too."""
+        """Return the content of tree.json, which TensorRT-LLM reads too: `{"medusa_choices": [[0], [0, 0], ...]}`."""
         return {"medusa_choices": [list(path) for path in self.paths], **meta}
 
     def save(self, path: Path, **meta: Any) -> None:
-        """Write `record(**meta)` as JSON."""
+        """Write `record(**meta)` to a tree.json file."""
         replace_text(path, json.dumps(self.record(**meta), indent=1) + "\n")
 
     @classmethod
@@ -148,7 +150,7 @@ class Tree:
         """Read a tree.json, or a bare JSON list of paths.
 
         Raises:
-            CheckpointError: the file is missing, no JSON, or holds no tree.
+            CheckpointError: the file is missing, not JSON, or not a tree.
         """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -162,15 +164,15 @@ class Tree:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth, and how the next depth hangs on them.
+    """The nodes of one depth, and how the next level is attached to them.
 
     Attributes:
-        first, last: the nodes are first .. last - 1.
-        inner: places within the level of the nodes that have children, long [m]; None: all of them.
-        inner_first, inner_last: their places among all inner nodes of the tree.
-        width: how many of the best guesses below an inner node the tree reads at most.
-        parents: for every node of the next level the place of its parent in `inner`, long [next].
-        candidates: for every node of the next level its place in the flat [m x width] table of guesses, long [next].
+        first, last: the level has nodes first .. last - 1.
+        inner: indices within the level of the nodes that have children, long [m]; None: all of them.
+        inner_first, inner_last: their range among all inner nodes of the tree.
+        width: number of top-k candidates used per inner node.
+        parents: for every node of the next level the index of its parent in `inner`, long [next].
+        candidates: for every node of the next level its index in the flat [m x width] table of candidates, long [next].
     """
 
     first: int
@@ -184,11 +186,12 @@ class Level:
 
 
 class TreeLevels:
-    """The levels of a tree, the root's first, with tensors on the tree's device.
+    """A tree by levels, for drafts that predict one level after the other; tensors are on the tree's device.
 
     Attributes:
-        tree: the whole one. levels: one per depth.
-        columns: for every node its place among the inner nodes, None for a leaf.
+        tree: the whole tree.
+        levels: one per depth, the root's first.
+        columns: for every node its index among the inner nodes (those with children); None for a leaf.
         inner: the inner nodes, long [m].
     """
 
@@ -196,38 +199,38 @@ class TreeLevels:
         self.tree = tree
         self._device = tree.depths.device
         depths = [0, *(len(path) for path in tree.paths)]
-        inner = [node for node, below in enumerate(tree.children) if below]
-        places = {node: place for place, node in enumerate(inner)}
-        self.columns: list[int | None] = [places.get(node) for node in range(tree.size + 1)]
+        inner = [node for node, children in enumerate(tree.children) if children]
+        column_of = {node: column for column, node in enumerate(inner)}
+        self.columns: list[int | None] = [column_of.get(node) for node in range(tree.size + 1)]
         self.inner = self._long(inner)
-        ends = [depths.index(depth) for depth in range(tree.max_depth + 1)] + [tree.size + 1]
-        self.levels = [self._level(ends[depth], ends[depth + 1], places) for depth in range(tree.max_depth + 1)]
-        self._cut: dict[int, Tree] = {tree.max_depth: tree}
+        starts = [depths.index(depth) for depth in range(tree.max_depth + 1)] + [tree.size + 1]
+        self.levels = [self._level(first, last, column_of) for first, last in pairwise(starts)]
+        self._truncated: dict[int, Tree] = {tree.max_depth: tree}
 
     def _long(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
-    def _level(self, first: int, last: int, places: dict[int, int]) -> Level:
-        inner = [node for node in range(first, last) if node in places]
-        below = [child for node in inner for child in self.tree.children[node]]
-        start = places[inner[0]] if inner else len(places)
-        parents = [places[self.tree.parent_list[child]] - start for child in below]
-        ranks = [self.tree.paths[child - 1][-1] for child in below]
+    def _level(self, first: int, last: int, column_of: dict[int, int]) -> Level:
+        inner = [node for node in range(first, last) if node in column_of]
+        children = [child for node in inner for child in self.tree.children[node]]
+        start = column_of[inner[0]] if inner else len(column_of)
+        parents = [column_of[self.tree.parent_list[child]] - start for child in children]
+        ranks = [self.tree.paths[child - 1][-1] for child in children]
         width = max(ranks, default=-1) + 1
         return Level(
-            first,
-            last,
-            None if len(inner) == last - first else self._long([node - first for node in inner]),
-            start,
-            start + len(inner),
-            width,
-            self._long(parents),
-            self._long([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
+            first=first,
+            last=last,
+            inner=None if len(inner) == last - first else self._long([node - first for node in inner]),
+            inner_first=start,
+            inner_last=start + len(inner),
+            width=width,
+            parents=self._long(parents),
+            candidates=self._long([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
         )
 
     def truncate(self, depth: int) -> Tree:
-        """The tree's first `depth` levels below the root; the same object every time."""
-        if depth not in self._cut:
+        """Return the tree down to `depth`; the same object every time."""
+        if depth not in self._truncated:
             paths = self.tree.paths[: self.levels[depth].last - 1]
-            self._cut[depth] = Tree(paths).to(self._device)
-        return self._cut[depth]
+            self._truncated[depth] = Tree(paths).to(self._device)
+        return self._truncated[depth]

@@ -217,7 +217,7 @@ def test_models_that_do_not_fit_together_are_measured_apart(monkeypatch: pytest.
 
 def test_settings_that_cannot_be_used_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = decode.Shape.of(str(write_backbone(tmp_path / "model")))
-    monkeypatch.setattr(prepack, "_faster", lambda weights: False)
+    monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     with pytest.raises(Unsupported, match="not prepacked: no faster here"):
         shape.load("float32", "prepacked", CPU)
     with pytest.raises(Unsupported, match="on CPUs only"):
@@ -251,7 +251,7 @@ def test_the_page_shows_ratios(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("as_if_compiled")
 def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
-    monkeypatch.setattr(prepack, "_faster", lambda weights: False)
+    monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")
     words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16"]
     assert decode.main([*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]) == 0

@@ -130,7 +130,7 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, dtype, quantization, trust_remote_code))
         return SimpleNamespace()
 
-    monkeypatch.setattr(Backbone, "load", load)
+    monkeypatch.setattr("medusa_train.checkpoint.load.load_backbone", load)
     over_4bit = ModelPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
     load_base_model(over_4bit, "bfloat16")
     folded = ModelPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")

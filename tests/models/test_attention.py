@@ -10,9 +10,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from medusa_train.data.batch import Batch, collate
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models import attention as few_rows
+from medusa_train.models import attention as folded_heads
 from medusa_train.models.attention import (
-    NAME,
+    FOLDED_HEADS,
     document_bounds,
     flash_obstacle,
     folded_head_attention,
@@ -102,15 +102,22 @@ def test_an_attention_that_lets_documents_leak_is_refused() -> None:
     ("changed", "reason"),
     [
         ({}, None),
-        ({"device": "cpu"}, "no kernels for a cpu"),
+        ({"device": "cpu"}, "needs a GPU"),
         ({"installed": False}, "not installed"),
-        ({"dtype": torch.float32}, "does not compute in float32"),
-        ({"capped": True}, "caps its attention scores"),
-        ({"known": False}, "architecture does not take"),
+        ({"dtype": torch.float32}, "does not support float32"),
+        ({"capped": True}, "soft-caps its attention scores"),
+        ({"supported": False}, "architecture does not support"),
     ],
 )
 def test_what_stands_in_the_way_of_flash_attention(changed: dict, reason: str | None) -> None:
-    facts = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "known": True, "installed": True, **changed}
+    facts = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "capped": False,
+        "supported": True,
+        "installed": True,
+        **changed,
+    }
     found = flash_obstacle(**facts)
     assert found is None if reason is None else reason in str(found)
 
@@ -175,7 +182,7 @@ def test_values_may_be_of_another_size(q: int) -> None:
 def test_a_soft_cap_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the stock function's matter, which knows it, refuses it or, in older releases, leaves it out."""
     seen: list[object] = []
-    monkeypatch.setattr(few_rows, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
+    monkeypatch.setattr(folded_heads, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
     with torch.no_grad():
         folded_head_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
     assert seen == [30.0]
@@ -186,7 +193,7 @@ def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: 
     def never(*args: object) -> Tensor:
         raise AssertionError("not the stock function")
 
-    monkeypatch.setattr(few_rows, "folded_head_attention", never)
+    monkeypatch.setattr(folded_heads, "folded_head_attention", never)
     q = 5
     query, key, value = made(1, 4, 2, q, q)
     mask = {"prefill": None, "mask by head": tree_mask(1, q, q).repeat(1, 4, 1, 1)}.get(case, tree_mask(1, q, q))
@@ -202,24 +209,24 @@ def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_a_model_decodes_as_with_the_stock_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
+    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: True)
     backbone = random_backbone(family)
     draft = MedusaDraft.from_backbone(backbone, 3)
     prompt, trees = [5, 9, 11, 3], (None, Tree.cartesian([3, 2]))
     expected = [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees]
     seen = []
-    attention = few_rows.folded_head_attention
+    attention = folded_heads.folded_head_attention
     monkeypatch.setattr(
-        few_rows, "folded_head_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
+        folded_heads, "folded_head_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
     )
     backbone.prepack_weights()
-    assert backbone.attention == backbone.config._attn_implementation == NAME
+    assert backbone.attention == backbone.config._attn_implementation == FOLDED_HEADS
     assert [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees] == expected
     assert set(seen) == {1, 10}  # plain steps, and a tree of nine nodes behind its root
 
 
 def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
+    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: True)
     backbone = random_backbone("llama", dtype=torch.bfloat16)
     tokens = torch.arange(6)[None]
     cache = backbone.new_cache(8)
@@ -229,17 +236,17 @@ def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> No
         position = torch.tensor([[5]])
         stock = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
         backbone.prepack_weights()
-        assert backbone.attention == backbone.config._attn_implementation == NAME
+        assert backbone.attention == backbone.config._attn_implementation == FOLDED_HEADS
         ours = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
     torch.testing.assert_close(ours, stock, rtol=5e-2, atol=5e-2)
 
 
 def test_no_model_takes_it_where_it_is_slower_or_can_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "_faster", lambda *shape: True)
+    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: True)
     capped = random_backbone("gemma2", dtype=torch.bfloat16)
     capped.prepack_weights()
     assert capped.attention == capped.config._attn_implementation == "eager"
-    monkeypatch.setattr(few_rows, "_faster", lambda *shape: False)
+    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: False)
     slower = random_backbone("llama", dtype=torch.bfloat16)
     slower.prepack_weights()
     assert slower.attention == "sdpa"

@@ -71,7 +71,7 @@ def test_logits_of_an_adapted_lm_head_are_the_modules_own() -> None:
 
 def test_a_tied_lm_head_is_left_out_or_refused() -> None:
     backbone = random_backbone("llama-bias-tied")
-    with pytest.raises(BackboneError, match="shares its matrix"):
+    with pytest.raises(BackboneError, match="tied to the input embeddings"):
         Adapter.attach(backbone, LoraSpec(targets=("lm_head", "q_proj")))
     Adapter.attach(backbone, LoraSpec())
     assert backbone.lm_head().low_rank is None
@@ -105,7 +105,7 @@ def test_adapters_are_saved_small_loaded_frozen_and_merged(tmp_path: Path) -> No
     loaded.merge()
     assert torch.allclose(_logits(again), expected, atol=1e-4)
     assert again.lm_head().low_rank is None
-    with pytest.raises(CheckpointError, match="holds no adapter"):
+    with pytest.raises(CheckpointError, match="not an adapter"):
         Adapter.load(again, tmp_path)
 
 

@@ -25,7 +25,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_faster", lambda weights: True)
+    monkeypatch.setattr(packed, "_is_faster", lambda weights: True)
 
 
 @needs_onednn
@@ -86,7 +86,7 @@ def test_nothing_is_packed_without_room_or_kernels(monkeypatch: pytest.MonkeyPat
 
 @needs_onednn
 def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_faster", lambda weights: False)
+    monkeypatch.setattr(packed, "_is_faster", lambda weights: False)
     model = nn.Sequential(nn.Linear(8, 8))
     assert not prepack_linears(model)
     assert not is_prepacked(model)

@@ -90,7 +90,7 @@ def test_proposals_are_tokens_in_each_heads_order(layers: int, share: bool) -> N
 @needs_onednn
 @pytest.mark.parametrize("share", [False, True])
 def test_packed_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
-    monkeypatch.setattr(packed, "_faster", lambda weights: True)
+    monkeypatch.setattr(packed, "_is_faster", lambda weights: True)
     torch.manual_seed(1)
     own = LMHead(torch.randn(61, 16)) if share else None
     draft = MedusaDraft(16, 61, 4, shared=own, token_map=KEPT)

@@ -57,7 +57,7 @@ def test_rows_that_are_done_leave_in_place() -> None:
     cache.select_rows([1, 2])
     assert cache.lengths == [2, 3]
     assert _held(cache, [[5], [5]]) == [[11, 14], [21, 22, 24]]
-    with pytest.raises(ValueError, match="row 0 can't move up to 1"):
+    with pytest.raises(ValueError, match="rows can only move to lower indices"):
         cache.select_rows([1, 0])
 
 
@@ -106,9 +106,9 @@ def test_rows_join_between_passes_only() -> None:
     with pytest.raises(ValueError, match="1 positions are pending"):
         cache.append_rows(_prompts([[4]]), 8)
     cache.keep_rows([[0]])
-    with pytest.raises(ValueError, match="nothing was written in the cache whose rows"):
+    with pytest.raises(ValueError, match="nothing was written to the cache whose rows"):
         cache.append_rows(BatchCache(LAYERS, 8), 8)
-    with pytest.raises(ValueError, match="that rows are to join"):
+    with pytest.raises(ValueError, match="to which rows are appended"):
         BatchCache(LAYERS, 8).append_rows(_prompts([[4]]), 8)
 
 

@@ -53,7 +53,7 @@ def test_no_orphans_no_negative_ranks_no_root() -> None:
     with pytest.raises(DataError, match=r"\[0, 1\] has no parent: add \[0\]"):
         Tree.from_paths([(1,), (0, 1)])
     for bad in ([()], [(-1,)]):
-        with pytest.raises(DataError, match="is no path"):
+        with pytest.raises(DataError, match="invalid tree path"):
             Tree.from_paths(bad)
 
 
