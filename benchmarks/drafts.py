@@ -243,7 +243,7 @@ def describe(case: Case, args: argparse.Namespace) -> Record:
     def compute() -> Record:
         print(f"{case.title}: fitting a tree of {args.nodes} nodes", flush=True)
         paths = resolve_model(str(runs[-1]), None, None)
-        loaded = load_with_draft(paths, "float32", pack=False)
+        loaded = load_with_draft(paths, "float32", prepack=False)
         draft, backbone = loaded.draft, loaded.backbone
         assert draft is not None
         logged = [(run / "metrics.jsonl").read_text(encoding="utf-8").splitlines() for run in runs]
@@ -376,14 +376,14 @@ class Field:
 
     def __init__(self, runs: Path, drafts: Sequence[Record], dtype: str, *, pack: bool) -> None:
         common = common_backbone(runs / drafts[0]["name"])
-        self.backbone = load_with_draft(common, dtype, pack=pack).backbone
+        self.backbone = load_with_draft(common, dtype, prepack=pack).backbone
         self.chat = ChatEncoder(self.backbone.tokenizer, common.chat_template)
         self.contenders = [self._load(runs, draft, dtype, pack) for draft in drafts]
 
     def _load(self, runs: Path, described: Record, dtype: str, pack: bool) -> Contender:
         paths = resolve_model(str(runs / described["name"]), None, None)
         if paths.adapter is not None:
-            loaded = load_with_draft(paths, dtype, pack=pack)
+            loaded = load_with_draft(paths, dtype, prepack=pack)
             backbone, draft = loaded.backbone, loaded.draft
             assert draft is not None
         else:

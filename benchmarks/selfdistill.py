@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> list[Result]:
     paths = resolve_model(args.run, None, None)
     seeds, _ = select_prompts(read_prompts(find_prompts(args.seed_dataset)), Selection(sample=args.seeds))
     # as medusa-selfdistill: float32 stays unpacked, so that a set is the same on every machine
-    subjects = {dtype: load_with_draft(paths, dtype, pack=dtype != "float32") for dtype in args.dtypes}
+    subjects = {dtype: load_with_draft(paths, dtype, prepack=dtype != "float32") for dtype in args.dtypes}
 
     def engines(modes: Sequence[Mode]) -> dict[Mode, HFEngine]:
         return {mode: build_engine(subjects[mode.dtype], paths, mode, args) for mode in modes}

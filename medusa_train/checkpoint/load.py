@@ -1,4 +1,4 @@
-"""Load what `resolve` found: a backbone with its draft heads and its tree, ready to decode."""
+"""Load a model at resolved paths: a backbone with its draft heads and its tree, ready to decode."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LoadedModel:
     tree: Tree | None
 
 
-def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compiled: bool = False) -> LoadedModel:
+def load_with_draft(paths: ModelPaths, dtype: str, *, prepack: bool = True, compiled: bool = False) -> LoadedModel:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
         paths: from `resolve_model`.
         dtype: "float32", "bfloat16" or "float16".
-        pack: on a CPU, prepack weights for oneDNN and choose the attention implementation where that is measured to be
-            faster. Floating-point sums are then rounded in another order.
+        prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where that is measured
+            to be faster. Floating-point sums are then rounded in another order.
         compiled: compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
 
     Raises:
@@ -43,7 +43,7 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compile
         backbone = load_base_model(paths, dtype)
     else:
         backbone = _load_merged(paths, paths.adapter, dtype)
-    if pack:
+    if prepack:
         backbone.prepack_weights()
     if compiled:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
@@ -51,7 +51,7 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, pack: bool = True, compile
     if paths.heads is None:
         return LoadedModel(backbone, None, None)
     draft = load_draft(paths.heads, backbone, backbone.dtype)
-    if pack:
+    if prepack:
         draft.prepack()
     return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))
 

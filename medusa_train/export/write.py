@@ -156,7 +156,7 @@ def _merged_directory(paths: ModelPaths) -> Path | None:
 
 
 def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> HeadTensors:
-    """Return heads with an lm_head of their own each, copied from the backbone's where they share it."""
+    """Return heads with one lm_head each, copied from the backbone's where they share it."""
     if not heads.shared:
         return heads
     exported.facts.append("target format cannot share lm_head: a copy of that lm_head for each head")

@@ -297,7 +297,7 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     _take_own_device()
     paths = resolve_model_paths(cfg)
     # float32 is chosen where the answers must be the same on other machines; whether to prepack is measured on this one
-    subject = load_with_draft(paths, dtype, pack=dtype != "float32")
+    subject = load_with_draft(paths, dtype, prepack=dtype != "float32")
     return HFEngine(
         subject.backbone,
         temperature=cfg.temperature,

@@ -24,12 +24,12 @@ KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
 
 def draft(*, share: bool, dtype: torch.dtype = torch.float32) -> MedusaDraft:
     backbone = random_backbone("llama", dtype=dtype)
-    made = MedusaDraft.from_backbone(backbone, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT)
+    original = MedusaDraft.from_backbone(backbone, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT)
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in original.parameters():
             parameter.normal_(0, 0.1)
-    return made
+    return original
 
 
 def reduced(**more: Tensor | None) -> dict[str, Tensor]:
@@ -42,22 +42,22 @@ def reduced(**more: Tensor | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [False, True])
 def test_saved_and_loaded_they_are_the_same(tmp_path: Path, share: bool, dtype: torch.dtype) -> None:
-    made, backbone = draft(share=share, dtype=dtype), random_backbone("llama", dtype=dtype)
-    save_draft(made, tmp_path, "m")
+    original, backbone = draft(share=share, dtype=dtype), random_backbone("llama", dtype=dtype)
+    save_draft(original, tmp_path, "m")
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["medusa_vocab_size"], config["vocab_size"]) == (8, 61)
     again = load_draft(tmp_path, backbone)
     assert isinstance(again, MedusaDraft)
-    assert same(again.state_dict(), made.state_dict())
-    assert again.settings == made.settings
+    assert same(again.state_dict(), original.state_dict())
+    assert again.settings == original.settings
     states = torch.randn(4, backbone.hidden_size).to(dtype)
-    assert torch.equal(again.head_logits(states, 3), made.head_logits(states, 3))
+    assert torch.equal(again.head_logits(states, 3), original.head_logits(states, 3))
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None:
-    made, backbone = draft(share=share), random_backbone("llama", dtype=torch.float32)
-    heads = read_heads(save_draft(made, tmp_path / "ours", "m"))
+    original, backbone = draft(share=share), random_backbone("llama", dtype=torch.float32)
+    heads = read_heads(save_draft(original, tmp_path / "ours", "m"))
     write_vllm(heads, tmp_path / "vllm", backbone.output_embeddings.weight if share else None)
     tensors = load_file(tmp_path / "vllm" / "model.safetensors")
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
@@ -114,6 +114,6 @@ def test_nobody_guesses_how_many_tokens_there_are() -> None:
 
 
 def test_heads_for_more_tokens_than_the_backbone_has_are_refused(tmp_path: Path) -> None:
-    made = MedusaDraft(32, 90, 2, token_map=torch.tensor([3, 80]))
+    original = MedusaDraft(32, 90, 2, token_map=torch.tensor([3, 80]))
     with pytest.raises(CheckpointError, match="a vocabulary of 90"):
-        load_draft(save_draft(made, tmp_path, "m"), random_backbone("llama"))
+        load_draft(save_draft(original, tmp_path, "m"), random_backbone("llama"))

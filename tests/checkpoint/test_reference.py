@@ -30,9 +30,9 @@ def reference(heads: int = 3, blocks: int = 2, *, bias: bool = False, same: bool
 @pytest.mark.parametrize(("heads", "blocks", "bias"), [(1, 0, False), (5, 1, False), (3, 2, True), (12, 3, False)])
 def test_there_and_back(heads: int, blocks: int, bias: bool) -> None:
     tensors = reference(heads, blocks, bias=bias)
-    found = from_reference(tensors)
-    assert (found.num_heads, found.num_layers, found.hidden_size, found.vocab_size) == (heads, blocks, D, V)
-    again = to_reference(found.state, found.num_layers)
+    parsed = from_reference(tensors)
+    assert (parsed.num_heads, parsed.num_layers, parsed.hidden_size, parsed.vocab_size) == (heads, blocks, D, V)
+    again = to_reference(parsed.state, parsed.num_layers)
     assert set(again) == set(tensors)
     assert all(again[name] is tensors[name] for name in tensors)
 
@@ -78,10 +78,10 @@ def test_heads_without_a_matrix_of_their_own_share_the_backbone_s() -> None:
     tensors = reference()
     for i in range(3):
         del tensors[f"{i}.2.weight"]
-    found = from_reference(tensors)
-    assert found.shared
-    assert (found.num_heads, found.num_layers, found.hidden_size, found.vocab_size) == (3, 2, D, None)
-    assert to_reference(found.state, 2) == tensors
+    parsed = from_reference(tensors)
+    assert parsed.shared
+    assert (parsed.num_heads, parsed.num_layers, parsed.hidden_size, parsed.vocab_size) == (3, 2, D, None)
+    assert to_reference(parsed.state, 2) == tensors
     tensors["0.2.weight"] = torch.zeros(V, D)  # one of three: neither the one layout nor the other
     with pytest.raises(CheckpointError):
         from_reference(tensors)

@@ -88,10 +88,10 @@ def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
     again = read_heads(write_vllm(heads, tmp_path, lm_head))
     assert again.shared
     assert same(to_reference(again.state, 1), tensors)
-    own = copy_lm_head(heads, lm_head, None)
-    assert not own.shared
-    assert set(to_reference(own.state, 1)) == set(reference_tensors(3, 1))
-    assert loader_problems(*to_vllm(own)) == []
+    copied = copy_lm_head(heads, lm_head, None)
+    assert not copied.shared
+    assert set(to_reference(copied.state, 1)) == set(reference_tensors(3, 1))
+    assert loader_problems(*to_vllm(copied)) == []
 
 
 def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

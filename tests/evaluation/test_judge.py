@@ -104,7 +104,7 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_
     grades = {"Rose.": "[[4]]", "4": "Right. [[10]]"}
     server.reply = lambda body, number: says(grades.get(body["messages"][1]["content"].split("\n")[-1], "[[7]]"))
     path = tmp_path / "model_judgment" / "judge-1_single.jsonl"
-    found = grade(records(), QUESTIONS, "mine", judge(server), path)
+    grades = grade(records(), QUESTIONS, "mine", judge(server), path)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     keys = {"question_id", "model", "judge", "user_prompt", "judgment", "score", "turn", "tstamp"}
     assert all(set(line) == keys for line in lines)
@@ -114,7 +114,7 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_
         (111, 1): 10.0,
     }
     assert lines[0]["judge"] == ["judge-1", PROMPT_NAME]
-    summary = found.summary()
+    summary = grades.summary()
     assert summary["score"] == 7.0
     assert summary["turns"] == {"1": 8.5, "2": 4.0}
     assert summary["categories"] == {"writing": 5.5, "math": 10.0}
@@ -156,9 +156,9 @@ def test_a_reply_without_text_has_no_grade(server: Server) -> None:
 def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body, number: (400, {"error": "no"}, {}) if "2 + 2" in str(body) else says("[[6]]")
     path = tmp_path / "j.jsonl"
-    found = grade(records(), QUESTIONS, "mine", judge(server), path)
-    assert found.summary()["failed"] == 1
-    assert "400" in found.summary()["reason"]
+    grades = grade(records(), QUESTIONS, "mine", judge(server), path)
+    assert grades.summary()["failed"] == 1
+    assert "400" in grades.summary()["reason"]
     server.reply = lambda body, number: (401, {"error": "who are you?"}, {})
     other = tmp_path / "other.jsonl"
     assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1).summary()["failed"] == 3

@@ -103,9 +103,9 @@ def test_a_second_report_replaces_the_first_and_leaves_nothing_else(tmp_path: Pa
 
 
 def test_markdown_holds_the_figures_that_have_no_column() -> None:
-    made = records()
-    made[0].trace = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
-    text = markdown(Report.from_records(made, meta()))
+    traced = records()
+    traced[0].trace = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
+    text = markdown(Report.from_records(traced, meta()))
     assert "- plain: 4 tokens/s, speedup 1.50x, 2/2 answers equal to plain ones" in text
     assert "CTAR(w), steps that accepted at least w draft tokens: 1: 50.0%, 2: 50.0%, 3: 50.0%" in text
     assert "head 1: 60.0% / 80.0%, head 2: 75.0% / 100.0%" in text
@@ -153,8 +153,8 @@ def test_quality_is_said_plainly() -> None:
 def test_what_joint_training_did_to_the_backbone_is_said() -> None:
     joint = {"tokens": 900, "perplexity_before": 8.0, "perplexity_after": 8.2, "kl": 0.0213}
     text = markdown(Report.from_records(records(), meta(), extra={"joint": joint}))
-    said = "perplexity 8.200 after joint training, 8.000 before (+2.5%), KL 0.0213 nats per token; not judged."
-    assert said in text
+    expected = "perplexity 8.200 after joint training, 8.000 before (+2.5%), KL 0.0213 nats per token; not judged."
+    assert expected in text
 
 
 def test_markdown_holds_a_well_formed_table_with_the_overall_row_last() -> None:

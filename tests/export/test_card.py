@@ -52,15 +52,15 @@ def test_hub_names_stand_in_the_header(make_run: Callable[..., Path], tmp_path: 
     assert "## Licence\n\napache-2.0" in body
 
 
-@pytest.mark.parametrize(("text", "found"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")])
+@pytest.mark.parametrize(("text", "expected"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")])
 def test_a_local_base_model_s_licence_is_taken_over(
-    make_run: Callable[..., Path], tmp_path: Path, text: str, found: str
+    make_run: Callable[..., Path], tmp_path: Path, text: str, expected: str
 ) -> None:
     base = tmp_path / "base"
     base.mkdir()
     (base / "README.md").write_text(text)
     header, _ = card(make_run(base_model=str(base)))
-    assert header["license"] == found
+    assert header["license"] == expected
 
 
 def test_heads_of_unknown_making_get_a_card_too(make_run: Callable[..., Path], tmp_path: Path) -> None:

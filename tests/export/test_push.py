@@ -1,4 +1,4 @@
-"""Uploads: what is asked of the hub's client, and what is said when it refuses."""
+"""Uploads: requests to the hub's client, and errors when it refuses."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_no_network_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         push(tmp_path, "me/x", private=True)
 
 
-@pytest.mark.parametrize(("base", "found"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
-def test_a_backbone_that_only_this_machine_has_is_found(tmp_path: Path, base: str | None, found: str | None) -> None:
+@pytest.mark.parametrize(("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
+def test_a_backbone_that_only_this_machine_has_is_found(tmp_path: Path, base: str | None, expected: str | None) -> None:
     assert local_base_model(tmp_path) is None  # a merged backbone names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    assert local_base_model(tmp_path) == found
+    assert local_base_model(tmp_path) == expected

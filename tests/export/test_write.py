@@ -1,4 +1,4 @@
-"""Exports of a run, layout by layout: what is in the files, who can read them back, what is said."""
+"""Exports of a run, layout by layout: files, reading them back, warnings."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[...
     run = make_run()
     done = export_run(resolve_model(str(run), None, None), "trtllm")
     config = json.loads((done.target / "config.json").read_text())
-    own = json.loads((backbone_dir / "config.json").read_text())
-    assert {key: config[key] for key in own} == own
+    config_of_backbone = json.loads((backbone_dir / "config.json").read_text())
+    assert {key: config[key] for key in config_of_backbone} == config_of_backbone
     assert (config["num_medusa_heads"], config["medusa_num_heads"], config["medusa_num_layers"]) == (5, 5, 1)
     assert json.loads((done.target / "medusa_choices.json").read_text()) == [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
     assert any("--medusa_choices" in fact for fact in done.facts)
@@ -111,7 +111,7 @@ def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared
 
 
 @pytest.mark.parametrize(
-    ("to", "made", "words"),
+    ("to", "exported", "words"),
     [
         ("reference", heads(5, 2), ["distinct blocks"]),
         ("tgi", heads(5, 2), []),
@@ -123,7 +123,7 @@ def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared
         ("reference", heads(2, 2, bias=True), ["have a bias", "distinct blocks", "always builds 5 heads"]),
     ],
 )
-def test_what_the_reader_will_not_do_is_said(to: ExportTarget, made: HeadTensors, words: list[str]) -> None:
-    warnings = warnings_for(to, made)
+def test_what_the_reader_will_not_do_is_said(to: ExportTarget, exported: HeadTensors, words: list[str]) -> None:
+    warnings = warnings_for(to, exported)
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
