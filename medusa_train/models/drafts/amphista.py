@@ -1,4 +1,4 @@
-"""Amphista: K heads that read two stages of the state and hear each other, all in one pass; knows no loss, no loop."""
+"""Amphista: K heads over two adaptation layers and a bidirectional block, which draft in one pass."""
 
 from __future__ import annotations
 
@@ -20,66 +20,34 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
-#: The last linear maps of attention and MLP in a decoder layer, at 0 in the beginning: what they add, too, is then 0.
-LAST_MAPS = ("o_proj", "down_proj")
-
-
-class Stacked(NamedTuple):
-    """The weights of all heads as one tensor each, on the parameters' own memory.
-
-    Attributes:
-        mlp: W1 [K, d, d] and b1 [K, d]. unembedding: W2 [K, V, d] and its bias [K, V] or None.
-    """
-
-    mlp: tuple[Tensor, Tensor | None]
-    unembedding: tuple[Tensor, Tensor | None]
-
-
-@dataclass
-class AmphistaState:
-    """What B rows of a decoding loop have committed since the draft looked last.
-
-    Attributes:
-        hidden: [B, m, d], the backbone's states; padding behind a row's own `counts`.
-        following: long [B, m], the token after each of them; after a row's last one comes the root, not known yet.
-        counts: how many of the m positions each row has.
-        caches: keys and values of each adaptation layer up to there.
-        stacked: the weights of all heads' MLPs and unembeddings, [K, ...] each; None where they lie apart.
-        read: whether the layers have read them.
-    """
-
-    hidden: Tensor
-    following: Tensor
-    counts: list[int]
-    caches: list[LayerCache]
-    stacked: Stacked | None
-    read: bool = False
-
 
 class AmphistaDraft(Draft):
-    """K heads over two adaptation layers and a bidirectional block (Amphista, section 3; arXiv 2406.13170).
+    """K heads over two adaptation layers and a bidirectional block (Amphista, Methodology; arXiv 2406.13170).
 
         h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      h: the backbone's state at t, e: of the token at t + 1
-        heads 1 .. K/2: h1    the others: h2                     Eq. 1; rounded down
+        heads 1 .. K/2 (rounded down): h1    the others: h2      Eq. 1
         v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
         p_k = softmax(W2_k u_k)                                  Eq. 6
 
-    The token at t + 1 is the one that the backbone just chose: in decoding the root of the tree, in training the
-    data's. No head sees a later one, so that all K draft in one pass.
+    The token at t + 1 is the one that the backbone just chose: in decoding the root of the tree, in training the data's
+    token. No head reads a later one, so all K heads draft in one pass.
 
-    Not published, and ours: the residual block of Medusa for the MLP, the norm and residual of `AutoEmbedding`, the
-    embeddings brought to a root mean square of 1 (they are several times smaller than the states beside them), and
-    the start: fc = [I, 0], what layers and blocks add is 0, and W2 = a copy of lm_head. So untrained heads give the
-    backbone's own next-token logits to the bit.
+    Choices that the paper does not specify:
+
+    - The MLP is the residual block of Medusa.
+    - `AutoEmbedding` has a norm and a residual.
+    - Embeddings are scaled to a root mean square of 1; they are several times smaller than the states next to them.
+    - Initially fc = [I, 0], layers and blocks add 0, and W2 = a copy of lm_head, so that untrained heads give the
+      backbone's next-token logits exactly.
 
     Args:
-        backbone: whose layers, embeddings and unembedding the draft is made like; it is neither kept nor changed.
+        backbone: the model whose layer class, embeddings and lm_head are used; it is neither kept nor changed.
         num_heads: K.
-        auto_blocks: attention blocks among the heads; 2: the alpha variant (section A.2.3), 0: none, nor positions.
+        auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits the positions.
         adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they read fc[h ; e].
-        sampled_token: without it neither e nor fc: the layers read h and h1 themselves.
-        dtype: of the parameters; by default the backbone's.
+        sampled_token: False omits e and fc: the layers read h and h1.
+        dtype: dtype of the parameters; by default the backbone's.
     """
 
     def __init__(
@@ -99,8 +67,8 @@ class AmphistaDraft(Draft):
         self.sampled_token = sampled_token
         dtype = dtype or backbone.dtype
         self.embedding = backbone.embedding()
-        own, size = backbone.lm_head(), backbone.hidden_size
-        self.softcap, self.scale = own.softcap, own.scale
+        lm_head, size = backbone.lm_head(), backbone.hidden_size
+        self.softcap, self.scale = lm_head.softcap, lm_head.scale
         stages = max(adaptation_layers, 1) if sampled_token else 0
         self.fc = nn.ModuleList(nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages))
         self.layers = nn.ModuleList(
@@ -109,38 +77,38 @@ class AmphistaDraft(Draft):
         self.mlps = StackedLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
-            attention = attention_shape(backbone.config, size)
+            attention = _attention_shape(backbone.config, size)
             self.auto = AutoEmbedding(auto_blocks, num_heads, size, *attention, dtype)
         self.lm_heads = StackedLinears(
-            nn.Linear(size, backbone.vocab_size, bias=own.bias is not None, dtype=dtype) for _ in range(num_heads)
+            nn.Linear(size, backbone.vocab_size, bias=lm_head.bias is not None, dtype=dtype) for _ in range(num_heads)
         )
-        self._begin_as(own)
+        self._init_from(lm_head)
         self.to(backbone.device)
 
     @torch.no_grad()
-    def _begin_as(self, own: LMHead) -> None:
+    def _init_from(self, lm_head: LMHead) -> None:
         for fc in self.fc:
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
         for name, parameter in self.layers.named_parameters():
-            if name.rpartition(".")[0].endswith(LAST_MAPS):
+            if name.rpartition(".")[0].endswith(OUTPUT_PROJECTIONS):
                 nn.init.zeros_(parameter)
         for parameter in self.mlps.parameters():
             nn.init.zeros_(parameter)
         for head in self.lm_heads:
             assert isinstance(head, nn.Linear)
-            head.weight.copy_(own.weight)
-            if own.bias is not None:
-                head.bias.copy_(own.bias)
+            head.weight.copy_(lm_head.weight)
+            if lm_head.bias is not None:
+                head.bias.copy_(lm_head.bias)
 
     @classmethod
     def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> AmphistaDraft:
-        """Untrained heads for `backbone`, on its device; `settings` as the property gives them."""
+        """Create untrained heads for `backbone`, on its device."""
         return cls(backbone, dtype=dtype, **settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `from_backbone` has to be told to make such a draft."""
+        """Keyword arguments of `from_backbone` that recreate these heads."""
         return {
             "num_heads": self.num_heads,
             "auto_blocks": self.auto_blocks,
@@ -153,60 +121,65 @@ class AmphistaDraft(Draft):
         cls, model: Any, *, num_heads: int, auto_blocks: int, adaptation_layers: int, sampled_token: bool
     ) -> int:
         """Per head `d x d` and a copy of lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
-        head = model.get_output_embeddings()
-        d = head.weight.shape[1]
-        heads = num_heads * (d * d + d + sum(p.numel() for p in head.parameters()))
+        lm_head = model.get_output_embeddings()
+        d = lm_head.weight.shape[1]
+        heads = num_heads * (d * d + d + sum(p.numel() for p in lm_head.parameters()))
         layer = sum(p.numel() for p in model.base_model.layers[0].parameters())
         fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
-        attention, head_dim = attention_shape(model.config.get_text_config(), d)
+        attention, head_dim = _attention_shape(model.config.get_text_config(), d)
         auto = num_heads * d + auto_blocks * (4 * d * attention * head_dim + d) if auto_blocks else 0
         return heads + adaptation_layers * layer + fcs + auto
 
+    # Training
+
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
-        following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # a document's last has no target either
+        """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
+        # a document's last position has no next token, but no target either, so any token will do there
+        following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)
         stages = self._stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
-        yield from self._heard(self._vectors(stages)).unbind(-2)
+        yield from self._mix(self._head_vectors(stages)).unbind(-2)
 
     def lm_head(self, k: int) -> LMHead:
-        """Head k's own matrix, with the backbone's logit transform."""
+        """Return head k's W2 with the backbone's logit transform."""
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
         return LMHead(head.weight, head.bias, self.softcap, self.scale)
 
+    # Decoding. The layers read a position only once the token after it is known, so the last one waits for the root.
+
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> AmphistaState:
-        """All positions of the prompts wait to be read, with the tokens behind them."""
+        """Return the state of the prompts, which `propose` will read."""
         caches = [LayerCache(len(lengths), cache.capacity) for _ in self.layers]
-        mlp, unembedding = self.mlps.stacked(), self.lm_heads.stacked()
-        stacked = None if mlp is None or unembedding is None else Stacked(mlp, unembedding)
-        return self._waiting(feats, tokens, [range(length) for length in lengths], caches, stacked)
+        mlp, lm_head = self.mlps.stacked(), self.lm_heads.stacked()
+        stacked = None if mlp is None or lm_head is None else Stacked(mlp, lm_head)
+        return self._unread(feats, tokens, [range(length) for length in lengths], caches, stacked)
 
     def propose(self, state: AmphistaState, roots: Tensor, tree: Tree) -> Proposal:
-        """The best `tree.width` tokens of every head that the tree reads, laid out by rank."""
-        logits = self._orders(self._read(state, roots), state.stacked, tree.max_depth)
+        """Place the top guesses of every head in the tree by rank."""
+        logits = self._head_logits(self._read(state, roots), state.stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         return Proposal(torch.cat([roots[:, None], best[:, tree.candidate_index]], dim=1), tree)
 
     def advance(
         self, state: AmphistaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
     ) -> AmphistaState:
-        """The accepted nodes wait to be read, with their states of this pass."""
+        """Return the state of the accepted nodes, which the next `propose` will read."""
         if not state.read:
             self._read(state, proposal.tokens[:, 0])
-        return self._waiting(feats, proposal.tokens, paths, state.caches, state.stacked)
+        return self._unread(feats, proposal.tokens, paths, state.caches, state.stacked)
 
     def select_rows(self, state: AmphistaState, rows: Sequence[int]) -> AmphistaState:
-        """The states of `rows`."""
-        places = list(rows)
+        """Return the states of `rows`."""
+        index = list(rows)
         return AmphistaState(
-            state.hidden[places],
-            state.following[places],
+            state.hidden[index],
+            state.following[index],
             [state.counts[row] for row in rows],
             [cache.select_rows(rows) for cache in state.caches],
             state.stacked,
         )
 
-    def _waiting(
+    def _unread(
         self,
         feats: Features,
         tokens: Tensor,
@@ -214,16 +187,15 @@ class AmphistaDraft(Draft):
         caches: list[LayerCache],
         stacked: Stacked | None,
     ) -> AmphistaState:
-        """Each row's states at its own nodes of [B, n + 1, d], and the token of the next node as the one behind."""
+        """The state at each row's nodes of [B, n + 1, d], with the token of the next node as the following one."""
         if not self.adaptation_layers:
-            paths = [path[-1:] for path in paths]  # nothing looks at those before
-        following = gather_paths(tokens, [[*path[1:], 0] for path in paths])  # 0 stands where the root will
-        return AmphistaState(
-            gather_paths(feats.hidden, paths), following, [len(path) for path in paths], caches, stacked
-        )
+            paths = [path[-1:] for path in paths]  # without attention earlier positions have no effect
+        following = gather_paths(tokens, [[*path[1:], 0] for path in paths])  # node 0 is replaced by the next root
+        counts = [len(path) for path in paths]
+        return AmphistaState(gather_paths(feats.hidden, paths), following, counts, caches, stacked)
 
     def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
-        """Let the layers read what waits, `roots` being the tokens behind the last; h1 and h2 of these, [B, d]."""
+        """Run the layers over the unread positions, followed by `roots`; return h1 and h2 of the last, [B, d]."""
         rows = torch.arange(len(roots), device=roots.device)
         last = torch.tensor(state.counts, device=roots.device) - 1
         following = state.following.index_put((rows, last), roots)
@@ -233,11 +205,13 @@ class AmphistaDraft(Draft):
         state.read = True
         return [stage[rows, last] for stage in stages]
 
+    # The layers of the formulas above
+
     def _stages(self, hidden: Tensor, following: Tensor, layer: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
-        """h1 and h2 (Eq. 1), [B, T, d] each; one alone where there is no second layer.
+        """h1 and h2 (Eq. 1), [B, T, d] each; a single one where there is no second layer.
 
         Args:
-            hidden: [B, T, d]. following: long [B, T], the token behind each.
+            hidden: [B, T, d]. following: long [B, T], the token after each position.
             layer: runs adaptation layer i, from 0, over [B, T, d].
         """
         dtype = self.lm_heads.get_parameter("0.weight").dtype
@@ -258,80 +232,87 @@ class AmphistaDraft(Draft):
         assert isinstance(layer, DraftLayer)
         return layer
 
-    def _halves(self, stages: Sequence[Tensor]) -> list[Tensor]:
-        """Which stage each head reads."""
+    def _stage_of_heads(self, stages: Sequence[Tensor]) -> list[Tensor]:
+        """The stage that each head reads."""
         half = self.num_heads // 2
         return [stages[0]] * half + [stages[-1]] * (self.num_heads - half)
 
-    def _vectors(self, stages: Sequence[Tensor]) -> Tensor:
+    def _head_vectors(self, stages: Sequence[Tensor]) -> Tensor:
         """v_1 .. v_K (Eq. 2), [..., K, d], of stages [..., d]."""
-        heads = zip(self._halves(stages), self.mlps, strict=True)
+        heads = zip(self._stage_of_heads(stages), self.mlps, strict=True)
         return torch.stack([x + silu(mlp(x)) for x, mlp in heads], dim=-2)
 
-    def _vectors_at_once(self, stages: Sequence[Tensor], stacked: Stacked) -> Tensor:
-        """The same [B, K, d] of stages [B, d] by one product."""
+    def _stacked_head_vectors(self, stages: Sequence[Tensor], stacked: Stacked) -> Tensor:
+        """The same in one product, [B, K, d] of stages [B, d]."""
         weights, biases = stacked.mlp
         assert biases is not None
-        x = torch.stack(self._halves(stages))
+        x = torch.stack(self._stage_of_heads(stages))
         return (x + silu(torch.baddbmm(biases[:, None], x, weights.transpose(1, 2)))).transpose(0, 1)
 
-    def _heard(self, vectors: Tensor) -> Tensor:
-        """u_1 .. u_K (Eq. 3 to 5), [..., K, d] of [..., K, d]."""
+    def _mix(self, vectors: Tensor) -> Tensor:
+        """u_1 .. u_K (Eq. 3 to 5), [..., K, d] -> [..., K, d]."""
         return vectors if self.auto is None else self.auto(vectors)
 
-    def _orders(self, stages: Sequence[Tensor], stacked: Stacked | None, count: int) -> Tensor:
-        """Logits of heads 1..count, [count, B, V] of [B, d], but for soft cap and scale, which keep their order."""
+    def _head_logits(self, stages: Sequence[Tensor], stacked: Stacked | None, count: int) -> Tensor:
+        """Logits of heads 1..count without soft cap and scale, which keep their order: [count, B, V] of [B, d]."""
         if stacked is None:
-            heads = self._heard(self._vectors(stages)).unbind(-2)
+            heads = self._mix(self._head_vectors(stages)).unbind(-2)
             return torch.stack([self.lm_heads[k](heads[k]) for k in range(count)])
-        states = self._heard(self._vectors_at_once(stages, stacked)).transpose(0, 1)  # [K, B, d]
-        weights, biases = stacked.unembedding
+        states = self._mix(self._stacked_head_vectors(stages, stacked)).transpose(0, 1)  # [K, B, d]
+        weights, biases = stacked.lm_heads
         logits = torch.bmm(states[:count], weights[:count].transpose(1, 2))
         return logits if biases is None else logits + biases[:count, None]
 
 
-def attention_shape(config: Any, hidden_size: int) -> tuple[int, int]:
-    """How many attention heads the backbone's layers have, and of which size."""
+#: Output projections of attention and MLP in a decoder layer. Initialised to 0, so that a new layer adds nothing.
+OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
+
+
+class Stacked(NamedTuple):
+    """The weights of all heads as one tensor each, on the parameters' memory.
+
+    Attributes:
+        mlp: W1 [K, d, d] and b1 [K, d]. lm_heads: W2 [K, V, d] and its bias [K, V] or None.
+    """
+
+    mlp: tuple[Tensor, Tensor | None]
+    lm_heads: tuple[Tensor, Tensor | None]
+
+
+@dataclass
+class AmphistaState:
+    """Committed positions of B rows that the adaptation layers have not read yet.
+
+    Attributes:
+        hidden: [B, m, d], the backbone's states, padded after each row's `counts`.
+        following: long [B, m], the token after each position; for a row's last one it is the next root, not known yet.
+        counts: number of positions per row.
+        caches: keys and values of each adaptation layer before these positions.
+        stacked: the weights of all heads; None if they are not stacked in memory.
+        read: whether `propose` has run the layers over these positions.
+    """
+
+    hidden: Tensor
+    following: Tensor
+    counts: list[int]
+    caches: list[LayerCache]
+    stacked: Stacked | None
+    read: bool = False
+
+
+def _attention_shape(config: Any, hidden_size: int) -> tuple[int, int]:
+    """The number of attention heads of the backbone's layers, and their size."""
     heads = config.num_attention_heads
     return heads, getattr(config, "head_dim", None) or hidden_size // heads
 
 
-#: Rows that one launch of a CUDA attention kernel takes: the limit of a grid's second and third side.
-ROWS = 65_535
-
-
-class HeadAttention(nn.Module):
-    """`x + W_o Attention(RMSNorm(x))` over the K vectors of one position, every one seeing all (Amphista, Eq. 5).
-
-    Norm and residual are not published and ours. W_o is 0 at the start, so that the block begins as the identity.
-
-    Args:
-        hidden_size: d. num_attention_heads, head_dim: of the backbone's layers.
-    """
-
-    def __init__(self, hidden_size: int, num_attention_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_attention_heads = num_attention_heads
-        inner = num_attention_heads * head_dim
-        self.norm = nn.RMSNorm(hidden_size, eps=1e-6, dtype=dtype)
-        self.qkv = nn.Linear(hidden_size, 3 * inner, bias=False, dtype=dtype)
-        self.out = nn.Linear(inner, hidden_size, bias=False, dtype=dtype)
-        nn.init.zeros_(self.out.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, K, d] -> [N, K, d]."""
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_attention_heads, -1))  # [N, K, 3, heads, head_dim]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return x + self.out(_attend(q, k, v).transpose(1, 2).flatten(2))
-
-
 class AutoEmbedding(nn.Module):
-    """A learned position per head and one or more blocks of `HeadAttention` (Amphista, section 3.2, Eq. 4 and 5).
+    """A learned position per head and blocks of attention among the heads (Amphista, Auto-embedding, Eq. 4 and 5).
 
-    The positions are 0 at the start (ours): untrained, every vector passes as it is.
+    Positions are initially 0, so that vectors pass unchanged; the paper does not specify their initialisation.
 
     Args:
-        num_blocks: 1; the alpha variant has 2 (section A.2.3). num_heads: K. The others: see `HeadAttention`.
+        num_blocks: 1; the paper's alpha variant has 2. num_heads: K. The others: see `HeadAttention`.
     """
 
     def __init__(
@@ -350,16 +331,45 @@ class AutoEmbedding(nn.Module):
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """The vectors of all heads [..., K, d] -> what their unembeddings read, [..., K, d]."""
+        """[..., K, d] -> [..., K, d]."""
         x = (vectors + self.positions).flatten(0, -3)
         for block in self.blocks:
             x = block(x)
         return x.unflatten(0, vectors.shape[:-2])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of [N, heads, K, head_dim], by pieces that a CUDA kernel takes."""
-    if len(q) <= ROWS:
+class HeadAttention(nn.Module):
+    """`x + W_o Attention(RMSNorm(x))` over the K vectors of one position, without a mask (Amphista, Eq. 5).
+
+    Initially the identity, with W_o = 0. The paper has neither the norm nor the residual.
+
+    Args:
+        hidden_size: d. num_attention_heads, head_dim: of the backbone's layers.
+    """
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_attention_heads = num_attention_heads
+        inner = num_attention_heads * head_dim
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-6, dtype=dtype)
+        self.qkv = nn.Linear(hidden_size, 3 * inner, bias=False, dtype=dtype)
+        self.out = nn.Linear(inner, hidden_size, bias=False, dtype=dtype)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, K, d] -> [N, K, d]."""
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_attention_heads, -1))  # [N, K, 3, heads, head_dim]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return x + self.out(_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+#: Largest batch of a CUDA attention kernel: the limit of the second and third dimension of a CUDA grid.
+MAX_CUDA_BATCH = 65_535
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of [N, heads, K, head_dim], in chunks that CUDA kernels accept."""
+    if len(q) <= MAX_CUDA_BATCH:
         return scaled_dot_product_attention(q, k, v)
-    pieces = zip(q.split(ROWS), k.split(ROWS), v.split(ROWS), strict=True)
-    return torch.cat([scaled_dot_product_attention(*piece) for piece in pieces])
+    chunks = zip(q.split(MAX_CUDA_BATCH), k.split(MAX_CUDA_BATCH), v.split(MAX_CUDA_BATCH), strict=True)
+    return torch.cat([scaled_dot_product_attention(*chunk) for chunk in chunks])
