@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from medusa_train.evaluation.html_report.charts import Bar, Curve, bars, curves, tree_drawing
-from medusa_train.evaluation.html_report.page import document, figure, figures_table
+from medusa_train.evaluation.html_report.layout import document, figure, figures_table
 
 #: Labels of the searches.
 NAMES = {

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from medusa_train.evaluation.html_report.charts import PALETTE, Bar, Curve, bars, curves
-from medusa_train.evaluation.html_report.page import (
+from medusa_train.evaluation.html_report.layout import (
     CTAR_CAPTION,
     SPEEDUP_CAPTION,
     document,

@@ -122,7 +122,7 @@ def test_a_baseline_only_page_has_no_draft() -> None:
 
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
     shown = coloured_text(answer(record(1, "math")))
-    # prefill a | step 1: head 1 <, head 2 i>, own b | step 2: own & | step 3: head 1 space, own c
+    # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1 space, backbone c
     assert shown == "a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c"
     assert coloured_text({"pieces": [], "text": "<x>", "accepted": []}) == "&lt;x&gt;"
 
