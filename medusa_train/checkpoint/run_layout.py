@@ -166,23 +166,26 @@ def _list_checkpoints(out: Path) -> str:
 
 
 def check_inputs(cfg: TrainConfig) -> None:
-    """Check that not several inputs are missing, so that all of them are reported at once.
-
-    A single missing input is left to the code that reads it, which reports it in more detail.
+    """Check that local inputs exist, before torch is imported.
 
     Raises:
-        MedusaError: two or more inputs are missing.
+        MedusaError: inputs are missing; lists all of them.
     """
     missing = missing_inputs(cfg)
-    if len(missing) > 1:
+    if len(missing) == 1:
+        raise MedusaError(missing[0])
+    if missing:
         raise MedusaError(f"{len(missing)} inputs are missing:\n" + "\n".join(f"  {line}" for line in missing))
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
     """List local files and directories of the configuration that do not exist; names of the hub are not checked."""
     missing = []
-    if resolve_path(cfg.base_model) is None and looks_like_path(cfg.base_model):
+    backbone = resolve_path(cfg.base_model)
+    if backbone is None and looks_like_path(cfg.base_model):
         missing.append(f"base_model: {cfg.base_model}: no such directory")
+    elif backbone is not None and not (backbone / "config.json").is_file():
+        missing.append(f"base_model: {cfg.base_model}: not a model directory (no config.json)")
     for entry in cfg.datasets:
         if resolve_path(entry.path) is None and names_a_file(entry.path):
             missing.append(f"datasets: {entry.path}: no such file or directory")

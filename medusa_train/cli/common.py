@@ -1,7 +1,7 @@
-"""What every command does the same way: arguments in, errors and exit codes out. Knows no command, and no torch.
+"""Shared code of all commands: parse arguments, print errors, set exit codes. Does not import torch.
 
-Exit codes: 0 done, 1 failed, 2 usage or configuration, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
-`MEDUSA_DEBUG=1` shows stack traces and what the libraries have to say.
+Exit codes: 0 success, 1 failure, 2 usage or configuration error, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
+`MEDUSA_DEBUG=1` shows stack traces and the libraries' warnings.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ _QUIET = {
 
 
 def error_console() -> Console:
-    """The console for what is not a command's result: errors, notes, progress. Plain text where it is no terminal."""
+    """Return a console on stderr, for errors, notes and progress."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Decorate a command function so that it ends with an exit code instead of a stack trace.
+    """Decorate a command function so that user errors print a message and exit with a code, without a stack trace.
 
-    A `MedusaError` prints "error:" and its message on stderr and exits with its code, Ctrl-C exits 130 (a command
-    that has something to say about it catches KeyboardInterrupt itself and returns 130), SIGTERM 143 where it is
-    handled as Ctrl-C is. An integer that the command returns is the exit code. Other exceptions are bugs and pass
-    through with their trace. The signature stays visible to typer.
+    A `MedusaError` prints "error:" and its message to stderr and exits with its code. KeyboardInterrupt exits with 130,
+    `Terminated` with 143. An integer returned by the command is the exit code. Other exceptions are bugs and propagate.
+    The signature is kept for typer.
     """
 
     @functools.wraps(command)
@@ -67,7 +66,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             print_error("terminated" if isinstance(stopped, Terminated) else "interrupted")
             code = signal_exit_code(stopped)
         except BrokenPipeError:
-            # The reader of our output went away (`medusa-eval ... | head`): nobody is left to tell.
+            # the reader of stdout has exited (`medusa-eval ... | head`)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the interpreter flushes it at exit)
             code = 1
         if code:
@@ -77,21 +76,21 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def print_error(message: str) -> None:
-    """Print `message` on stderr after a red "error:"."""
+    """Print "error: " and `message` to stderr."""
     console = error_console()
     console.print("error: ", style="bold red", end="")
     console.print(message)
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of the libraries that a user can do nothing about. Works only before they are imported."""
+    """Silence warnings of libraries that users cannot act on; must be called before the libraries are imported."""
     if _debugging():
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # loading bars too; no use in a log file
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says which fast kernels it did not find
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also of loading; useless in a log file
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns about kernels that are not installed
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
 
@@ -100,7 +99,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
     """Split `[CONFIG.yaml] [key=value ...]` into the path (or None) and the overrides, in any order.
 
     Raises:
-        ConfigError: more than one argument is no override.
+        ConfigError: more than one argument is not an override.
     """
     overrides: list[str] = []
     paths: list[str] = []
@@ -108,14 +107,14 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
         (overrides if _OVERRIDE.match(argument) else paths).append(argument)
     if len(paths) > 1:
         raise ConfigError(
-            f"one configuration file at a time, got {' and '.join(paths)}; overrides are written key=value, "
-            "without spaces around the ="
+            f"expected one configuration file, got {' and '.join(paths)}; overrides are written key=value, "
+            "without spaces around ="
         )
     return (Path(paths[0]) if paths else None), overrides
 
 
 def read_arguments(cls: type[C], arguments: Iterable[str], *, flags: Mapping[str, object] | None = None) -> C:
-    """Turn `[CONFIG.yaml] [key=value ...]` and `flags` into a configuration, and say which keys were ignored.
+    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`, and print which keys were ignored.
 
     Raises:
         ConfigError: as `load_config` does.
@@ -123,7 +122,7 @@ def read_arguments(cls: type[C], arguments: Iterable[str], *, flags: Mapping[str
     path, overrides = split_arguments(arguments)
     cfg = load_config(cls, path, overrides, flags=flags)
     if cfg.ignored:
-        error_console().print(f"ignored, they change nothing here: {', '.join(cfg.ignored)}", style="dim")
+        error_console().print(f"ignored keys (no effect): {', '.join(cfg.ignored)}", style="dim")
     return cfg
 
 

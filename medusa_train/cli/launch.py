@@ -1,4 +1,4 @@
-"""`medusa-train --num-gpus N`: the command in several processes, by DeepSpeed's own launcher. Knows no training."""
+"""Launch `medusa-train` in several processes with DeepSpeed's launcher, and run it in each of them."""
 
 from __future__ import annotations
 
@@ -24,70 +24,72 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.process_info import ProcessInfo
 
-#: What a run may end with on its own account; a launcher's other codes all mean that it failed.
-_CODES = (0, 1, 2, 130, 143)
+#: Exit codes of medusa-train; any other code of the launcher means failure.
+_EXIT_CODES = (0, 1, 2, 130, 143)
 _MODULE = "medusa_train.cli.train"
 
 
 def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> int:
-    """Start `medusa-train ARGUMENTS` in every process and wait for all of them.
+    """Run `medusa-train ARGUMENTS` in several processes and wait for them.
 
-    The processes are in a session of their own, so that Ctrl-C reaches this process alone, which hands it (and
-    SIGTERM) to each of them once: they save together. Where they run on other machines, it ends them through the
+    The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and SIGTERM) to each
+    training process once, so that they save a checkpoint together. Processes on other machines are ended through the
     launcher.
 
     Args:
-        arguments: of the command, but for those that made it come here.
-        num_gpus: processes on each machine (on machines without GPUs too). hostfile: `HOST slots=N` lines.
+        arguments: command-line arguments without `--num-gpus` and `--hostfile`.
+        num_gpus: number of processes per machine, also on machines without GPUs.
+        hostfile: file of `HOST slots=N` lines.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigError: the number is too small, or there is no such file. MedusaError: DeepSpeed is not installed.
+        ConfigError: `num_gpus` is less than 1, or `hostfile` does not exist.
+        MedusaError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise MedusaError("several processes need DeepSpeed, which is not installed: pip install deepspeed")
+        raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")
     command = launcher_command(arguments, num_gpus, hostfile)
     import torch
 
     environment = {"DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu", **os.environ}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
-    with _handing_on(process, remote=hostfile is not None):
+    with _forward_signals(process, remote=hostfile is not None):
         code = process.wait()
-    return code if code in _CODES else 1
+    return code if code in _EXIT_CODES else 1
 
 
 def launcher_command(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> list[str]:
-    """Write DeepSpeed's command line for `launch`."""
+    """Return the command line of DeepSpeed's launcher for `launch`; raises ConfigError as `launch` does."""
     if num_gpus is not None and num_gpus < 1:
-        raise ConfigError(f"--num-gpus: needs at least one process, got {num_gpus}")
+        raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
     if hostfile is not None and not hostfile.is_file():
-        raise ConfigError(f"--hostfile: {hostfile}: no such file; it names one machine per line, `HOST slots=GPUS`")
-    where = [f"--num_gpus={num_gpus}"] if num_gpus is not None else []
+        raise ConfigError(f"--hostfile: {hostfile}: no such file; expected one machine per line, `HOST slots=GPUS`")
+    options = [f"--num_gpus={num_gpus}"] if num_gpus is not None else []
     if hostfile is None:
-        # without one DeepSpeed looks for /job/hostfile; the port is free now, and a second run gets another
-        where += ["--hostfile=/dev/null", f"--master_port={_free_port()}"]
+        # DeepSpeed's default is /job/hostfile; a free port lets several runs share a machine
+        options += ["--hostfile=/dev/null", f"--master_port={_free_port()}"]
     else:
-        where.append(f"--hostfile={hostfile}")
-    quiet = ["--no_local_rank", "--log_level=critical"]
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *where, *quiet, "--module", _MODULE, *arguments]
+        options.append(f"--hostfile={hostfile}")
+    options += ["--no_local_rank", "--log_level=critical"]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", _MODULE, *arguments]
 
 
 @contextlib.contextmanager
-def _handing_on(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[None]:
-    """Within: signals go to the training processes, not to the launchers, which would kill them."""
+def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[None]:
+    """Forward SIGINT and SIGTERM to the training processes; the launcher would kill them instead."""
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         training = [] if remote else _training_processes(process.pid)
         for pid in training:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if not training:  # elsewhere, or only being started: the launcher ends them
+        if not training:  # on other machines, or not started yet: the launcher ends them
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -96,17 +98,17 @@ def _handing_on(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[N
 
 
 def _training_processes(launcher: int) -> list[int]:
-    """The processes below the launcher that train."""
-    import psutil  # comes with DeepSpeed
+    """Return the ids of the training processes among the launcher's descendants."""
+    import psutil  # a dependency of DeepSpeed
 
-    found = []
-    with contextlib.suppress(psutil.Error):  # it has ended
+    pids = []
+    with contextlib.suppress(psutil.Error):  # the launcher has exited
         for child in psutil.Process(launcher).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # this one has
+            with contextlib.suppress(psutil.Error):  # the child has exited
                 line = child.cmdline()
                 if _MODULE in line and "deepspeed.launcher.launch" not in line:
-                    found.append(child.pid)
-    return found
+                    pids.append(child.pid)
+    return pids
 
 
 def _free_port() -> int:
@@ -116,67 +118,67 @@ def _free_port() -> int:
         return port
 
 
-def start_all(
+def check_and_launch(
     arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int | None, hostfile: Path | None
 ) -> int:
-    """Start the command in several processes, once its configuration is known to be good; return the exit code."""
+    """Check the configuration, then run the command in several processes; return the exit code."""
     path, overrides = split_arguments(arguments)
     cfg = load_config(TrainConfig, path, overrides, flags=flags)
     check_output_dir(cfg)
     check_inputs(cfg)
-    again = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
-    return launch([*arguments, *again], num_gpus, hostfile)
+    overrides_of_flags = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    return launch([*arguments, *overrides_of_flags], num_gpus, hostfile)
 
 
-def follow(place: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
-    """Be any process but the first: silent, unless it fails where the others did not."""
+def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
+    """Train as a process of rank 1 or above: without output, except for errors of this process alone."""
     path, overrides = split_arguments(arguments)
     try:
         cfg = load_config(TrainConfig, path, overrides, flags=flags)
     except ConfigError as error:
-        if place.local_rank == 0:  # another machine, which may hold another file
+        if process.local_rank == 0:  # the configuration may be different on this machine
             raise
         return error.exit_code
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    nowhere = Console(quiet=True)
-    return train_with_others(place, cfg, nowhere, nowhere)
+    quiet = Console(quiet=True)
+    return train_distributed(process, cfg, quiet, quiet)
 
 
-def train_with_others(place: ProcessInfo, cfg: TrainConfig, console: Console, results: Console) -> int:
-    """Meet the other processes and train with them; return the exit code.
+def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, results: Console) -> int:
+    """Join the process group and train; return the exit code.
 
-    One process's failure ends all: it says what was wrong; the others end because they can't go on without it.
+    If one process fails, it reports the error and the others exit as well.
     """
     from medusa_train.training.distributed import PeerError, init_distributed, is_lost_peer
 
     try:
-        world = init_distributed(place)
+        world = init_distributed(process)
         from medusa_train.training.run import train
 
         code = train(cfg, console, results, world)
         world.destroy()
         if code:
-            _end_now(code)
+            _exit_now(code)
         return code
     except PeerError as error:
         return error.exit_code
     except MedusaError as error:
-        if place.rank == 0:
+        if process.rank == 0:
             raise
-        print_error(f"process {place.rank} of {place.size}: {error}")
+        print_error(f"process {process.rank} of {process.size}: {error}")
         return error.exit_code
     except Exception as error:
         if not is_lost_peer(error):
             raise
-        if place.rank == 0:
-            print_error("another process has ended, and training can't go on without it")
+        if process.rank == 0:
+            print_error("another process exited, so training cannot continue")
         return 1
 
 
-def _end_now(code: int) -> NoReturn:
-    """End a stopped process, which has saved and said all, with the others and not some time after them.
+def _exit_now(code: int) -> NoReturn:
+    """Exit without cleanup after an interrupted run has saved.
 
-    The launcher kills who is still cleaning up when the first one has gone, and takes that for a failure.
+    The launcher kills processes that are still cleaning up when the first one has exited, and reports a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler")
 
 
-def test_the_command_goes_on_in_every_process():
+def test_the_command_line_of_the_launcher():
     command = launcher_command(["a.yaml", "seed=1"], 4, None)
     assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
     assert "--num_gpus=4" in command

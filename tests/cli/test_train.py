@@ -24,7 +24,7 @@ def config_file(tmp_path):
     return path
 
 
-def test_help_teaches():
+def test_help_names_keys_examples_and_exit_codes():
     result = run("--help")
     assert result.exit_code == 0
     for word in ("base_model", "datasets", "key=value", "tree.json", "configs/tiny_m1.yaml", "Exit codes"):
@@ -49,14 +49,14 @@ def test_mistakes_in_the_configuration_exit_2_and_load_no_torch(config_file):
     assert "Traceback" not in done.stderr
 
 
-def test_first_lines_say_what_is_trained_on_what(config_file, tmp_path):
+def test_the_first_lines_name_draft_backbone_data_and_output(config_file, tmp_path):
     result = run(config_file)
-    assert f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, backbone frozen" in result.output
-    assert f"from {tmp_path / 'absent.jsonl'} into {tmp_path / 'run'}" in result.output
+    assert f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, frozen backbone" in result.output
+    assert f"data: {tmp_path / 'absent.jsonl'}; output: {tmp_path / 'run'}" in result.output
 
 
 @pytest.mark.parametrize("flags", [(), ("--inspect",), ("--num-gpus", "2")])
-def test_everything_that_is_missing_is_told_at_once_and_before_torch(config_file, tmp_path, flags):
+def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, tmp_path, flags):
     arguments = [str(config_file), "deepspeed=absent/z.json", f"lora_model_dir={tmp_path / 'absent-run'}", *flags]
     code = (
         "import sys\n"
@@ -78,12 +78,13 @@ def test_everything_that_is_missing_is_told_at_once_and_before_torch(config_file
     assert not (tmp_path / "run").exists()
 
 
-def test_a_single_missing_input_is_told_by_who_reads_it(config_file, tmp_path):
+def test_a_single_missing_input_is_reported(config_file, tmp_path):
     (tmp_path / "absent.jsonl").touch()
     result = run(config_file)
     assert result.exit_code == 1
-    assert f"base_model {tmp_path / 'absent-model'}: no such directory" in result.output
-    assert "inputs are missing" not in result.output
+    assert result.output.endswith(f"error: base_model: {tmp_path / 'absent-model'}: no such directory\n")
+    (tmp_path / "absent-model").mkdir()
+    assert "absent-model: not a model directory (no config.json)" in run(config_file).output
 
 
 def test_an_earlier_run_is_refused_before_anything_loads(config_file, tmp_path):
