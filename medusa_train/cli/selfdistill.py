@@ -1,4 +1,4 @@
-"""`medusa-selfdistill`: a model answers seed prompts, for training on its own words. Thin: see `selfdistill`."""
+"""The `medusa-selfdistill` command."""
 
 from __future__ import annotations
 
@@ -17,39 +17,61 @@ if TYPE_CHECKING:
     from medusa_train.selfdistill.run import RunStats
     from medusa_train.selfdistill.select_prompts import Shard
 
-EMBEDDED = "data/tiny"
+EMBEDDED_MODEL = "data/tiny"
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+HELP = """
+Generate training data: a model answers the user turns of existing conversations. Draft heads are trained on the
+model's answers, because these are what they predict when the model is served.
+
+[bold]CONFIG.yaml[/bold] contains flat keys; [bold]key=value[/bold] overrides one of them. docs/configuration.md
+describes every key. The output is a JSONL file of OpenAI messages for medusa-train (type: messages). Running the same
+command again resumes an interrupted run.
+
+[bold]Examples[/bold]
+
+  medusa-selfdistill --prompts chats.jsonl --model models/mine --output data/mine.jsonl
+
+  medusa-selfdistill --prompts sharegpt --model NAME --server-url http://localhost:8000/v1
+
+  medusa-selfdistill --prompts chats.jsonl --model models/mine --dry-run
+"""
 
 
-@app.command()
+@app.command(help=HELP)
 @run_command
 def selfdistill(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
-    seed: Annotated[
-        str | None, typer.Option(help="Prompts (seed_dataset): tiny, sharegpt, ultrachat, a file, a hub name.")
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            "--seed",
+            help="Prompts (key seed_dataset): tiny, sharegpt, ultrachat, a file or a hub dataset.",
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Who answers (base_model); default: data/tiny.")] = None,
-    server_url: Annotated[str | None, typer.Option(help="Ask this server, http://HOST:PORT/v1, instead.")] = None,
-    output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/SEED.jsonl.")] = None,
-    mode: Annotated[str | None, typer.Option(help="replay (the user's turns are fed in) or selftalk.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling; 0: greedy.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
-    chat_template: Annotated[str | None, typer.Option(help="By name; default: the tokenizer's own.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model (key base_model); default: data/tiny.")] = None,
+    server_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1.")] = None,
+    output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/PROMPTS.jsonl.")] = None,
+    mode: Annotated[str | None, typer.Option(help="replay (answer the user's turns) or selftalk.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of an answer in tokens.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Name of a template; default: the tokenizer's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many conversations.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N conversations.")] = None,
     shard: Annotated[
-        str | None, typer.Option(help="Answer part i of n only, as i/n; default: by torchrun's or DeepSpeed's rank.")
+        str | None, typer.Option(help="Process part i of n, as i/n; default: the rank set by torchrun or DeepSpeed.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Join the outputs of all shards into one.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the first prompts; ask nobody.")] = False,
-    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,  # DeepSpeed's launcher passes it
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the outputs of all shards, then exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the first prompts, then exit.")] = False,
+    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,  # passed by DeepSpeed's launcher
 ) -> int:
-    """Feed the user's turns of seed conversations to a model and keep its own answers as training data."""
+    """Load the configuration and the prompts, then generate, merge or preview."""
     flags = {
-        "seed_dataset": seed,
+        "seed_dataset": prompts,
         "base_model": model,
         "server_url": server_url,
         "output": output,
@@ -63,78 +85,80 @@ def selfdistill(
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
     from medusa_train.selfdistill.output import shard_output
-    from medusa_train.selfdistill.run import load_prompts, output_path, resolve_shard
+    from medusa_train.selfdistill.run import load_prompts, output_path, resolve_model_paths, resolve_shard
 
     part = resolve_shard(shard)
-    # Of several processes one terminal shows the first; errors and interruptions all tell.
+    # of several processes only the first prints to stdout; errors are printed by all
     console = Console(quiet=shard is None and part is not None and part.index > 1)
     out = output_path(cfg)
-    console.print(_first_line(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
-    seeds, left_out = load_prompts(cfg, error_console().print)
-    if left_out:
-        said = ", ".join(f"{count} {why}" for why, count in sorted(left_out.items()))
-        console.print(f"seeds left out: {said}", highlight=False)
-    if dry_run:
-        return _show(cfg, seeds, console)
+    console.print(headline(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
+    selected, skipped = load_prompts(cfg, error_console().print)
+    if skipped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        console.print(f"skipped prompts: {reasons}", highlight=False)
     if merge:
-        return _merge(cfg, seeds, out, console)
-    return _answer(cfg, seeds, out, part, console)
+        return _merge(cfg, selected, out, console)
+    if cfg.engine == "local":
+        resolve_model_paths(cfg)  # reports a wrong path before torch is imported
+    if dry_run:
+        return _preview(cfg, selected, console)
+    return _generate(cfg, selected, out, part, console)
 
 
-def _first_line(cfg: SelfDistillConfig, out: Path) -> str:
-    """What was taken, defaults included."""
+def headline(cfg: SelfDistillConfig, out: Path) -> str:
+    """Return the first line of the output: model, prompts and output file, defaults included."""
     from medusa_train.selfdistill.run import model_name
 
-    who = cfg.base_model or model_name(cfg)
+    model = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
-        who += f" at {cfg.server_url}"
-    elif who == EMBEDDED:
-        who += " (the embedded tiny backbone)"
+        model += f" at {cfg.server_url}"
+    elif model == EMBEDDED_MODEL:
+        model += " (the embedded tiny backbone)"
     if cfg.heads is not None:
-        who += f" with the heads of {cfg.heads}"
-    return f"medusa-selfdistill: model {who}, seeds {cfg.seed_dataset}; output {out}"
+        model += f" with the heads of {cfg.heads}"
+    return f"medusa-selfdistill: model {model}, prompts {cfg.seed_dataset}; output {out}"
 
 
-def _answer(cfg: SelfDistillConfig, seeds: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
-    """Answer the seeds of this process, or those that are left of them."""
+def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
+    """Answer the prompts of this process that are not in the output yet."""
     from medusa_train.selfdistill.output import OutputWriter, shard_output
     from medusa_train.selfdistill.run import output_settings, resolve_dtype
 
-    mine = seeds if part is None else [seed for seed in seeds if part.holds(seed)]
+    if part is not None:
+        prompts = [prompt for prompt in prompts if part.holds(prompt)]
     target = shard_output(out, part)
     dtype = resolve_dtype(cfg)
     with OutputWriter(target, output_settings(cfg, dtype)) as writer:
         if writer.done:
-            said = f"{target} holds {len(writer.done)} conversations already; going on"
-            console.print(said, highlight=False, soft_wrap=True)
-        if all(seed.id in writer.done for seed in mine):  # before a model is loaded for nothing
-            console.print(f"nothing is left to do: {target} is complete", highlight=False, soft_wrap=True)
+            console.print(f"{target}: resuming after {len(writer.done)} conversations", highlight=False, soft_wrap=True)
+        if all(prompt.id in writer.done for prompt in prompts):  # before a model is loaded
+            console.print(f"{target} is complete, nothing to do", highlight=False, soft_wrap=True)
             return 0
-        stats = _run(cfg, mine, dtype, writer, console)
+        stats = _run(cfg, prompts, dtype, writer, console)
     if stats is None:
-        error_console().print(f"interrupted; the same command goes on with {target}")
+        error_console().print(f"interrupted; run the same command again to resume {target}")
         return EXIT_INTERRUPTED
     console.print(f"output: {target}", highlight=False, soft_wrap=True)
     if part is not None:
-        console.print(f"the same command with --merge joins all {part.count} shards", highlight=False)
+        console.print(f"run the same command with --merge to merge all {part.count} shards", highlight=False)
     return 0
 
 
 def _run(
-    cfg: SelfDistillConfig, seeds: list[Prompt], dtype: str | None, writer: OutputWriter, console: Console
+    cfg: SelfDistillConfig, prompts: list[Prompt], dtype: str | None, writer: OutputWriter, console: Console
 ) -> RunStats | None:
-    """Answer the seeds behind a progress bar and print the figures; None when the user interrupts."""
+    """Answer `prompts` with a progress bar and print the statistics; None if the user interrupts."""
     from medusa_train.progress import RunProgress
     from medusa_train.selfdistill.preview import describe, summary
     from medusa_train.selfdistill.run import build_mode, distill, open_engine, record_metadata
 
     engine = open_engine(cfg, dtype)
     try:
-        earlier = sum(seed.id in writer.done for seed in seeds)
-        phase = RunProgress(console).phase("conversations", len(seeds), completed=earlier, transient=False)
+        done = sum(prompt.id in writer.done for prompt in prompts)
+        phase = RunProgress(console).phase("conversations", len(prompts), completed=done, transient=False)
         with phase:
             stats = distill(
-                seeds,
+                prompts,
                 engine,
                 writer,
                 mode=build_mode(cfg),
@@ -149,37 +173,37 @@ def _run(
     return stats
 
 
-def _merge(cfg: SelfDistillConfig, seeds: list[Prompt], out: Path, console: Console) -> int:
-    """Join the shards beside `out`."""
+def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:
+    """Merge the outputs of all shards into `out`."""
     from medusa_train.selfdistill.output import merge
     from medusa_train.selfdistill.run import output_settings, resolve_dtype
 
-    merged = merge(out, output_settings(cfg, resolve_dtype(cfg)), [seed.id for seed in seeds])
+    merged = merge(out, output_settings(cfg, resolve_dtype(cfg)), [prompt.id for prompt in prompts])
     console.print(
-        f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped whole",
+        f"{out}: {merged.conversations:,} conversations from {merged.parts} files, {merged.dropped:,} dropped",
         highlight=False,
         soft_wrap=True,
     )
     if merged.missing:
         error_console().print(
-            f"{merged.missing:,} seeds are not answered yet; the same command without --merge goes on with them"
+            f"{merged.missing:,} prompts are not answered yet; run the same command without --merge to answer them"
         )
     return 0
 
 
-def _show(cfg: SelfDistillConfig, seeds: list[Prompt], console: Console) -> int:
-    """The first prompts as the model, or the server, would get them."""
+def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) -> int:
+    """Print the first prompts as the model or the server would receive them."""
     from medusa_train.selfdistill.preview import preview
 
-    console.print(f"{len(seeds):,} seeds; nothing is asked and nothing is written", highlight=False)
-    for title, text in preview(cfg, seeds):
+    console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written", highlight=False)
+    for title, text in preview(cfg, prompts):
         console.rule(title, align="left")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command."""
     app()
 
 

@@ -41,13 +41,13 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     result = runner.invoke(app, [*flags, "--limit", "2"])
     assert result.exit_code == 0, result.output
     out = at_work / "runs" / "selfdistill" / "mine.jsonl"
-    assert "model backbone, seeds mine.jsonl; output runs/selfdistill/mine.jsonl" in result.output.splitlines()[0]
+    assert "model backbone, prompts mine.jsonl; output runs/selfdistill/mine.jsonl" in result.output.splitlines()[0]
     two = out.read_text(encoding="utf-8")
     assert [json.loads(line)["id"] for line in two.splitlines()] == ["s0", "s1"]
 
     result = runner.invoke(app, flags)
     assert result.exit_code == 0, result.output
-    assert "holds 2 conversations already" in result.output
+    assert "resuming after 2 conversations" in result.output
     assert out.read_text(encoding="utf-8").startswith(two)
     last = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
     assert last["model"] == "backbone"
@@ -72,7 +72,7 @@ def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch
     monkeypatch.setattr("medusa_train.selfdistill.run.open_engine", None)
     result = runner.invoke(app, flags)
     assert result.exit_code == 0, result.output
-    assert "nothing is left to do: whole.jsonl is complete" in result.output
+    assert "whole.jsonl is complete, nothing to do" in result.output
 
 
 def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
@@ -84,7 +84,7 @@ def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
     result = runner.invoke(app, [*flags, "skip_bad_records=true"])
     assert result.exit_code == 0, result.output
     assert "bad.jsonl:2: the turns must be a list" in result.output
-    assert "seeds left out: 1 broken" in result.output
+    assert "skipped prompts: 1 broken" in result.output
 
 
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
@@ -106,7 +106,7 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
     monkeypatch.setattr(seed_sets, "fetch_dataset_file", lambda repo, filename: None)
     result = runner.invoke(app, ["--seed", "sharegpt"])
     assert result.exit_code == 1
-    assert "data/tiny (the embedded tiny backbone), seeds sharegpt" in result.output.splitlines()[0]
+    assert "data/tiny (the embedded tiny backbone), prompts sharegpt" in result.output.splitlines()[0]
     assert "put it at data/seeds/sharegpt.json" in " ".join(result.output.split())
     assert not (at_work / "runs" / "selfdistill" / "sharegpt.jsonl").exists()
 
@@ -118,7 +118,7 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["--seed", "mine.jsonl", "--shard", "3/2"], 2, "expected i/n"),
         (["--seed", "mine.jsonl", "engine=openai"], 2, "set server_url, for example"),
         (["--seed", "mine.jsonl", "--server-url", "http://127.0.0.1:1/v1"], 2, "set base_model to the name"),
-        (["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"], 2, "selftalk needs engine: local"),
+        (["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"], 2, "selftalk requires engine: local"),
         (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
         (["--seed", "absent.jsonl"], 1, "no such file, and no seed set of that name"),
         (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
@@ -148,7 +148,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pyt
     flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT]
     result = runner.invoke(app, flags)
     assert result.exit_code == 130
-    assert "the same command goes on" in result.output
+    assert "run the same command again" in result.output
     assert len((at_work / "cut.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
@@ -158,9 +158,9 @@ def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: p
     result = runner.invoke(app, [*flags, "--output", "many.jsonl", "--shard", "1/2"])
     assert result.exit_code == 0, result.output
     assert "many.shard-1-of-2.jsonl" in result.output
-    assert "--merge joins all 2 shards" in " ".join(result.output.split())
+    assert "--merge to merge all 2 shards" in " ".join(result.output.split())
     incomplete = runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"])
-    assert "seeds are not answered yet" in incomplete.output
+    assert "prompts are not answered yet" in incomplete.output
     # torchrun and DeepSpeed say by the environment which part is whose; DeepSpeed also passes an argument.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -175,9 +175,11 @@ def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: p
 
 
 def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
-    result = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"])
+    result = runner.invoke(
+        app, ["--prompts", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"]
+    )
     assert result.exit_code == 0, result.output
-    assert "4 seeds; nothing is asked" in result.output
+    assert "4 prompts; dry run" in result.output
     assert "<bos><user>question 1<assistant>" in result.output
     assert "question 3" not in result.output  # only the first ones
     asked = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "m", "--server-url", "http://h/v1", "--dry-run"])
