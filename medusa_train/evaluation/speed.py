@@ -52,9 +52,6 @@ class SpeedTest:
         chat: turns messages into prompts.
         max_new_tokens: longest answer in tokens.
         extra: further baselines by name, beside plain decoding and `generate`.
-
-    Attributes:
-        names: the decoders' names.
     """
 
     def __init__(
@@ -74,7 +71,11 @@ class SpeedTest:
         }
         if model.draft is not None:
             self._answerers[TREE] = LoopAnswerer(Decoder(model.backbone, model.draft, model.tree))
-        self.names = sorted(self._answerers)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the decoders."""
+        return sorted(self._answerers)
 
     def warm_up(self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None) -> None:
         """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
@@ -147,9 +148,10 @@ class SpeedTest:
         rotation: int,
         on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
     ) -> TurnRecord:
-        first = rotation % len(self.names)
+        names = self.names
+        first = rotation % len(names)
         timed: dict[str, TimedAnswer] = {}
-        for name in self.names[first:] + self.names[:first]:
+        for name in names[first:] + names[:first]:
             timed[name] = self._answerers[name].answer(prompt, self._max_new_tokens)
             on_answer(timed[name])
         tree = timed.get(TREE)
