@@ -124,11 +124,12 @@ def _chain(reports: Sequence[Mapping[str, Any]], num_heads: int) -> str:
 
 
 def _training(run: dict[str, Any]) -> str:
-    if not run:
-        return ""
+    """Describe data and settings of the run; empty where neither is known."""
+    data = ", ".join(_public(name) for name in _data(run))
     rows = [f"| `{key}` | {run[key]} |" for key in SETTINGS if run.get(key) not in (None, False)]
-    table = "\n".join(["| setting | value |", "|---|---|", *rows])
-    return f"## Training\n\nData: {', '.join(_public(name) for name in _data(run))}.\n\n{table}"
+    parts = [f"Data: {data}."] if data else []
+    parts += ["\n".join(["| setting | value |", "|---|---|", *rows])] if rows else []
+    return "\n\n".join(["## Training", *parts]) if parts else ""
 
 
 def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
