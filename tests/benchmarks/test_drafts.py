@@ -207,10 +207,11 @@ def test_counts_equal_decoding_and_continue_a_stopped_run(words: list[str], monk
     monkeypatch.setattr(TurnLog, "append", lambda self, turn: (seen.append(turn), append(self, turn))[1])
     result = drafts.Session(args, described).measure("counts", bench)
     assert result["answers"] == 4
-    assert len(seen) == 3 + 2 + 2  # one finished question is kept, one is asked again
+    assert len(seen) == 3 + 2  # the finished question is kept, the other one is asked again
+    del seen[2]
     draft = result["drafts"]["kangaroo"]
     for question, (tokens, steps) in draft["trees"]["own"]["questions"].items():
-        turns = [turn for turn in seen[3:] if str(turn.question_id) == question]
+        turns = [turn for turn in seen if str(turn.question_id) == question]
         answers = [turn.others["kangaroo/own"] for turn in turns]
         assert tokens == sum(len(answer.tokens) - 1 for answer in answers)
         assert tokens == sum(len(turn.plain.tokens) - 1 for turn in turns)
