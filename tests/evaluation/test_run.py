@@ -12,9 +12,9 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import Question, load_bench
-from medusa_train.evaluation.records import TurnRecord
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.evaluation.run import evaluate
-from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.progress import RunProgress
 
 
@@ -52,6 +52,11 @@ def test_a_run_is_timed_judged_in_both_dtypes_and_reported(run_dir: Path, bench_
     assert meta["resumed_turns"] == 0
     assert "overall" in shown
     assert "2 turns were skipped" in shown
+    assert meta["notes"] == []
+    parts = ["warm-up", "timing in bfloat16", "tracing the heads' guesses", "output equality in float32"]
+    assert [name for name in meta["phases"] if "loading" not in name] == parts
+    assert sum(meta["phases"].values()) <= meta["seconds"] + 0.5  # rounded
+    assert shown.rstrip().splitlines()[-1].startswith("total")
 
 
 def test_timed_in_float32_without_further_passes_bf16_is_left_open(
@@ -61,6 +66,19 @@ def test_timed_in_float32_without_further_passes_bf16_is_left_open(
     assert isinstance(overall, dict)
     assert overall["equal_answers"] + overall["tie_answers"] == 4
     assert overall["equal_answers_bf16"] is None
+
+
+def test_a_slow_moment_is_noted_in_the_report(
+    backbone_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def observe(self: SlowStepDetector, plain: TimedAnswer) -> str | None:
+        self.notes[:] = ["steps are slow"]
+        return "steps are slow"
+
+    monkeypatch.setattr(SlowStepDetector, "observe", observe)
+    report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
+    assert report["meta"]["notes"] == ["steps are slow"]  # type: ignore[index]
+    assert "note: steps are slow" in shown
 
 
 def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:

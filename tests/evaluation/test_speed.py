@@ -94,7 +94,7 @@ def test_a_turn_fits_when_prompt_and_answer_together_do() -> None:
 
 
 def test_when_nothing_fits_the_message_says_why() -> None:
-    with pytest.raises(DataError, match=r"the model reads 9 tokens, of which 4 are kept.*shortest prompt has 6"):
+    with pytest.raises(DataError, match=r"context of 9 tokens: 4 are reserved.*shortest prompt has 6"):
         stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
 
 
