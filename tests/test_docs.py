@@ -1,0 +1,154 @@
+"""The README and docs/ are true: paths and links exist, commands are valid, Python blocks run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train.cli import common
+from medusa_train.config.paths import PROJECT_ROOT
+from tests.evaluation.tiny_model import write_backbone, write_run
+
+PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+MODULES = {
+    "medusa-train": "train",
+    "medusa-selfdistill": "selfdistill",
+    "medusa-eval": "evaluate",
+    "medusa-export": "export",
+}
+#: programs in bash blocks that this project does not install
+FOREIGN = {"python3", "pip", "hf", "source"}
+
+
+class Parsed(Exception):
+    """The command line was understood: nothing further is run."""
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command in the pages' bash blocks, without comments and line breaks; `&&` separates commands."""
+    for name, text in TEXTS.items():
+        for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words:
+                    end = words.index("&&") if "&&" in words else len(words)
+                    yield name, words[:end]
+                    words = words[end + 1 :]
+
+
+COMMANDS = list(commands())
+
+
+def of(*programs: str) -> list[Any]:
+    return [pytest.param(words, id=f"{page}: {' '.join(words)}") for page, words in COMMANDS if words[0] in programs]
+
+
+def stripped(words: list[str]) -> list[str]:
+    """A launcher's command (torchrun, srun) without the launcher."""
+    if words[0] == "srun":
+        return words[words.index("medusa-train") :]
+    module = words[words.index("-m") + 1].removeprefix("medusa_train.cli.")
+    program = {file: program for program, file in MODULES.items()}[module]
+    return [program, *words[words.index("-m") + 2 :]]
+
+
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse the command line and validate its configuration, in the real command, and stop there."""
+    module = import_module(f"medusa_train.cli.{MODULES[words[0]]}")
+
+    def read_arguments(*args: Any, **kwargs: Any) -> None:
+        common.read_arguments(*args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(module, "read_arguments", read_arguments)
+    if "--compare" in words:
+        monkeypatch.setattr(module, "_compare", lambda runs, *rest: runs and (_ for _ in ()).throw(Parsed))
+    line = re.sub(r"--(num-gpus|hostfile) \S+", "", shlex.join(words[1:]))
+    from typer.main import get_command
+
+    context = get_command(module.app).make_context(words[0], shlex.split(line))
+    with context, pytest.raises(Parsed):
+        module.app.registered_commands[0].callback.__wrapped__(**context.params)
+
+
+@pytest.mark.parametrize("words", of(*MODULES))
+def test_commands_are_valid(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT_ROOT)
+    parse(words, monkeypatch)
+
+
+@pytest.mark.parametrize("words", of("torchrun", "srun"))
+def test_commands_of_launchers_are_valid(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT_ROOT)
+    parse(stripped(words), monkeypatch)
+
+
+@pytest.mark.parametrize("words", of("make"))
+def test_make_targets_exist(words: list[str]) -> None:
+    makefile = (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE)
+
+
+def test_every_command_is_checked() -> None:
+    known = {*MODULES, *FOREIGN, "torchrun", "srun", "make", "python"}
+    assert {words[0] for _, words in COMMANDS} <= known
+    pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f"{name} = " in pyproject for name in MODULES)
+    assert os.access(PROJECT_ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_named_paths_and_links_exist(name: str) -> None:
+    text, page = TEXTS[name], next(page for page in PAGES if page.name == name)
+    named = set(re.findall(r"\b(?:configs|data|tests|benchmarks|medusa_train)/[\w./-]+\.\w+\b", text))
+    named = {path for path in named if not path.startswith(("data/bench/NAME",))}
+    assert [path for path in sorted(named) if not (PROJECT_ROOT / path).exists()] == []
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_every_module_of_the_architecture_exists() -> None:
+    tree = TEXTS["architecture.md"].split("```\nmedusa_train/\n")[1].split("```")[0]
+    named: set[str] = set()
+    package = ""
+    for line in tree.splitlines():
+        if match := re.match(r"  (\w+)/ ", line):
+            package = match[1] + "/"
+        elif re.match(r"  \w", line):
+            package = ""
+        for file in re.findall(r"[\w/]+\.py\b", line):
+            assert (PROJECT_ROOT / "medusa_train" / package / file).is_file(), f"{package}{file}"
+            named.add(package + file)
+    files = {
+        str(path.relative_to(PROJECT_ROOT / "medusa_train")) for path in (PROJECT_ROOT / "medusa_train").rglob("*.py")
+    }
+    missing = {file for file in files if not file.endswith("__init__.py")} - named
+    assert not missing, "not in the tree of docs/architecture.md"
+
+
+def test_the_readme_is_short_and_shows_the_demo() -> None:
+    readme = TEXTS["README.md"]
+    assert len(readme.encode()) <= 12 * 1024
+    table = readme.split("<!-- demo:start -->")[1].split("<!-- demo:end -->")[0]
+    assert "| **overall** |" in table
+    assert table.strip() in (PROJECT_ROOT / "benchmarks/results/demo.md").read_text(encoding="utf-8")
+
+
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs" / "demo", write_backbone(tmp_path / "backbone"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["python"])
+    blocks = [block for text in TEXTS.values() for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
+    assert any("model.generate" in block for block in blocks)
+    for block in blocks:
+        exec(compile(block, "docs", "exec"), {})
+    assert capsys.readouterr().out.strip()
