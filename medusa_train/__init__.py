@@ -1,4 +1,7 @@
-"""Train, evaluate and ship Medusa heads. This module knows the version, and loads nothing until it is asked to."""
+"""Train, evaluate and export draft heads for speculative decoding: Medusa, Hydra, Amphista, Kangaroo.
+
+`medusa_train.load` is imported on first use, so that importing the package stays fast.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The errors that a user can cause; each message says what was wrong, where, and what to do. Knows no library.
+"""Errors that users can cause; messages say what is wrong, where, and what to do.
 
-A command prints such an error without a stack trace and exits with its `exit_code` (see `cli/common.py`).
-Anything else that is raised is a bug of this project and keeps its trace.
+Commands print them without a stack trace and exit with their `exit_code` (see `cli/common.py`). Any other exception is
+a bug and keeps its trace.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 
 class MedusaError(Exception):
-    """Something a user can mend; `str(error)` is the whole message."""
+    """Base class of errors that users can fix; `str(error)` is the complete message."""
 
     exit_code = 1
 
 
 class ConfigError(MedusaError):
-    """A configuration or command line that cannot be used: every problem of it at once."""
+    """Invalid configuration or command line; lists all problems."""
 
     exit_code = 2
 
@@ -34,25 +34,25 @@ class ConfigError(MedusaError):
 
 
 class DataError(MedusaError):
-    """A data file that is missing, broken or empty; the message names file and line."""
+    """Missing, invalid or empty data file; the message names file and line."""
 
 
 class CheckpointError(MedusaError):
-    """A run directory, checkpoint or heads file that cannot be read, or that does not fit."""
+    """Run directory, checkpoint or heads file that cannot be read, written, or used with the model."""
 
 
 class BackboneError(MedusaError):
-    """A backbone that cannot be found, downloaded, loaded or used."""
+    """Backbone that cannot be found, downloaded, loaded or used."""
 
 
 class ServerError(MedusaError):
-    """A server that can't be reached, that gives no answer, or that refuses every request."""
+    """Server that is not reachable, does not answer, or rejects all requests."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, in a command that ends on it as it does on Ctrl-C."""
+    """SIGTERM, raised by commands that handle it like Ctrl-C."""
 
 
-def signal_exit_code(stopped: KeyboardInterrupt) -> int:
-    """What a shell shows for a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 143 if isinstance(stopped, Terminated) else 130
+def signal_exit_code(signal: KeyboardInterrupt) -> int:
+    """Return the exit code for a signal, as shells define it: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 143 if isinstance(signal, Terminated) else 130

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it can be reached at all, and single files from it. Knows no model and no data."""
+"""Access to the Hugging Face hub: check whether it is reachable, and fetch single files of datasets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 @cache
 def hub_is_unreachable() -> bool:
-    """True when the hub's name can't be resolved, or `HF_HUB_OFFLINE` is set: then only cached files can be had.
+    """Return True if the hub's host name cannot be resolved or `HF_HUB_OFFLINE` is set, so that only the cache is used.
 
-    Behind a proxy names need not resolve here, so the question is left to the client.
+    Behind a proxy, host names need not resolve here, so the hub counts as reachable.
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         return True
@@ -30,12 +30,12 @@ def hub_is_unreachable() -> bool:
 
 
 def fetch_dataset_file(repo: str, filename: str) -> Path | None:
-    """A file of the data set `repo`, from the hub or its local cache; None where neither has it."""
+    """Return the local path of a file of the dataset `repo`, from the hub or its cache; None if it is in neither."""
     from huggingface_hub import hf_hub_download
 
     try:
-        # Where the hub is out of reach the client would try again and again before it looked into its cache.
+        # the client would retry for a long time before it looked into its cache
         offline = hub_is_unreachable()
         return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
-    except Exception:  # the hub client raises a dozen unrelated kinds for "not reachable" and "not there"
+    except Exception:  # the hub client raises many unrelated exceptions if a file or the hub is not available
         return None

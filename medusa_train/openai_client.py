@@ -1,6 +1,6 @@
-"""A chat server that speaks OpenAI's protocol: asked, and asked again until it answers. Knows no seeds and no files.
+"""Client of an OpenAI-compatible chat server that retries failed requests.
 
-The key comes from the environment, goes into one header, and appears in no message, file or log.
+The API key is read from the environment and sent in the Authorization header; it never appears in messages or files.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import httpx
 from medusa_train.errors import ConfigError, ServerError
 
 CONNECT_SECONDS = 10.0
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between one attempt and the next
-_AGAIN = {408, 409, 425, 429}  # and every 5xx: the server may answer the same request later
+MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
+_RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 _TOO_LONG = re.compile(r"context|too long|too many tokens|max_model_len|maximum.{0,20}length", re.IGNORECASE)
 
 
 class RequestRejected(Exception):
-    """The server does not take this one request; others it may.
+    """The server rejected this request; other requests may succeed.
 
     Attributes:
-        too_long: whether it says that the chat does not fit into the model's context.
+        too_long: whether the reason is that the chat does not fit into the model's context.
     """
 
     def __init__(self, message: str, *, too_long: bool) -> None:
@@ -37,29 +37,29 @@ class RequestRejected(Exception):
 
 
 class OpenAIClient:
-    """`POST {url}/chat/completions`, from any number of threads.
+    """Sends `POST {url}/chat/completions`; thread-safe.
 
     Args:
-        url: up to and with the version, `http://HOST:PORT/v1`.
-        key_variable: name of the environment variable that holds the key; a server without keys needs none.
-        timeout: seconds that one answer may take.
-        retry_seconds: seconds that a request is repeated for, from its first failure on.
+        url: base URL with the version, `http://HOST:PORT/v1`.
+        key_variable: environment variable that holds the API key; may be unset.
+        timeout: timeout of a request in seconds.
+        retry_seconds: failed requests are retried for up to this many seconds.
 
     Attributes:
-        retries: attempts beyond the first, of all requests.
+        retries: number of retries of all requests so far.
 
     Raises:
-        ConfigError: `url` is no web address, or carries a password.
+        ConfigError: `url` is not a web address, or contains a password.
     """
 
     def __init__(self, url: str, *, key_variable: str = "OPENAI_API_KEY", timeout: float, retry_seconds: float) -> None:
-        self.url = _checked(url, key_variable)
+        self.url = _normalize_url(url, key_variable)
         self.retries = 0
         self._retry_seconds = retry_seconds
         self._key_variable = key_variable
         self._key = os.environ.get(key_variable, "").strip()
         self._closed = threading.Event()
-        self._counting = threading.Lock()
+        self._retries_lock = threading.Lock()
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
@@ -67,83 +67,82 @@ class OpenAIClient:
         )
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's answer to one request, JSON as it came.
+        """Send one request and return the response's JSON.
 
         Raises:
-            RequestRejected: it does not take this request (400, 413, 422).
-            ServerError: it takes none (a wrong key or address), did not answer in time, or `close` was called.
+            RequestRejected: status 400, 413 or 422.
+            ServerError: wrong key or address, no answer within `retry_seconds`, or `close` was called.
         """
         deadline: float | None = None
-        wait = FIRST_WAIT
+        backoff = MIN_BACKOFF
         while True:
-            pause: float | None = None
+            retry_after: float | None = None
             try:
                 response = self._client.post(f"{self.url}/chat/completions", json=dict(body))
-            except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed meanwhile
-                trouble = f"{type(error).__name__}: {error}"
+            except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+                reason = f"{type(error).__name__}: {error}"
             else:
                 if response.status_code == 200 and (answer := _usable(response)) is not None:
                     return answer
-                trouble = self._why(response)
-                if response.status_code != 200 and not _may_pass(response.status_code):
-                    self._give_up(response.status_code, trouble)
-                pause = _retry_after(response)
+                reason = self._reason(response)
+                if response.status_code != 200 and not _is_retryable(response.status_code):
+                    self._raise(response.status_code, reason)
+                retry_after = _retry_after(response)
             now = time.monotonic()
             deadline = now + self._retry_seconds if deadline is None else deadline
             if now >= deadline or self._closed.is_set():
-                raise ServerError(
-                    f"server {self.url}: no answer for {self._retry_seconds:g} s; the last try: {trouble}"
-                )
-            with self._counting:
+                waited = f"{self._retry_seconds:g} s"
+                raise ServerError(f"server {self.url}: no answer within {waited}; last error: {reason}")
+            with self._retries_lock:
                 self.retries += 1
-            # A random share of the wait, or all requests that one outage stopped would come back at one moment.
-            pause = pause if pause is not None else wait * random.uniform(0.5, 1.0)
+            # jitter: requests that failed in the same outage are not all retried at the same moment
+            pause = retry_after if retry_after is not None else backoff * random.uniform(0.5, 1.0)
             self._closed.wait(min(pause, max(deadline - now, 0.0)))
-            wait = min(2 * wait, LONGEST_WAIT)
+            backoff = min(2 * backoff, MAX_BACKOFF)
 
     def close(self) -> None:
-        """Ask nothing more; requests under way end with a ServerError."""
+        """Close the connections; pending requests raise ServerError."""
         self._closed.set()
         self._client.close()
 
-    def _give_up(self, status: int, trouble: str) -> None:
-        """Raise what an answer means that will not be another one next time."""
+    def _raise(self, status: int, reason: str) -> None:
+        """Raise the error of a status that is not retryable."""
         if status in (400, 413, 422):
-            raise RequestRejected(trouble, too_long=status == 413 or _TOO_LONG.search(trouble) is not None)
+            raise RequestRejected(reason, too_long=status == 413 or _TOO_LONG.search(reason) is not None)
         hint = ""
         if status in (401, 403):
-            named = "the key in" if self._key else "a key is wanted: set"
-            hint = f"\n({named} the environment variable {self._key_variable})"
+            problem = "check the API key in" if self._key else "the server requires an API key; set"
+            hint = f"\n({problem} the environment variable {self._key_variable})"
         elif status in (404, 405):
-            hint = "\n(the address goes up to /chat/completions, mostly it ends with /v1; is the model's name right?)"
-        raise ServerError(f"server {self.url}: {trouble}{hint}")
+            hint = "\n(check the URL, which usually ends with /v1, and the model's name)"
+        raise ServerError(f"server {self.url}: {reason}{hint}")
 
-    def _why(self, response: httpx.Response) -> str:
-        """Status and reason, on one line and without the key, should the server repeat it."""
-        text = " ".join(_reason(response).split())[:300]
+    def _reason(self, response: httpx.Response) -> str:
+        """Format status and message on one line, with the API key masked."""
+        text = " ".join(_error_message(response).split())[:300]
         if self._key:
             text = text.replace(self._key, "***")
         return f"{response.status_code} {response.reason_phrase}: {text}"
 
 
-def _checked(url: str, key_variable: str) -> str:
+def _normalize_url(url: str, key_variable: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"server_url {url}: expected an address such as http://localhost:8000/v1")
     if parts.password or parts.username or parts.query:
         raise ConfigError(
-            f"server_url: an address with a password or a query in it is not taken, for it would end up in messages; "
-            f"put the key into the environment variable {key_variable}"
+            "server_url: must not contain a password or a query, which would appear in messages; "
+            f"set the environment variable {key_variable} to the API key"
         )
     return url.rstrip("/").removesuffix("/chat/completions")
 
 
-def _may_pass(status: int) -> bool:
-    return status in _AGAIN or status >= 500
+def _is_retryable(status: int) -> bool:
+    return status in _RETRYABLE or status >= 500
 
 
 def _usable(response: httpx.Response) -> dict[str, Any] | None:
-    """The JSON of an answer that holds a choice with a message; else None (a proxy's page, a cut-off body)."""
+    """Return the response's JSON if it contains a message; else None (a proxy's error page, a truncated body)."""
     try:
         answer = response.json()
         answer["choices"][0]["message"]
@@ -152,18 +151,18 @@ def _usable(response: httpx.Response) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _reason(response: httpx.Response) -> str:
-    """What the server says for itself: OpenAI's `error.message`, FastAPI's `detail`, or the body."""
+def _error_message(response: httpx.Response) -> str:
+    """Return the server's message: OpenAI's `error.message`, FastAPI's `detail`, or the body."""
     try:
         content = response.json()
-        said = content.get("error", content.get("detail", content))
-        return str(said.get("message", said) if isinstance(said, dict) else said)
+        error = content.get("error", content.get("detail", content))
+        return str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         return response.text
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait for, where it names them."""
+    """Return the seconds of the Retry-After header; None if there is none."""
     try:
         return max(float(response.headers["retry-after"]), 0.0)
     except (KeyError, ValueError):

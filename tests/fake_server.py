@@ -1,6 +1,6 @@
-"""A chat server on loopback that speaks OpenAI's protocol and answers from what it is asked; standard library only.
+"""An OpenAI-compatible chat server on loopback with scripted answers; standard library only.
 
-`python fake_server.py PORT [SECONDS_PER_ANSWER]` runs it alone, so that a test can kill it.
+`python fake_server.py PORT [SECONDS_PER_ANSWER]` runs it as a process, so that a test can kill it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-#: A scripted reply: (status, headers, body); None for the usual answer.
+#: A scripted reply: (status, headers, body); None for the default answer.
 Reply = tuple[int, dict[str, str], bytes] | None
 
 
@@ -23,7 +23,7 @@ def error(status: int, message: str, **headers: str) -> Reply:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers `answer to LAST MESSAGE`; `script` may reply otherwise, by the number of the request and its body."""
+    """Answers `answer to LAST MESSAGE`, unless `script(number of the request, body)` returns another reply."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -41,11 +41,10 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up before its answer is what some tests are about, not a fault of this server.
+        """Ignore clients that disconnected before their answer.
 
-        The usual traceback would be written by a thread that may outlive its test. Python 3.11 parses source to write
-        one, and threads that parse at the same time can break each other ("AST constructor recursion depth mismatch"):
-        the test after it failed while importing a library.
+        The default prints a traceback in a thread that may outlive its test. Python 3.11 parses source code for it,
+        which can break another thread's imports ("AST constructor recursion depth mismatch").
         """
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)

@@ -1,5 +1,3 @@
-"""Messages and exit codes of the errors that users cause."""
-
 import pytest
 
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError, DataError, MedusaError

@@ -1,5 +1,3 @@
-"""The fake chat server itself: what it must not do to the tests that come after."""
-
 import json
 import socket
 import threading
@@ -13,7 +11,7 @@ BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
 def hang_up(server: FakeServer) -> None:
-    """Ask, and close the connection so that the answer meets a reset."""
+    """Send a request and reset the connection before the answer."""
     before = set(threading.enumerate())
     with socket.create_connection(("127.0.0.1", server.server_port)) as asked:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BODY)}\r\n\r\n"
@@ -25,14 +23,14 @@ def hang_up(server: FakeServer) -> None:
         thread.join(10)
 
 
-def test_a_client_that_hung_up_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disconnected_client_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     with serving(seconds=0.1) as server:
         hang_up(server)
-        assert server.busy == 0  # the answer was tried
+        assert server.busy == 0  # the answer was sent
     assert capfd.readouterr().err == ""
 
 
-def test_a_fault_of_a_script_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_a_script_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     with serving(lambda n, body: (200, {}, json.dumps(completion({})).encode())) as server:
         hang_up(server)
     assert "KeyError: 'messages'" in capfd.readouterr().err

@@ -1,5 +1,3 @@
-"""Asking for the hub's name before a client retries."""
-
 from __future__ import annotations
 
 import socket
@@ -28,17 +26,17 @@ def _resolver(monkeypatch: pytest.MonkeyPatch, known: set[str]) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-def test_a_name_that_resolves_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolvable_host_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, {"huggingface.co"})
     assert not hub_is_unreachable()
 
 
-def test_an_unknown_name_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, set())
     assert hub_is_unreachable()
 
 
-def test_a_mirror_is_asked_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_endpoint_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolver(monkeypatch, {"mirror.example"})
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hf")
     assert not hub_is_unreachable()

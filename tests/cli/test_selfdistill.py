@@ -190,6 +190,7 @@ def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
 
 def test_self_talk_writes_both_roles(at_work: Path) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "talk.jsonl", "--mode", "selftalk", "limit=1"]
+    flags += ["dtype=float32"]
     result = runner.invoke(app, [*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
     assert result.exit_code == 0, result.output
     record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
@@ -249,8 +250,8 @@ CHILD = "import sys\nfrom medusa_train.cli.selfdistill import main\nsys.argv[0] 
 
 
 def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
-    """SIGKILL at no particular moment, a dozen times, while a server answers many requests at a time."""
-    count = 300
+    """SIGKILL at no particular moment, six times, while a server answers many requests at a time."""
+    count = 150
     seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(count)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8")
     out = tmp_path / "out.jsonl"
@@ -259,7 +260,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
         flags = ["--seed", "mine.jsonl", "--server-url", server.url, "--model", "m", "--output", "out.jsonl"]
         command = [sys.executable, "-c", CHILD, *flags, "concurrency=8"]
         environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
-        while kills < 12:
+        while kills < 6:
             process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
             asked, wait = len(server.bodies), random.Random(kills).uniform(0.0, 0.15)
             while len(server.bodies) == asked and process.poll() is None:
@@ -268,7 +269,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
             process.kill()
             process.wait(timeout=60)
             kills += 1
-            if kills == 6 and out.exists():
+            if kills == 3 and out.exists():
                 out.write_bytes(out.read_bytes() + b'{"id": "torn')  # as a kill within a write leaves it
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
         served = len(server.bodies)
@@ -281,7 +282,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
         number = int(record["id"][1:])
         assert len(record["messages"]) == 2 * (number % 2 + 1)
         assert record["messages"][1]["content"] == f"answer to question {number}"
-    assert served < 1.5 * count + 12 * 8 * 2  # only what was under way at a kill is asked again
+    assert served < 1.5 * count + 6 * 8 * 2  # only what was under way at a kill is asked again
 
 
 def too_long(body: dict) -> Reply:

@@ -27,8 +27,8 @@ from tests.fake_server import FakeServer, completion, error, serving
 
 @pytest.fixture(autouse=True)
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(chat_server, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(chat_server, "MIN_BACKOFF", 0.01)
+    monkeypatch.setattr(chat_server, "MAX_BACKOFF", 0.1)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
