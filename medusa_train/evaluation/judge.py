@@ -27,6 +27,9 @@ PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0
 REPLY_TOKENS = 2048
 
+Key = tuple[int | str, int]
+"""Question id and turn."""
+
 _TASK = (
     "You are an impartial examiner. Grade the assistant's answer to the user's {which} message for helpfulness, "
     "relevance, correctness, depth, creativity and level of detail{reference}. First explain your view in a few "
@@ -124,37 +127,54 @@ def grade(
     """
     prompts = {(r.question_id, r.turn): prompt for r, prompt in zip(records, _prompts(records, questions), strict=True)}
     texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
-    lines: dict[tuple[int | str, int], dict[str, Any]] = {}
+    lines: dict[Key, dict[str, Any]] = {}
     for line in _read(path):
         key = (line["question_id"], line["turn"])
         if line["judge"] == [judge.model, PROMPT_NAME] and texts.get(key) == line["user_prompt"]:
             lines[key] = line
+    missing = {key: prompt for key, prompt in prompts.items() if key not in lines}
+    with JsonLinesFile(path) as file:
+
+        def append(key: Key, reply: str) -> None:
+            lines[key] = judgement(
+                key[0], model_id, judge.model, PROMPT_NAME, texts[key], reply, parse_grade(reply), key[1]
+            )
+            file.append(lines[key])
+
+        reason = _ask_all(judge, missing, concurrency, append, on_done)
+    judged = [lines[key] for key in prompts if key in lines]
+    categories = {record.question_id: record.category for record in records}
+    return Grades(judge.model, judged, categories, len(prompts) - len(judged), reason)
+
+
+def _ask_all(
+    judge: Judge,
+    prompts: Mapping[Key, list[dict[str, str]]],
+    concurrency: int,
+    on_reply: Callable[[Key, str], None],
+    on_done: Callable[[], None],
+) -> str:
+    """Send all prompts; return why the last failing request failed, or "". Stops at an error other than a rejection."""
     reason = ""
-    with JsonLinesFile(path) as file, ThreadPoolExecutor(max(concurrency, 1)) as pool:
-        requests = {pool.submit(judge.ask, prompt): key for key, prompt in prompts.items() if key not in lines}
+    with ThreadPoolExecutor(max(concurrency, 1)) as pool:
+        requests = {pool.submit(judge.ask, prompt): key for key, prompt in prompts.items()}
         try:
             for future in as_completed(requests):
-                key = requests[future]
                 on_done()
                 try:
                     reply = future.result()
                 except RequestRejected as error:
                     reason = str(error)
-                    continue
                 except ServerError as error:
                     reason = str(error)
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
-                lines[key] = judgement(
-                    key[0], model_id, judge.model, PROMPT_NAME, texts[key], reply, parse_grade(reply), key[1]
-                )
-                file.append(lines[key])
+                else:
+                    on_reply(requests[future], reply)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    judged = [lines[key] for key in prompts if key in lines]
-    categories = {record.question_id: record.category for record in records}
-    return Grades(judge.model, judged, categories, len(prompts) - len(judged), reason)
+    return reason
 
 
 def parse_grade(reply: str) -> float:

@@ -113,7 +113,7 @@ def test_soft_cap_and_bias_reach_the_loaded_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["medusa_num_heads", "medusa_num_layers"])
-def test_tensors_are_believed_where_the_config_disagrees(
+def test_tensors_override_wrong_counts_in_the_config(
     tmp_path: Path, backbone: Backbone, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
     draft = trained(backbone, 4, 2)
@@ -189,7 +189,7 @@ def test_a_truncated_safetensors_is_named(tmp_path: Path, backbone: Backbone) ->
         read_heads(tmp_path)
 
 
-def test_no_heads_there(tmp_path: Path) -> None:
+def test_an_empty_directory_has_no_heads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no Medusa heads here"):
         read_heads(tmp_path)
 

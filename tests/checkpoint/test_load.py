@@ -40,7 +40,7 @@ def test_loads_backbone_heads_and_tree(run_dir: Path) -> None:
     assert str(subject.backbone.dtype) == "torch.bfloat16"
 
 
-def test_what_is_compiled_is_kept_in_the_run_or_where_the_user_says(
+def test_the_compile_cache_is_in_the_run_or_in_the_users_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -74,7 +74,7 @@ def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None
         assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
 
 
-def test_whole_matrices_beside_a_token_map_give_their_rows_as_vllm_takes_them() -> None:
+def test_rows_of_full_matrices_are_selected_by_the_token_map_as_in_vllm() -> None:
     whole = {**vllm_tensors(), "token_map": torch.tensor([10, 2, 0, 7], dtype=torch.int32)}
     heads = from_vllm(whole, vllm_config(truncated_vocab_size=4), "x")
     assert torch.equal(heads.state["lm_heads.1.weight"], whole["lm_heads.1.weight"][[10, 2, 0, 7]])
@@ -82,7 +82,7 @@ def test_whole_matrices_beside_a_token_map_give_their_rows_as_vllm_takes_them() 
     assert heads.token_map.dtype == torch.int64
 
 
-def test_a_token_map_that_vllm_drops_does_not_count() -> None:
+def test_a_token_map_that_vllm_ignores_is_ignored() -> None:
     heads = from_vllm({**vllm_tensors(), "token_map": torch.arange(4)}, vllm_config(), "x")
     assert heads.token_map is None
     assert heads.vocab_size == V
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], words: str) -> N
     assert "some/file" in str(caught.value)
 
 
-def test_nobody_guesses_how_many_tokens_there_are() -> None:
+def test_an_unknown_vocabulary_size_is_an_error() -> None:
     heads = from_reference({**{f"0.0.linear.{kind}": torch.zeros(*shape) for kind, shape in
                                (("weight", (D, D)), ("bias", (D,)))},
                             "0.1.weight": torch.zeros(4, D), "token_map": torch.arange(4)})  # fmt: skip

@@ -28,7 +28,7 @@ def reference(heads: int = 3, blocks: int = 2, *, bias: bool = False, same: bool
 
 
 @pytest.mark.parametrize(("heads", "blocks", "bias"), [(1, 0, False), (5, 1, False), (3, 2, True), (12, 3, False)])
-def test_there_and_back(heads: int, blocks: int, bias: bool) -> None:
+def test_conversion_round_trip(heads: int, blocks: int, bias: bool) -> None:
     tensors = reference(heads, blocks, bias=bias)
     parsed = from_reference(tensors)
     assert (parsed.num_heads, parsed.num_layers, parsed.hidden_size, parsed.vocab_size) == (heads, blocks, D, V)
@@ -37,7 +37,7 @@ def test_there_and_back(heads: int, blocks: int, bias: bool) -> None:
     assert all(again[name] is tensors[name] for name in tensors)
 
 
-def test_names_as_the_public_code_spells_them() -> None:
+def test_names_are_the_public_codes() -> None:
     state = {
         "blocks.0.0.linear.weight": torch.zeros(D, D),
         "blocks.0.0.linear.bias": torch.zeros(D),
@@ -46,7 +46,7 @@ def test_names_as_the_public_code_spells_them() -> None:
     assert sorted(to_reference(state, 1)) == ["0.0.linear.bias", "0.0.linear.weight", "0.1.weight"]
 
 
-def test_a_foreign_name_is_not_dropped_in_silence() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="prefix"):
         to_reference({"prefix.weight": torch.zeros(1)}, 1)
 
@@ -74,7 +74,7 @@ def test_incomplete_or_misshapen_heads_are_named(change, message: str) -> None: 
     assert "some/file" in str(caught.value)
 
 
-def test_heads_without_a_matrix_of_their_own_share_the_backbone_s() -> None:
+def test_heads_without_lm_head_share_the_backbones() -> None:
     tensors = reference()
     for i in range(3):
         del tensors[f"{i}.2.weight"]
@@ -97,6 +97,6 @@ def test_heads_of_different_depth_are_refused() -> None:
 @pytest.mark.parametrize(
     ("blocks", "same", "warns"), [(0, False, False), (1, False, False), (2, False, True), (2, True, False)]
 )
-def test_distinct_blocks_are_pointed_out(blocks: int, same: bool, warns: bool) -> None:
+def test_distinct_blocks_give_a_warning(blocks: int, same: bool, warns: bool) -> None:
     warning = shared_block_warning(from_reference(reference(2, blocks, same=same)))
     assert (warning is not None) == warns

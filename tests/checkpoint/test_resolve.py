@@ -44,7 +44,7 @@ def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
     assert resolve_model(str(run), "other/model", None).base_model == "other/model"
 
 
-def test_a_named_template_comes_over_the_runs(tmp_path: Path) -> None:
+def test_the_chat_template_option_overrides_the_run(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", chat_template="chatml")
     assert resolve_model(str(run), None, None, chat_template="zephyr").chat_template == "zephyr"
     assert resolve_model(str(run / "heads"), None, None, chat_template="zephyr").chat_template == "zephyr"
@@ -108,7 +108,7 @@ def test_a_backbone_alone_has_neither_heads_nor_tree() -> None:
     assert paths.home.parts[-2:] == ("baselines", "model")
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a run"):
         resolve_model(str(tmp_path), None, None)
     with pytest.raises(CheckpointError, match="no such directory"):
@@ -117,7 +117,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         resolve_model(str(fake_run(tmp_path / "run")), None, tmp_path / "no-tree.json")
 
 
-def test_layouts_are_told_apart(tmp_path: Path) -> None:
+def test_layouts_are_recognized_by_their_files(tmp_path: Path) -> None:
     vllm = write(tmp_path / "vllm", vllm_tensors(), vllm_config(), "model.safetensors")
     assert (heads_layout(vllm), heads_files(vllm)) == ("vllm", [vllm / "model.safetensors"])
     ours = write(tmp_path / "ours", reference_tensors(), {}, "medusa_lm_head.safetensors")
@@ -128,7 +128,7 @@ def test_layouts_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]"])
-def test_no_heads_are_no_layout(tmp_path: Path, content: bytes) -> None:
+def test_a_directory_without_heads_has_no_layout(tmp_path: Path, content: bytes) -> None:
     assert heads_layout(tmp_path) is None
     assert heads_layout(tmp_path / "absent") is None
     backbone = write(tmp_path / "model", dict(BACKBONE), {"model_type": "llama"}, "model.safetensors")
@@ -161,7 +161,7 @@ def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_ne
         ("from medusa_train.cli.evaluate import app; app(['--model=absent'], standalone_mode=False)", "model 'absent'"),
     ],
 )
-def test_looking_needs_no_torch(code: str, message: str) -> None:
+def test_a_wrong_path_is_refused_before_torch_is_imported(code: str, message: str) -> None:
     """A wrong path is refused before torch is imported, which takes seconds."""
     program = f"""
 import sys

@@ -45,7 +45,7 @@ def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_what_lies_here_is_named_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "zero.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_other_errors_pass(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
 
-def test_everything_that_a_run_writes_is_its_own(tmp_path: Path) -> None:
+def test_run_files_lists_everything_that_a_run_writes(tmp_path: Path) -> None:
     """So that overwriting leaves nothing of it, and nothing else goes."""
     for name in (*RUN_FILES, "notes.txt"):
         (tmp_path / name).mkdir()

@@ -59,7 +59,7 @@ def test_ordered_dicts_come_back_in_order() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"a": [object()]}, {"a": {1, 2}}, {("k",): 1}, {"a": print}])
-def test_what_needs_pickle_is_refused_with_its_place(bad: Any) -> None:
+def test_values_that_need_pickle_are_refused_with_their_path(bad: Any) -> None:
     with pytest.raises(TypeError, match="cannot be saved"):
         split_tensors(bad)
 
@@ -91,7 +91,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_an_optimizer_goes_on_to_the_bit(name: str) -> None:
+def test_an_optimizer_resumes_bit_exactly(name: str) -> None:
     model, optimizer = make_optimizer(name)
     train(model, optimizer, 3)
     saved = through_json({"model": model.state_dict(), "optimizer": optimizer.state_dict()})

@@ -51,7 +51,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert_is(CheckpointStore(tmp_path).load(path), 7)
 
 
-def test_files_for_other_readers_lie_beside_the_state_and_are_watched_like_it(tmp_path: Path) -> None:
+def test_files_for_other_programs_are_checksummed_too(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save(3, state(3), beside={"tree.json": {"medusa_choices": [[0], [0, 1]]}})
     assert json.loads((path / "tree.json").read_text()) == {"medusa_choices": [[0], [0, 1]]}
@@ -89,7 +89,7 @@ def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: lis
     assert len(list(store.root.iterdir())) == len(kept)
 
 
-def test_retention_spares_what_it_is_told_to_keep(tmp_path: Path) -> None:
+def test_retention_keeps_the_listed_steps(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, save_total_limit=1)
     for step, best in ((1, 1), (2, 1), (3, 1)):
         store.save(step, state(step), keep={best})
@@ -100,7 +100,7 @@ def test_retention_spares_what_it_is_told_to_keep(tmp_path: Path) -> None:
     assert store.steps() == [4]
 
 
-def test_retention_spares_what_was_just_written(tmp_path: Path) -> None:
+def test_retention_keeps_the_checkpoint_just_written(tmp_path: Path) -> None:
     """A run that went back to an earlier checkpoint must not lose the one it saves now."""
     store = CheckpointStore(tmp_path)
     store.save(10, {"run": {}})
@@ -132,7 +132,7 @@ def test_a_full_disk_while_replacing_a_step_keeps_its_old_state(tmp_path: Path) 
     assert_is(store.load(path), 1)
 
 
-def test_no_permission_is_a_message_too(tmp_path: Path) -> None:
+def test_missing_permission_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match="no earlier one"):
         CheckpointStore(tmp_path).save(1, state(1))
@@ -157,7 +157,7 @@ def test_half_written_directories_are_ignored_and_cleared(tmp_path: Path) -> Non
     assert not (store.root / ".tmp-step-2").exists()
 
 
-def test_a_replaced_checkpoint_survives_death_between_the_renames(tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_survives_a_crash_between_the_renames(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save(5, state(5))
     path.rename(store.root / ".old-step-5")
@@ -237,7 +237,7 @@ def save_until_killed(output_dir: Path, steps: int) -> None:
         os._exit(1)
 
 
-def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     for attempt in range(4):
         reading, writing = os.pipe()
         child = os.fork()

@@ -67,7 +67,7 @@ def test_names_and_config_are_vllm_s() -> None:
         ({}, {"truncated_vocab_size": V - 1}, "token_map: missing"),
     ],
 )
-def test_what_vllm_would_do_in_silence_is_found(
+def test_silent_problems_of_vllms_loader_are_reported(
     tensors: dict[str, Tensor | None], config: dict[str, object], words: str
 ) -> None:
     changed = {name: t for name, t in {**vllm_tensors(), **tensors}.items() if t is not None}
@@ -118,7 +118,7 @@ def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
         ({"blocks.1.layers.0.bias": torch.zeros(2)}, "expected"),
     ],
 )
-def test_what_does_not_belong_is_named(change: dict[str, Tensor | None], words: str) -> None:
+def test_unexpected_or_missing_tensors_are_named(change: dict[str, Tensor | None], words: str) -> None:
     changed = {name: t for name, t in {**vllm_tensors(), **change}.items() if t is not None}
     with pytest.raises(CheckpointError, match=words) as caught:
         from_vllm(changed, vllm_config(), "some/file")

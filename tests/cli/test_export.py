@@ -79,7 +79,7 @@ def test_a_directory_of_heads_will_do(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == FILES
 
 
-def test_what_the_reader_will_not_do_is_said(tmp_path: Path) -> None:
+def test_limits_of_the_target_are_warned_of(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2, 2, bias=True)
     code, output = call(str(run), "--to", "reference")
     assert code == 0, output
@@ -106,7 +106,7 @@ def test_a_training_configuration_asks_for_several(tmp_path: Path) -> None:
     assert str(run / "export" / "tgi") in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_an_upload_that_cannot_be_is_said_after_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_is_reported_after_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_train.export.push.hub_is_unreachable", lambda: True)
     run = make_run(tmp_path / "run")
     code, output = call(str(run), "--to", "tgi", "--push-to-hub", "me/heads")
@@ -124,7 +124,7 @@ def test_an_upload_that_cannot_be_is_said_after_the_export(tmp_path: Path, monke
         (["tto=tgi"], 2, "tto"),
     ],
 )
-def test_mistakes_are_messages(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+def test_wrong_arguments_give_messages(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     found, output = call(*arguments)
     assert found == code
     assert words in output

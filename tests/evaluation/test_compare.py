@@ -90,7 +90,7 @@ def test_a_report_of_an_older_version_has_fewer_figures(tmp_path: Path) -> None:
         (["a", "broken"], "not a report"),
     ],
 )
-def test_what_cannot_be_compared_is_named(
+def test_reports_that_cannot_be_compared_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], message: str
 ) -> None:
     write_run(tmp_path / "a")

@@ -132,7 +132,7 @@ def test_the_judge_sees_earlier_turns_and_reference_answers(server: Server, tmp_
     assert {body["temperature"] for body in server.asked} == {0}
 
 
-def test_what_was_judged_is_not_asked_again_unless_the_answer_changed(server: Server, tmp_path: Path) -> None:
+def test_judgements_are_reused_unless_the_answer_changed(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     grade(records(), QUESTIONS, "mine", judge(server), path)
     path.write_text(path.read_text(encoding="utf-8") + '{"torn', encoding="utf-8")
@@ -142,7 +142,7 @@ def test_what_was_judged_is_not_asked_again_unless_the_answer_changed(server: Se
     assert len(server.asked) == 5  # the first answer changed, and it is part of the second turn's conversation
 
 
-def test_a_server_in_trouble_is_asked_again(server: Server, tmp_path: Path) -> None:
+def test_failing_requests_are_retried(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body, number: (503, {}, {}) if number == 1 else says("[[5]]")
     assert judge(server).ask([{"role": "user", "content": "?"}]) == "[[5]]"
     assert len(server.asked) == 2

@@ -46,7 +46,7 @@ def test_acceleration_rate_leaves_the_prefills_token_out_and_divides_sums() -> N
     assert acceleration_rate([timed(11, 1.0, steps=10)]) == 1.0
 
 
-def test_an_answer_without_steps_counts_for_nothing() -> None:
+def test_an_answer_without_steps_has_no_rate() -> None:
     assert acceleration_rate([timed(1, 1.0, prefill=1.0, steps=0)]) is None
     assert acceleration_rate([timed(1, 1.0, steps=0), timed(7, 1.0, steps=3)]) == 2.0
 
@@ -57,7 +57,7 @@ def test_overhead_compares_step_latencies_without_prefill() -> None:
     assert overhead(tree, plain) == 1.5
 
 
-def test_tokens_per_second_holds_the_prefill() -> None:
+def test_tokens_per_second_includes_the_prefill() -> None:
     assert tokens_per_second([timed(10, 2.0, prefill=1.0), timed(20, 4.0)]) == 5.0
     assert tokens_per_second([]) is None
 
@@ -96,7 +96,7 @@ def test_without_a_tree_only_the_baselines_have_figures() -> None:
     assert figures["baseline_tokens_per_s"] == pytest.approx(11 / 3)
 
 
-def test_speedup_stands_beside_the_mean_of_the_questions_own() -> None:
+def test_mean_speedup_averages_the_questions() -> None:
     slow, fast = timed(100, 10.0, steps=50), timed(10, 0.5, steps=5)
     plain = [timed(100, 10.0, steps=99), timed(10, 1.0, steps=9)]
     records = [record(tree=answer, plain=base) for answer, base in zip((slow, fast), plain, strict=True)]
@@ -106,7 +106,7 @@ def test_speedup_stands_beside_the_mean_of_the_questions_own() -> None:
     assert figures["mean_speedup"] == pytest.approx((1.0 + 2.0) / 2)
 
 
-def test_loops_are_left_out_of_a_speedup_of_its_own() -> None:
+def test_speedup_without_loops_leaves_looping_answers_out() -> None:
     loop = TimedAnswer((1,) * 40, 1.0, steps=8)
     plain = TimedAnswer((1,) * 40, 4.0, steps=39)
     records = [record(tree=loop, plain=plain), record(tree=timed(40, 2.0, steps=20), plain=timed(40, 4.0, steps=39))]

@@ -139,7 +139,7 @@ def test_the_report_says_which_tokens_per_step_it_shows() -> None:
     assert "tree.json's 1.56 on the answers of its calibration" in text
 
 
-def test_quality_is_said_plainly() -> None:
+def test_quality_is_reported_with_and_without_a_judge() -> None:
     assert "Quality: not judged." in markdown(Report.from_records(records(), meta()))
     judged = {"model": "judge-1", "score": 6.25, "graded": 2, "without_grade": 1, "failed": 0}
     text = markdown(Report.from_records(records(), meta(), extra={"judge": judged}))
@@ -150,7 +150,7 @@ def test_quality_is_said_plainly() -> None:
     )
 
 
-def test_what_joint_training_did_to_the_backbone_is_said() -> None:
+def test_the_backbones_perplexity_after_joint_training_is_reported() -> None:
     joint = {"tokens": 900, "perplexity_before": 8.0, "perplexity_after": 8.2, "kl": 0.0213}
     text = markdown(Report.from_records(records(), meta(), extra={"joint": joint}))
     expected = "perplexity 8.200 after joint training, 8.000 before (+2.5%), KL 0.0213 nats per token; not judged."

@@ -20,7 +20,7 @@ def card(run: Path, to: str = "vllm", licence: str | None = None) -> tuple[dict[
     return yaml.safe_load(header), body
 
 
-def test_settings_data_and_figures_stand_on_the_card(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run(learning_rate=5e-4, recipe="medusa1", load_in_4bit=False)
     header, body = card(run)
     assert header == {"license": "other", "tags": ["medusa", "speculative-decoding"]}
@@ -43,7 +43,7 @@ def test_settings_data_and_figures_stand_on_the_card(make_run: Callable[..., Pat
     assert "/home/me" not in body
 
 
-def test_hub_names_stand_in_the_header(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_hub_names_are_in_the_card_header(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run(base_model="some/model", datasets=[{"path": "some/chats"}, {"path": "own.jsonl"}])
     header, body = card(run, licence="apache-2.0")
     assert header["base_model"] == "some/model"
@@ -53,7 +53,7 @@ def test_hub_names_stand_in_the_header(make_run: Callable[..., Path], tmp_path: 
 
 
 @pytest.mark.parametrize(("text", "expected"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")])
-def test_a_local_base_model_s_licence_is_taken_over(
+def test_the_licence_is_read_from_a_local_base_model(
     make_run: Callable[..., Path], tmp_path: Path, text: str, expected: str
 ) -> None:
     base = tmp_path / "base"
@@ -63,7 +63,7 @@ def test_a_local_base_model_s_licence_is_taken_over(
     assert header["license"] == expected
 
 
-def test_heads_of_unknown_making_get_a_card_too(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run()
     (run / "heads").rename(tmp_path / "alone")
     done = export_run(resolve_model(str(tmp_path / "alone"), None, None), "tgi")

@@ -51,21 +51,21 @@ def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
     assert "401 unauthorized" in str(caught.value)
 
 
-def test_a_name_that_is_none_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+def test_an_invalid_repository_name_is_refused_before_uploading(tmp_path: Path) -> None:
     hub = Hub()
     with pytest.raises(ConfigError, match="push_to_hub"):
         push(tmp_path, "not a/name/at all", private=True, api=hub)
     assert hub.asked == []
 
 
-def test_no_network_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_reported_before_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_train.export.push.hub_is_unreachable", lambda: True)
     with pytest.raises(MedusaError, match="can't be reached"):
         push(tmp_path, "me/x", private=True)
 
 
 @pytest.mark.parametrize(("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
-def test_a_backbone_that_only_this_machine_has_is_found(tmp_path: Path, base: str | None, expected: str | None) -> None:
+def test_a_local_base_model_is_detected(tmp_path: Path, base: str | None, expected: str | None) -> None:
     assert local_base_model(tmp_path) is None  # a merged backbone names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert local_base_model(tmp_path) == expected

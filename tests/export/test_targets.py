@@ -107,7 +107,7 @@ def directory(tmp_path: Path, **config: object) -> Path:
     return write(tmp_path, vllm_tensors(), vllm_config(**config), "model.safetensors")
 
 
-def test_the_rules_are_what_is_checked_where_vllm_is_not_installed(tmp_path: Path) -> None:
+def test_without_vllm_the_loader_rules_are_checked(tmp_path: Path) -> None:
     assert "not installed" in check_vllm_directory(directory(tmp_path), "model.safetensors")
     with pytest.raises(CheckpointError, match="would stay random"):
         check_vllm_directory(directory(tmp_path, num_heads=7), "model.safetensors")
@@ -131,6 +131,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_vllm_itself_is_asked_where_it_is_installed(tmp_path: Path) -> None:
+def test_with_vllm_its_config_class_is_used(tmp_path: Path) -> None:
     assert "vLLM 0.0's config class" in check_vllm_directory(directory(tmp_path), "model.safetensors")
     assert "vLLM 0.0's" in check_vllm_directory(directory(tmp_path, num_heads=7), "model.safetensors")

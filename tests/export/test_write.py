@@ -90,7 +90,7 @@ def test_version_2_is_refused_for_heads_with_matrices_of_their_own(make_run: Cal
         export_run(resolve_model(str(make_run()), None, None), "reference-v2")
 
 
-def test_the_backbone_may_be_called_otherwise_and_elsewhere(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_base_model_and_output_directory_can_be_set(make_run: Callable[..., Path], tmp_path: Path) -> None:
     target = tmp_path / "there"
     done = export_run(resolve_model(str(make_run()), None, None), "vllm", target, base_model="me/llama")
     assert done.target == target
@@ -123,7 +123,7 @@ def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared
         ("reference", heads(2, 2, bias=True), ["have a bias", "distinct blocks", "always builds 5 heads"]),
     ],
 )
-def test_what_the_reader_will_not_do_is_said(to: ExportTarget, exported: HeadTensors, words: list[str]) -> None:
+def test_limits_of_the_target_are_warned_of(to: ExportTarget, exported: HeadTensors, words: list[str]) -> None:
     warnings = warnings_for(to, exported)
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
