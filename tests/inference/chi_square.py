@@ -1,15 +1,21 @@
-"""Whether counts come from a distribution: Pearson's chi-square test, without another library."""
+"""Test that sampled text follows the backbone's distribution: Pearson's chi-square test on a model of five tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from tests.families import NoTokenizer
 
 
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
-    """How likely counts at least this far off are; 0 where something impossible was counted.
+    """Return the probability of counts at least this far from `probabilities`; 0 if an impossible event was counted.
 
-    Cells that expect fewer than five are pooled into one, as the approximation asks for.
+    Cells with fewer than five expected counts are pooled, as the approximation requires.
     """
     counts, expected = counts.double().flatten(), probabilities.double().flatten() * counts.sum()
     if (counts[expected == 0] > 0).any():
@@ -21,3 +27,49 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     freedom = torch.tensor(float(possible.sum() - 1), dtype=torch.float64)
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def five_token_backbone() -> Backbone:
+    """A real model with a vocabulary of five tokens, so that all texts of three tokens can be counted."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=5,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        max_position_embeddings=16,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.6)
+    return Backbone(model, NoTokenizer(), "five")
+
+
+def check_lossless(decoder: BatchDecoder, rows: int, batches: int, *, other_below: float) -> int:
+    """Sample three tokens in each row and compare their counts with the backbone's joint distribution.
+
+    Args:
+        other_below: largest p-value that another distribution may have, so that the test can fail.
+
+    Returns:
+        The number of accepted guesses.
+    """
+    rule, generator = Sampling(0.8), torch.Generator().manual_seed(7)
+    counts, accepted = torch.zeros(125, dtype=torch.long), 0
+    for _ in range(batches):
+        out = decoder.generate_batch([[1, 2]] * rows, 3, (), rule, [generator] * rows)
+        accepted += sum(sum(row.accepted) for row in out)
+        texts = [a * 25 + b * 5 + c for a, b, c in (row.tokens for row in out)]
+        counts += torch.bincount(torch.tensor(texts), minlength=125)
+    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    whole = torch.cat([torch.tensor([[1, 2]]).expand(125, -1), every], dim=1)
+    with torch.no_grad():
+        log_p = rule.warp(decoder.backbone.model(whole).logits.double()).log_softmax(-1)
+    joint = log_p[:, 1:4].gather(-1, every[..., None]).sum((1, 2)).exp()
+    assert torch.allclose(joint.sum(), torch.ones((), dtype=torch.float64))
+    assert p_value(counts, joint) > 1e-4
+    assert p_value(counts, rule.warp(joint.log()).softmax(-1)) < other_below
+    return accepted

@@ -1,6 +1,6 @@
-"""The acceptance rules: small trees by hand, and the proof that sampling through any tree is lossless.
+"""The acceptance rules: small trees by hand, and a test that sampling with any tree is lossless.
 
-The proof's backbone is a table: the logits of the first, second and third token given those before. Its joint
+The backbone of this test is a table: the logits of the first, second and third token given those before. Its joint
 distribution of three tokens is known exactly, and 20,000 rows at a time are decoded by the rule under test.
 """
 
@@ -44,7 +44,7 @@ def test_greedy_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rule", [None, Sampling(0.7, top_p=0.9), Typical(0.7)], ids=["greedy", "rejection", "typical"])
-def test_half_precision_is_judged_as_the_numbers_that_it_holds(rule: AnyRule, dtype: torch.dtype) -> None:
+def test_half_precision_logits_are_accepted_like_their_float32_values(rule: AnyRule, dtype: torch.dtype) -> None:
     generator, tree, rows = torch.Generator().manual_seed(0), TREES["sparse"], 1000
     logits = (6 * torch.randn(rows, tree.size + 1, VOCAB, generator=generator)).to(dtype)
     tokens = torch.randint(VOCAB, (rows, tree.size + 1), generator=generator)
@@ -92,8 +92,8 @@ def test_typical_scores_equal_lengths_by_probability() -> None:
     assert accept_typical(torch.tensor([[2, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[0].path == [0, 2]
 
 
-def test_tokens_that_cannot_come_leave_the_others_their_order() -> None:
-    """Their log probability is -inf, which times 0 would be no number in the sums of all other nodes."""
+def test_impossible_tokens_do_not_change_the_order_of_others() -> None:
+    """Their log probability is -inf, and 0 * -inf would make the sums of all other nodes NaN."""
     tree = Tree.from_paths([(0,), (1,), (2,)])
     logits = torch.tensor([0.3, 0.6, 0.1, 0.0]).log().expand(1, 4, 4)
     assert accept_typical(torch.tensor([[2, 3, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[0].path == [0, 3]
@@ -119,7 +119,7 @@ class Table:
         return p[0][:, None, None] * p[1][:, :, None] * p[2]
 
     def after(self, written: Tensor, counts: Tensor) -> Tensor:
-        """Logits [N, VOCAB] of the token behind the first counts[i] of written[i]; zeros from the fourth on."""
+        """Logits [N, VOCAB] of the token after the first counts[i] of written[i]; zeros from the fourth on."""
         out = torch.zeros(len(written), VOCAB, dtype=torch.float64)
         for i, table in enumerate(self.logits):
             here = counts == i
@@ -139,8 +139,8 @@ def _guesses(kind: str, table: Table, texts: Tensor, counts: Tensor, tree: Tree)
         logits.append(table.after(text, counts + len(path)))
         draw = torch.Generator().manual_seed(node)
         orders = {
-            "good": logits[-1].argsort(-1, descending=True),  # the backbone's own best tokens
-            "adversarial": logits[-1].argsort(-1),  # its worst
+            "good": logits[-1].argsort(-1, descending=True),  # the backbone's most probable tokens
+            "adversarial": logits[-1].argsort(-1),  # its least probable tokens
             "bad": torch.rand(VOCAB, generator=draw).argsort().expand(len(text), -1),
             "random": torch.rand(len(text), VOCAB, generator=draw).argsort(-1),
         }
@@ -178,7 +178,7 @@ def test_three_tokens_follow_the_backbones_joint_distribution(tree: str, kind: s
 
 
 def _by_child(passes: Callable[[list[float], int], bool], left: Callable[[list[float], int], list[float]]) -> Rule:
-    """A rule that tries the children one by one, and draws from what is left of p after all were refused."""
+    """A rule that tries the children one by one, and draws from the residual of p if all are rejected."""
 
     def rule(
         tokens: Tensor, logits: Tensor, tree: Tree, sampling: Sampling, generators: Sequence[torch.Generator]
@@ -214,7 +214,7 @@ def _residual(p: list[float], token: int) -> list[float]:
 DICE = random.Random(0)
 RECURSIVE = _by_child(lambda p, x: DICE.random() < p[x], _without)
 WRONG = {
-    "keeps the refused child": _by_child(lambda p, x: DICE.random() < p[x], lambda p, x: p),
+    "keeps the rejected child": _by_child(lambda p, x: DICE.random() < p[x], lambda p, x: p),
     "takes top-k children for draws from a flat head": _by_child(lambda p, x: DICE.random() < p[x] * VOCAB, _residual),
     "greedy": lambda tokens, logits, tree, sampling, generators: accept_greedy(tokens, logits, tree),
     "forgets the temperature": lambda tokens, logits, tree, sampling, generators: accept_rejection(
@@ -229,5 +229,5 @@ def test_wrong_rules_fail_the_same_test(wrong: str) -> None:
 
 
 def test_recursive_rejection_follows_the_same_distribution() -> None:
-    """The rule as it is usually written, child by child: what one draw at each node amounts to."""
+    """The usual form of the rule, child by child, is equivalent to one draw at each node."""
     assert _decode(RECURSIVE, "good", TREES["wide"], Sampling(0.7), seed=3) > 1e-4

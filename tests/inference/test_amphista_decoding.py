@@ -1,4 +1,4 @@
-"""Amphista, its variants and other kinds of layers: rows that accept unlike lengths say what plain decoding says."""
+"""Amphista, its variants and other layer classes: rows that accept different lengths equal plain decoding."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0
 
 
 class Whisperer(AmphistaDraft):
-    """Heads that are told what comes next at some steps, so that rows accept unlike lengths."""
+    """Heads that know the continuation at some steps, so that rows accept paths of different lengths."""
 
     truth: dict[int, list[int]]
 
     def whisper(self, answers: Sequence[list[int]]) -> None:
-        """Let them know `answers`: behind each token what followed it last."""
+        """Record `answers`: for each token what followed it last."""
         self.truth = {token: answer[i + 1 : i + 4] for answer in answers for i, token in enumerate(answer)}
 
     def propose(self, state: AmphistaState, roots: Tensor, tree: Tree) -> Proposal:
@@ -50,7 +50,7 @@ def _whisperer(backbone: Backbone, answers: Sequence[list[int]], **settings: Any
 
 @pytest.mark.parametrize("variant", ["amphista", "alpha", "no-staged-adaptation", "no-sampled-token"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "mistral-window", "qwen3"])
-def test_rows_say_what_plain_decoding_says(family: str, variant: str) -> None:
+def test_rows_equal_plain_decoding(family: str, variant: str) -> None:
     backbone = random_backbone(family)
     plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
     draft = _whisperer(backbone, plain, **VARIANTS[variant])
@@ -65,7 +65,7 @@ def test_rows_say_what_plain_decoding_says(family: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["phi3-longrope", "gemma3", "granite"])
-def test_families_whose_layers_or_embeddings_are_of_another_kind(family: str) -> None:
+def test_families_with_other_layers_or_embeddings(family: str) -> None:
     backbone = random_backbone(family)
     plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
     draft = _whisperer(backbone, plain)

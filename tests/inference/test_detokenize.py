@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters, the same text in the end, nothing of a stop string."""
+"""Incremental decoding: whole characters, the same text in total, nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _byte_level() -> Any:
 
 
 def _sentence_pieces() -> Any:
-    """As Llama's: a leading space is part of the token, and the first one of a text is dropped."""
+    """Like Llama's tokenizer: a leading space is part of the token, and that of the first token is dropped."""
     pieces = [
         "<eos>",
         "<unk>",
@@ -59,7 +59,7 @@ def _stream(tokenizer: Any, ids: list[int], stop: list[str] | None = None) -> tu
     return [*pieces, stream.finish()], stream
 
 
-def test_the_pieces_are_the_text_and_no_character_is_torn() -> None:
+def test_pieces_add_up_to_the_text_and_never_split_a_character() -> None:
     tokenizer = _byte_level()
     ids = _ids(tokenizer, TEXT)
     assert len(ids) > len(TEXT)  # characters of several tokens
@@ -97,7 +97,7 @@ def test_nothing_of_a_stop_string_is_shown(stop: list[str], shown: str) -> None:
     assert "".join(pieces) == shown
 
 
-def test_what_only_looked_like_a_stop_string_is_shown_late() -> None:
+def test_the_beginning_of_a_stop_string_is_held_back() -> None:
     tokenizer = _byte_level()
     pieces, stream = _stream(tokenizer, _ids(tokenizer, "aab aac aa"), ["aad"])
     assert "".join(pieces) == "aab aac aa"

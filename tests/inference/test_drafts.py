@@ -1,4 +1,4 @@
-"""What holds for every kind of draft: the backbone's own text, greedy and sampled, alone and in batches; files."""
+"""Every draft: output equality, greedy and sampled, alone and in batches; simulation; training states; files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
-from tests.inference.chi_square import p_value
+from tests.inference.chi_square import check_lossless, five_token_backbone
 
-#: Each kind, small and in its variants.
+#: Small drafts of each kind; `hydra++` has a prefix layer.
 SETTINGS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 3, "num_layers": 1, "share_lm_head": False},
     "hydra": {"num_heads": 3, "num_layers": 2, "prefix_layer": False, "dropout": 0.1},
@@ -36,7 +36,7 @@ TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0
 
 
 def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
-    """A draft that guesses right now and then: as untrained, with some noise in every weight."""
+    """An untrained draft with noise in every weight, so that some of its guesses are right."""
     draft = DRAFTS[kind.strip("+")].from_backbone(backbone, **SETTINGS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
@@ -46,9 +46,9 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "sparse"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_the_backbones_own_alone_and_in_a_batch(kind: str, family: str, tree: Tree) -> None:
+def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(kind: str, family: str, tree: Tree) -> None:
     backbone = random_backbone(family)
     draft = random_draft(kind, backbone)
     plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
@@ -62,11 +62,10 @@ def test_greedy_text_is_the_backbones_own_alone_and_in_a_batch(kind: str, family
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_row_accepts_does_not_depend_on_the_others(kind: str) -> None:
-    """A draft's own caches hold the same in a batch as alone, or its guesses would differ.
+def test_accepted_tokens_do_not_depend_on_other_rows(kind: str) -> None:
+    """A draft's caches hold the same in a batch as alone, or its guesses would differ.
 
-    Trees are filled whole: one that stops early goes on in a batch while any row is sure, and then another number is
-    drawn for the same token.
+    Early exit is off: in a batch drafting continues while any row is confident, which changes the random numbers drawn.
     """
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
@@ -83,62 +82,32 @@ def test_what_a_row_accepts_does_not_depend_on_the_others(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_text_follows_the_backbones_distribution(kind: str) -> None:
-    """2,500 rows at a time, a real model over five tokens: three tokens follow its own joint."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=5,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        max_position_embeddings=16,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.6)
-    backbone = Backbone(model, NoTokenizer(), "five")
+    backbone = five_token_backbone()
     decoder = BatchDecoder(backbone, random_draft(kind, backbone), Tree.cartesian([2, 2]))
-    rule, generator = Sampling(0.8), torch.Generator().manual_seed(7)
-    counts = torch.zeros(125, dtype=torch.long)
-    accepted = 0
-    for _ in range(4):
-        out = decoder.generate_batch([[1, 2]] * 2500, 3, (), rule, [generator] * 2500)
-        accepted += sum(sum(row.accepted) for row in out)
-        texts = [a * 25 + b * 5 + c for a, b, c in (row.tokens for row in out)]
-        counts += torch.bincount(torch.tensor(texts), minlength=125)
-    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
-    whole = torch.cat([torch.tensor([[1, 2]]).expand(125, -1), every], dim=1)
-    with torch.no_grad():
-        log_p = rule.warp(model(whole).logits.double()).log_softmax(-1)
-    joint = log_p[:, 1:4].gather(-1, every[..., None]).sum((1, 2)).exp()
-    assert accepted > 500
-    assert p_value(counts, joint) > 1e-4
-    assert p_value(counts, rule.warp(joint.log()).softmax(-1)) < 1e-8  # another distribution fails
+    assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 500
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_on_paper_are_those_of_decoding(kind: str) -> None:
-    """Where a step starts, the ranks of what the backbone says next are the path that a full tree accepts."""
+def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
+    """At the start of each step, the ranks of the following tokens are the path that a full tree accepts."""
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
     prompt = PROMPTS[0]
     tree = Tree.cartesian([3, 3])
     out = Decoder(backbone, draft, tree).generate(prompt, 30, ())
     trace = trace_answer(backbone, draft, prompt, Decoder(backbone).generate(prompt, 40, ()).tokens)
-    place = 0
+    position = 0
     for accepted in out.accepted[:-1]:
-        reached = next(i for i, rank in enumerate([*trace.path(place)[:2], 3]) if rank >= 3)
-        if kind == "kangaroo":  # which may have stopped earlier
-            assert accepted <= reached
+        depth = next(i for i, rank in enumerate([*trace.path(position)[:2], 3]) if rank >= 3)
+        if kind == "kangaroo":  # it may have stopped early
+            assert accepted <= depth
         else:
-            assert accepted == reached
-        place += accepted + 1
+            assert accepted == depth
+        position += accepted + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_yields_what_the_losses_ask_for(kind: str) -> None:
+def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     backbone = random_backbone("qwen3", dtype=torch.float32)
     draft = random_draft(kind, backbone).train()
     tokens = torch.arange(2, 14).view(2, 6)
@@ -152,24 +121,24 @@ def test_training_yields_what_the_losses_ask_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_bring_the_same_draft_back_and_nothing_of_the_backbone(kind: str, tmp_path: Path) -> None:
+def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp_path: Path) -> None:
     backbone = random_backbone("mistral", dtype=torch.float32)
     draft = random_draft(kind, backbone)
-    learnt = sum(parameter.numel() for parameter in draft.parameters())
-    assert learnt == type(draft).count_parameters(backbone.model, **draft.settings)
-    again = load_draft(save_draft(draft, tmp_path / "heads", "somebody/model"), backbone)
-    assert (draft_name(again), again.settings) == (kind.strip("+"), draft.settings)
-    theirs = draft.state_dict()
-    assert set(again.state_dict()) == set(theirs)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.state_dict().items())
+    trainable = sum(parameter.numel() for parameter in draft.parameters())
+    assert trainable == type(draft).count_parameters(backbone.model, **draft.settings)
+    loaded = load_draft(save_draft(draft, tmp_path / "heads", "somebody/model"), backbone)
+    assert (draft_name(loaded), loaded.settings) == (kind.strip("+"), draft.settings)
+    expected = draft.state_dict()
+    assert set(loaded.state_dict()) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     size = sum(path.stat().st_size for path in (tmp_path / "heads").glob("*.safetensors"))
-    assert size < 4 * learnt + 20_000
+    assert size < 4 * trainable + 20_000
     with pytest.raises(CheckpointError, match="somebody/model"):
         load_draft(tmp_path / "heads", wider_backbone())
 
 
 def wider_backbone() -> Backbone:
-    """Of another hidden size than the families' models."""
+    """A backbone of another hidden size."""
     config = LlamaConfig(
         vocab_size=61,
         hidden_size=48,

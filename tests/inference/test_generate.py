@@ -1,4 +1,4 @@
-"""Tree decoding gives the plain tokens: in float64 exactly, for every family, tree shape and edge."""
+"""Tree decoding equals plain decoding: in float64 exactly, for every family, tree shape and edge case."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TREES = {
 
 
 class OracleDraft(Draft):
-    """Knows the continuation and hides it at a given rank path among wrong guesses, so that paths are accepted."""
+    """Proposes the true continuation at one rank path among wrong guesses, so that paths are accepted."""
 
     num_heads = 4
 
@@ -68,7 +68,7 @@ class OracleDraft(Draft):
 
 
 def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
-    """Heads with random blocks: they guess differently from the backbone, and sometimes right."""
+    """Heads with random blocks: their guesses differ from the backbone's and are sometimes right."""
     draft = MedusaDraft.from_backbone(backbone, num_heads=4)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
 
 
 def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
-    """Plain greedy decoding by whole forward passes of the stock model: no cache, no loop of ours.
+    """Greedy decoding by whole forward passes of the stock model, without a cache.
 
     (A longrope model changes the angles of all positions where it switches, which no cached decoding follows.)
     """
@@ -129,7 +129,7 @@ def test_a_right_draft_is_accepted_to_the_full_depth(tree: str) -> None:
 
 
 class ShorteningDraft(OracleDraft):
-    """Cuts every second tree down to its best guesses alone, and sees the states that it asked for."""
+    """Cuts every second tree to its top guesses, and checks the states that it receives."""
 
     needs = FeatureSpec(early=2)
     chains = tuple(Tree.chain(length) for length in range(4))
@@ -207,7 +207,7 @@ def test_the_contexts_end(family: str) -> None:
         Decoder(backbone).generate(list(range(2, 27)), 5)
 
 
-def test_the_cache_is_reused_between_questions_without_a_trace() -> None:
+def test_the_cache_is_reused_between_answers_without_effect() -> None:
     backbone = random_backbone("llama")
     draft = _trained_like(backbone)
     decoder = Decoder(backbone, draft, TREES["cartesian"])
@@ -229,7 +229,7 @@ def test_the_empty_tree_computes_no_heads() -> None:
 
 
 class _Scalars(TorchDispatchMode):
-    """Counts how often a number is asked of the device: `item`, `int`, `bool`."""
+    """Counts synchronisations with the device by `item`, `int` and `bool`."""
 
     count = 0
 
@@ -257,7 +257,7 @@ def test_a_step_waits_for_the_device_once(family: str, rule: Rule, monkeypatch: 
         assert (len(lists), scalars.count) == (1, 0)
 
 
-def test_usage_errors_are_for_people() -> None:
+def test_usage_errors() -> None:
     backbone = random_backbone("llama")
     with pytest.raises(MedusaError, match="empty"):
         Decoder(backbone).generate([], 5)

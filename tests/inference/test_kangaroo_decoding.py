@@ -1,4 +1,4 @@
-"""Early-exit drafting: the plain tokens, the first layers once per token, the paper's chain and its stops."""
+"""Early-exit drafting: plain decoding's tokens, first layers run once per token, the paper's chains and their ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder
@@ -22,8 +21,8 @@ from medusa_train.models.drafts.kangaroo_state import KangarooState
 from medusa_train.models.features import Rows
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.trees.tree import Level, Tree
-from tests.families import FAMILIES, NoTokenizer, random_backbone
-from tests.inference.chi_square import p_value
+from tests.families import FAMILIES, random_backbone
+from tests.inference.chi_square import check_lossless, five_token_backbone
 
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREES = {
@@ -48,7 +47,7 @@ def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
 
 
 def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **settings: Any) -> Any:
-    """A draft that says about what the backbone would say without its later layers."""
+    """A draft that predicts about what the backbone would predict without its later layers."""
     draft = kind.from_backbone(backbone, **{"exit_layer": 1, "threshold": 0.0, **settings})
     torch.manual_seed(1)
     with torch.no_grad():
@@ -61,8 +60,8 @@ def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "mistral-window", "qwen3"])
-def test_one_row_and_four_say_what_plain_decoding_says(family: str, tree: str, threshold: float) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_single_rows_and_batches_equal_plain_decoding(family: str, tree: str, threshold: float) -> None:
     backbone = settled(family)
     draft = early_exit(backbone, threshold=threshold)
     plain = [Decoder(backbone).generate(prompt, 30).tokens for prompt in PROMPTS]
@@ -73,7 +72,7 @@ def test_one_row_and_four_say_what_plain_decoding_says(family: str, tree: str, t
         assert out.steps < 25  # guesses were accepted, so their states were moved and read again
     together = BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30)
     assert [out.tokens for out in together] == plain
-    assert len({tuple(out.accepted) for out in together}) > 2  # rows fell apart, so that the comparison can fail
+    assert len({tuple(out.accepted) for out in together}) > 2  # rows differ, so that the comparison can fail
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,10 +104,10 @@ def test_rows_end_at_different_times() -> None:
 
 
 class Recorder(KangarooDraft):
-    """Notes the logits with which each root's children were guessed, how many states waited, and the proposals."""
+    """Records the logits at each root, the numbers of unread states, and the proposals."""
 
     log: list[tuple[list[int], Tensor]]
-    waited: set[int]
+    unread_seen: set[int]
     proposals: list[Proposal]
 
     def _logits(self, state: KangarooState, early: Tensor, level: Level, inputs: LayerInputs) -> Tensor:
@@ -116,7 +115,7 @@ class Recorder(KangarooDraft):
         if level.first == 0:
             lengths = getattr(state.cache, "lengths", None) or [state.cache.length]
             self.log.append((list(lengths), logits[:, 0].clone()))
-            self.waited.update(state.unread_counts)
+            self.unread_seen.update(state.unread_counts)
         return logits
 
     def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:
@@ -126,14 +125,14 @@ class Recorder(KangarooDraft):
 
 def recorder(backbone: Backbone, **settings: Any) -> Recorder:
     draft = early_exit(backbone, Recorder, **settings)
-    draft.log, draft.waited, draft.proposals = [], set(), []
+    draft.log, draft.unread_seen, draft.proposals = [], set(), []
     return draft
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_incremental_states_are_the_training_forms(family: str, tree: str) -> None:
-    """What the adapter has in its cache after any step is what one pass over the whole text gives it."""
+    """After any step the adapter's cache holds what one pass over the whole text would give."""
     backbone = settled(family)
     draft = recorder(backbone, threshold=0.3)
 
@@ -149,7 +148,7 @@ def test_incremental_states_are_the_training_forms(family: str, tree: str) -> No
         assert len(draft.log) == out.steps
         for (length,), logits in draft.log:
             assert torch.allclose(logits[0], every[length], atol=1e-9)
-    assert draft.waited == {0, 1}  # accepted leaves were read later
+    assert draft.unread_seen == {0, 1}  # accepted leaves were read later
     draft.log.clear()
     together = BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
     texts = [expected(prompt + out.tokens) for prompt, out in zip(PROMPTS, together, strict=True)]
@@ -176,7 +175,7 @@ class _Reads:
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 @pytest.mark.parametrize("tree", TREES)
 def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) -> None:
-    """Committed or drafted, in one row or four; the other layers run once per step, over the same tokens."""
+    """For committed and drafted tokens, in one row or four; other layers run once per step, over the same tokens."""
     backbone = settled("llama", first=2)
     draft = recorder(backbone, exit_layer=2, threshold=threshold)
     layers = [_Reads(layer) for layer in backbone.body.layers]
@@ -201,7 +200,7 @@ def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) 
 
 
 def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) -> list[int]:
-    """The paper's draft of at most gamma tokens, each by whole passes; the token that stops it is kept."""
+    """The paper's draft of at most gamma tokens, by whole passes; the token that stops it is kept."""
     guesses: list[int] = []
     while len(guesses) < draft.num_heads:
         tokens = torch.tensor([text + guesses])
@@ -214,7 +213,7 @@ def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) ->
 
 
 def test_the_chain_is_the_papers() -> None:
-    """Section 3.2, Eq. 4: gamma tokens at most, none after one whose confidence is eta or less."""
+    """Kangaroo, Eq. 4: at most gamma tokens, none after one with a confidence of eta or less."""
     backbone = settled("llama", sharpness=3.0)
     draft = recorder(backbone, num_heads=5, threshold=0.6)
     prompt = PROMPTS[0]
@@ -244,7 +243,7 @@ def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
     assert float(share) == pytest.approx(0.8)
 
 
-def test_rows_of_a_batch_go_on_until_the_last_would_stop() -> None:
+def test_rows_of_a_batch_stop_drafting_when_the_last_would() -> None:
     backbone = settled("qwen3", sharpness=3.0)
     draft = recorder(backbone, threshold=0.6)
     for prompt in PROMPTS:
@@ -257,7 +256,7 @@ def test_rows_of_a_batch_go_on_until_the_last_would_stop() -> None:
 
 
 @pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Typical(0.9)], ids=["sampling", "typical"])
-def test_a_rows_draws_do_not_depend_on_the_others(rule: Rule) -> None:
+def test_samples_do_not_depend_on_other_rows(rule: Rule) -> None:
     backbone = settled("mistral-window")
     draft = early_exit(backbone)
 
@@ -270,52 +269,14 @@ def test_a_rows_draws_do_not_depend_on_the_others(rule: Rule) -> None:
         assert one.generate(prompt, 15, (), rule, generator).tokens == out.tokens
 
 
-def _five() -> tuple[LlamaForCausalLM, Backbone]:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=5,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=1,
-            max_position_embeddings=16,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.6)
-    return model, Backbone(model, NoTokenizer(), "five")
-
-
-@pytest.mark.parametrize("tree", [Tree.chain(2), Tree.cartesian([2, 2])], ids=["chain", "wide"])
-def test_sampling_through_the_whole_loop_is_lossless(tree: Tree) -> None:
-    """5,000 rows at a time, a real model over five tokens: three tokens follow its own joint distribution."""
-    model, backbone = _five()
-    draft = early_exit(backbone, num_heads=2, threshold=0.3)
-    decoder = BatchDecoder(backbone, draft, tree)
-    rule = Sampling(0.8)
-    generator = torch.Generator().manual_seed(7)
-    counts, accepted = torch.zeros(125, dtype=torch.long), 0
-    for _ in range(4):
-        out = decoder.generate_batch([[1, 2]] * 5000, 3, (), rule, [generator] * 5000)
-        accepted += sum(sum(row.accepted) for row in out)
-        counts += torch.bincount(
-            torch.tensor([a * 25 + b * 5 + c for a, b, c in (row.tokens for row in out)]), minlength=125
-        )
-    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
-    texts = torch.cat([torch.tensor([[1, 2]]).expand(125, -1), every], dim=1)
-    with torch.no_grad():
-        log_p = rule.warp(model(texts).logits.double()).log_softmax(-1)
-    joint = log_p[:, 1:4].gather(-1, every[..., None]).sum((1, 2)).exp()
-    assert accepted > 2000
-    assert p_value(counts, joint) > 1e-4
-    assert p_value(counts, rule.warp(joint.log()).softmax(-1)) < 1e-12  # another distribution fails
+def test_sampling_with_a_chain_is_lossless() -> None:
+    backbone = five_token_backbone()
+    decoder = BatchDecoder(backbone, early_exit(backbone, num_heads=2, threshold=0.3), Tree.chain(2))
+    assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 1000
 
 
 def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
-    """The rank of token p + k among the guesses that a tree would make below the true path there."""
+    """The rank of token p + k among the guesses below the true path."""
     backbone = settled("llama")
     draft = early_exit(backbone, num_heads=3)
     prompt = PROMPTS[0]
@@ -331,10 +292,10 @@ def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
                 assert trace.ranks[place][k - 1] == (best.index(target) if target in best else -1)
     out = Decoder(backbone, draft, Tree.chain(3)).generate(prompt, 12, ())
     starts = trace.simulate(Tree.chain(3))
-    assert len(starts) == out.steps  # decoding on paper is decoding
+    assert len(starts) == out.steps  # simulated decoding is decoding
 
 
-def test_calibration_times_whole_trees() -> None:
+def test_latency_is_measured_without_early_exit() -> None:
     backbone = settled("llama")
     draft = recorder(backbone, threshold=1.0)
     measure_step_latency(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0])
@@ -344,8 +305,8 @@ def test_calibration_times_whole_trees() -> None:
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {1}
 
 
-def test_a_loop_that_asks_for_no_guesses_is_followed() -> None:
-    """As a longrope model's does around its switch: several roots wait for the adapter, one after the other."""
+def test_steps_without_a_proposal() -> None:
+    """As around the switch of a longrope model: several roots in turn stay unread by the adapter."""
     backbone = settled("qwen2")
     draft = recorder(backbone)
     tokens = torch.tensor([PROMPTS[0]])

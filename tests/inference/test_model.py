@@ -1,4 +1,4 @@
-"""A model asked in text: the loop's own answer, whole or in pieces, stop strings, sampling, limits."""
+"""Text in, text out: the decoder's answer, whole or streamed, stop strings, sampling, limits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_sampling_is_seeded(model: Model) -> None:
     assert typical.read() == model.generate("Hi?", 30, temperature=0.7, typical=True)
 
 
-def test_limits_are_for_people(model: Model) -> None:
+def test_limits(model: Model) -> None:
     with pytest.raises(MedusaError, match=f"the model's context is {CONTEXT}"):
         model.generate("x" * CONTEXT)
     with pytest.raises(MedusaError, match=r"top_p.*got 2"):

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from is transformers' own, and draws follow it."""
+"""The sampling distribution equals that of transformers, and draws follow it."""
 
 from __future__ import annotations
 

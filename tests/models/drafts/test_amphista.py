@@ -1,4 +1,4 @@
-"""Amphista heads: untrained they are the backbone; trained they compute what the paper says, whole or step by step."""
+"""Amphista heads: untrained they equal the backbone; trained they follow the paper's equations, whole or stepwise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def trained_like(backbone: Backbone, seed: int = 1, std: float = 0.1, **settings: Any) -> AmphistaDraft:
-    """Heads none of whose parameters is what it started as."""
+    """Heads with every parameter changed from its initialisation."""
     draft = AmphistaDraft.from_backbone(backbone, **{"num_heads": 5, **settings})
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def _norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions 0.. of [heads, T, D], as Llama lays halves out."""
+    """Rotary positions 0.. of [heads, T, D], in Llama's layout of halves."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(half) / half)
     cos, sin = angles.cos().double(), angles.sin().double()
@@ -213,7 +213,7 @@ TRUTH = [0, 2, 5, 7]
 
 
 def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tuple[Tensor, Tensor]:
-    """States and tokens of a verification pass whose root stands at `root`: the text's at `TRUTH`, else others."""
+    """States and tokens of a verification pass with the root at position `root`: true ones at `TRUTH`, else others."""
     states, tokens = torch.randn(TREE.size + 1, hidden.shape[-1]).double(), torch.full((TREE.size + 1,), 60)
     for depth, node in enumerate(TRUTH):
         states[node], tokens[node] = hidden[root + depth], text[root + depth]
@@ -224,7 +224,7 @@ def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tupl
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, variant: str) -> None:
-    """Rows of unlike length that accept unlike numbers of nodes; one step is not proposed from, one row leaves."""
+    """Rows of different lengths accept different numbers of nodes; one step has no proposal, one row finishes."""
     backbone = random_backbone(family)
     draft = trained_like(backbone, **VARIANTS[variant])
     torch.manual_seed(2)
@@ -259,7 +259,7 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, apart: bool) -> None:
-    """Three prompts in a batch against each head's own order of all tokens; `apart`: laid out by somebody else."""
+    """Three prompts in a batch against each head's ranking of all tokens; `apart`: weights are not stacked."""
     backbone = random_backbone("qwen2")
     if bias:
         bias_values = torch.randn(backbone.vocab_size, dtype=torch.float64)
@@ -282,7 +282,7 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
         assert proposal.tokens[row].tolist() == expected
 
 
-def test_heads_stay_side_by_side_through_training_loading_and_moving() -> None:
+def test_heads_stay_stacked_through_training_loading_and_moving() -> None:
     backbone = random_backbone("llama")
     draft = trained_like(backbone)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
@@ -296,14 +296,14 @@ def test_heads_stay_side_by_side_through_training_loading_and_moving() -> None:
         stacked = linears.stacked()
         assert stacked is not None
         assert torch.equal(stacked[0][3], linears.get_parameter("3.weight"))
-    own = sum(parameter.numel() for parameter in draft.parameters())
+    numel = sum(parameter.numel() for parameter in draft.parameters())
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
-    assert sum(held.values()) == 8 * own  # nothing is kept twice
+    assert sum(held.values()) == 8 * numel  # no copies are kept
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", ["llama", "llama-bias-tied", "qwen3", "gemma2"])
-def test_parameters_are_counted_before_any_are_made(family: str, variant: str) -> None:
+def test_counted_parameters(family: str, variant: str) -> None:
     backbone = random_backbone(family)
     draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
     assert AmphistaDraft.count_parameters(backbone.model, **draft.settings) == sum(
@@ -311,10 +311,10 @@ def test_parameters_are_counted_before_any_are_made(family: str, variant: str) -
     )
 
 
-def test_settings_make_the_same_draft_anew() -> None:
+def test_settings_recreate_the_draft() -> None:
     backbone = random_backbone("llama")
     draft = trained_like(backbone, num_heads=3, auto_blocks=2, adaptation_layers=1)
     again = AmphistaDraft.from_backbone(backbone, **draft.settings)
     again.load_state_dict(draft.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(_states(draft, backbone), _states(again, backbone), strict=True))
-    assert not any("embed" in name for name in draft.state_dict())  # the backbone's own is not saved with the heads
+    assert not any("embed" in name for name in draft.state_dict())  # the backbone keeps its embedding

@@ -1,4 +1,4 @@
-"""Hydra: heads that follow the path, in training against plain loops and in decoding node by node."""
+"""Hydra: heads that follow the path, compared with plain loops in training and node by node in decoding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain_head(draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, pat
 
 
 def prefixed(draft: HydraDraft, states: Tensor) -> Tensor:
-    """What the heads read over one whole document, [T, d] -> [T, d]."""
+    """The states that the heads read in one document, [T, d] -> [T, d]."""
     if draft.prefix is None:
         return states
     rows = Rows.from_tokens(torch.zeros(1, len(states), dtype=torch.long))
@@ -75,7 +75,7 @@ def test_an_untrained_prefix_layer_begins_near_the_backbones_states(family: str)
 
 @pytest.mark.parametrize("prefix_layer", [False, True])
 def test_loss_and_gradients_of_packed_documents_against_plain_loops(prefix_layer: bool) -> None:
-    """Teacher at t + k, losses unweighted; nothing comes from the other document, nothing wraps around."""
+    """Teacher at t + k, unweighted losses; nothing leaks from the other document or wraps around."""
     backbone = random_backbone("qwen3")
     draft = trained(backbone, prefix_layer=prefix_layer)
     documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5]]
@@ -110,7 +110,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(prefix_layer
 @pytest.mark.parametrize("prefix_layer", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
 def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: bool) -> None:
-    """Two steps of three rows, against the formula at one node after the other."""
+    """Two steps of three rows, compared with the formula at every node."""
     backbone = random_backbone(family)
     draft = trained(backbone, prefix_layer=prefix_layer)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]

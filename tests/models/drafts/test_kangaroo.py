@@ -1,4 +1,4 @@
-"""The early exit in training: a plain reference's values and gradients, documents apart, nothing of the backbone's."""
+"""The early exit in training: values and gradients of a plain reference, packed documents, parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random_draft(backbone: Backbone, **settings: object) -> KangarooDraft:
 
 
 def packed(vocab: int) -> Batch:
-    """Three documents in one row and some padding; the prompt of each is not supervised."""
+    """Three documents and padding in one row; prompts are not supervised."""
     torch.manual_seed(2)
     documents = [torch.randint(vocab, (length,)) for length in LENGTHS]
     tokens = torch.cat([*documents, torch.zeros(2, dtype=torch.long)])[None]
@@ -144,7 +144,7 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 @pytest.mark.parametrize("mlp_size", [0, 5])
 def test_only_the_adapter_is_trained_and_saved(family: str, mlp_size: int, tmp_path: Path) -> None:
-    """An attention, two norms, and an MLP that is asked for; read back over the same backbone they say the same."""
+    """Attention, two norms and an optional MLP; loaded over the same backbone they compute the same."""
     backbone = random_backbone(family)
     draft = random_draft(backbone, num_heads=3, threshold=0.25, mlp_size=mlp_size)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}

@@ -1,4 +1,4 @@
-"""A draft's layer begins as the backbone's: to the bit where it is as wide, else with its strongest units."""
+"""Draft layers: initialisation from the backbone's layer, packed documents, caches, parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_whole_layer_is_the_backbone_s(family: str) -> None:
 
 
 def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
-    """Its adapter is then the layer that it leaves out."""
+    """The adapter then equals the layer that it replaces."""
     backbone = random_backbone("llama")
     exit_layer = backbone.num_layers - 1
     width = backbone.config.intermediate_size
@@ -114,7 +114,7 @@ def random_layer(family: str, **options: Any) -> DraftLayer:
 
 
 def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
-    """[T, d] -> [T, d] of one document, without our masks."""
+    """[T, d] -> [T, d] of one document, without an explicit mask."""
     rows = Rows.from_tokens(torch.zeros(1, len(states), dtype=torch.long))
     with torch.no_grad():
         return layer(states[None], rows.positions, rows.segments)[0]
@@ -157,7 +157,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", STEADY)
-def test_one_row_goes_without_masks_of_ours(family: str) -> None:
+def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     layer = random_layer(family)
     text = torch.randn(20, 32, dtype=torch.float64)
     whole = alone(layer, text)
@@ -171,7 +171,7 @@ def test_one_row_goes_without_masks_of_ours(family: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"mlp_size": 0}, {"mlp_size": 5}, {"final_norm": False}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"])
-def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict[str, Any]) -> None:
+def test_every_parameter_gets_a_gradient_and_none_is_the_backbones(family: str, options: dict[str, Any]) -> None:
     backbone = random_backbone(family)
     layer = DraftLayer(backbone, dtype=torch.float32, **options)
     out = layer(torch.randn(1, 6, 32), torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.long))
@@ -180,14 +180,14 @@ def test_every_parameter_learns_and_is_the_drafts_own(family: str, options: dict
     assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in named.values())
     assert any("mlp" in name for name in named) != (options.get("mlp_size") == 0)
     assert ("body.norm.weight" in named) == options.get("final_norm", True)
-    theirs = {p.data_ptr() for p in backbone.model.parameters()}
-    assert not theirs & {p.data_ptr() for p in named.values()}
+    backbone_pointers = {p.data_ptr() for p in backbone.model.parameters()}
+    assert not backbone_pointers & {p.data_ptr() for p in named.values()}
     assert not any("embed" in name for name in named)
 
 
 @pytest.mark.parametrize("names", [1, 2])
 def test_angles_stay_exact_in_half_precision(names: int) -> None:
-    """Under two names of one tensor too, as releases of transformers have them."""
+    """Also for one tensor under two names, as in some releases of transformers."""
     layer = random_layer("llama")
     if names == 2:
         layer.body.rotary_emb.register_buffer("of_old", layer.body.rotary_emb.inv_freq, persistent=False)

@@ -1,4 +1,4 @@
-"""Medusa heads: the untrained head is the backbone, and nothing is shared between heads."""
+"""Medusa heads: an untrained head equals the backbone, and heads share no weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _random_heads(layers: int, *, bias: bool = False, share: bool = False) -> tu
 
 
 def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
-    """Three prompts of unlike length in a batch, against each head's own order of all tokens."""
+    """Three prompts of different lengths in a batch, compared with each head's ranking of all tokens."""
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     feats = backbone.run(padded)
@@ -96,7 +96,7 @@ def test_proposals_are_the_best_tokens_of_each_head(layers: int, bias: bool, sha
     _check_proposals(backbone, draft)
 
 
-def test_heads_stay_side_by_side_and_are_never_stale() -> None:
+def test_heads_stay_stacked_and_are_never_stale() -> None:
     backbone, draft = _random_heads(2)
     names = {id(parameter) for parameter in draft.parameters()}
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
@@ -109,13 +109,13 @@ def test_heads_stay_side_by_side_and_are_never_stale() -> None:
     _check_proposals(backbone, draft.float().double())
     assert draft.stacked() is not None
     assert {id(parameter) for parameter in draft.parameters()} == names
-    own = sum(parameter.numel() for parameter in draft.parameters())
+    numel = sum(parameter.numel() for parameter in draft.parameters())
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
-    assert sum(held.values()) == 8 * own  # nothing is kept twice
+    assert sum(held.values()) == 8 * numel  # no copies are kept
 
 
-def test_heads_that_somebody_else_laid_out_propose_the_same() -> None:
-    """As ZeRO does, whose buffers hold the parameters."""
+def test_heads_that_are_not_stacked_propose_the_same() -> None:
+    """As with ZeRO, whose buffers hold the parameters."""
     backbone, draft = _random_heads(1)
     moved = draft.lm_heads[2]
     assert isinstance(moved, nn.Linear)

@@ -1,0 +1,85 @@
+"""Ranks of guesses along an answer, and simulated decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.traces import Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+# an answer of six tokens, three heads
+TRACE = Trace(
+    [[0, 1, -1], [0, 0, 2], [-1, 0, 0], [1, 0, -1], [0, -1, -1], [-1, -1, -1]],
+    [3, 3, 3, 2, 1, 0],
+)
+
+
+def test_paths_end_at_the_first_miss() -> None:
+    assert [TRACE.path(i) for i in range(6)] == [(0, 1), (0, 0, 2), (), (1, 0), (0,), ()]
+
+
+def test_simulated_decoding() -> None:
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0)])
+    # from 0 only (0,) is in the tree: one accepted and the new root is 2; from 2 nothing; from 3 both nodes
+    assert TRACE.simulate(tree) == [0, 2, 3]
+    assert tokens_per_step([TRACE], tree) == 5 / 3
+    assert TRACE.simulate(Tree.empty()) == [0, 1, 2, 3, 4]
+    assert tokens_per_step([TRACE], Tree.empty()) == 1.0
+
+
+def test_accuracy_counts_only_positions_with_a_target() -> None:
+    accuracy = head_accuracy([TRACE])
+    assert accuracy[0][:2] == [3 / 5, 4 / 5]
+    assert accuracy[1][:2] == [3 / 4, 4 / 4]
+    assert accuracy[2][:3] == [1 / 3, 1 / 3, 2 / 3]
+
+
+def noisy_heads(backbone: Backbone) -> MedusaDraft:
+    draft = MedusaDraft.from_backbone(backbone, num_heads=3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for block in draft.blocks.parameters():
+            block.normal_(0, 0.05)
+    return draft
+
+
+def test_ranks_against_a_plain_computation() -> None:
+    backbone = random_backbone("llama")
+    draft = noisy_heads(backbone)
+    prompt = [3, 1, 4, 1]
+    answer = Decoder(backbone).generate(prompt, 12).tokens
+    trace = trace_answer(backbone, draft, prompt, answer)
+    text = prompt + answer
+    for place, known in enumerate(trace.targets):
+        hidden = backbone.run(torch.tensor([text[: len(prompt) + place]])).hidden[0, -1]
+        for k in (1, 2, 3):
+            if place + k >= len(answer):
+                assert (trace.ranks[place][k - 1], known < k) == (-1, True)
+                continue
+            order = draft.head_logits(hidden, k).argsort(descending=True).tolist()
+            rank = order.index(answer[place + k])
+            assert trace.ranks[place][k - 1] == (rank if rank < 10 else -1)
+
+
+@pytest.mark.parametrize("tree", [Tree.cartesian([3, 2]), Tree.chain(3), Tree.from_paths([(0,), (4,), (0, 3)])])
+def test_simulated_decoding_is_what_the_loop_does(tree: Tree) -> None:
+    backbone = random_backbone("qwen3")
+    draft = noisy_heads(backbone)
+    for prompt in ([3, 1, 4], [9], [20, 30, 40, 50]):
+        plain = Decoder(backbone).generate(prompt, 40).tokens
+        real = Decoder(backbone, draft, tree).generate(prompt, 40)
+        starts = trace_answer(backbone, draft, prompt, plain).simulate(tree)
+        assert len(starts) == real.steps
+
+
+def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
+    logits = torch.tensor([[2.0, 5.0, 5.0, 5.0, 1.0] + [0.0] * 19 + [-1.0]])
+    order = logits.topk(5).indices[0].tolist()
+    for place, token in enumerate(order):
+        assert int(rank_of(logits, torch.tensor([token]))) == place
+    assert int(rank_of(logits, torch.tensor([24]))) == -1

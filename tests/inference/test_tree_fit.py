@@ -1,0 +1,194 @@
+"""Path counts, fitted trees, and the comparison of tree searches on new text."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from medusa_train.inference.traces import AcceptedLength, Trace, tokens_per_step
+from medusa_train.inference.tree_fit import (
+    SEARCHES,
+    chain_trees,
+    compare_searches,
+    count_paths,
+    dense_trees,
+    fit_tree,
+    independent_trees,
+    joint_trees,
+    most_frequent,
+    shallower_trees,
+)
+from medusa_train.trees.tree import Tree
+from tests.inference.test_traces import TRACE
+
+
+def test_path_counts_and_the_most_frequent() -> None:
+    counts = count_paths([TRACE])
+    assert counts == Counter({(0,): 3, (0, 1): 1, (0, 0): 1, (0, 0, 2): 1, (1,): 1, (1, 0): 1})
+    assert most_frequent(counts, 4).paths == ((0,), (1,), (0, 0), (0, 1))
+    assert count_paths([TRACE], [[3, 4]]) == Counter({(0,): 1, (1,): 1, (1, 0): 1})
+
+
+def test_depth_limits_the_most_frequent_and_flat_trees_are_as_large() -> None:
+    counts = count_paths([TRACE])
+    assert most_frequent(counts, 4, max_depth=1).paths == ((0,), (1,))
+    assert most_frequent(counts, 4, max_depth=2) == most_frequent(counts, 4)
+    wide = Trace([[0, 0, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0], [0, 1, 2]] * 4, [3] * 20)
+    deep = fit_tree([wide], [wide], 5)
+    assert deep.max_depth == 3
+    flat = shallower_trees(deep, lambda size, depth: fit_tree([wide], [wide], size, depth))
+    assert [(tree.size, tree.max_depth) for tree in flat] == [(5, 2)]  # there are three first tokens only
+
+
+def test_the_most_frequent_paths_are_the_best_tree_of_their_size() -> None:
+    """Against every connected tree of three nodes: none has a larger mean accepted length."""
+    torch.manual_seed(3)
+    traces = [Trace(torch.randint(-1, 3, (30, 2)).tolist(), [2] * 30) for _ in range(4)]
+    counts = count_paths(traces)
+    best = sum(counts[path] for path in most_frequent(counts, 3).paths)
+    nodes = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
+    for chosen in itertools.combinations(nodes, 3):
+        if all(path[:-1] in chosen for path in chosen if len(path) > 1):
+            assert sum(counts[path] for path in chosen) <= best
+
+
+def test_a_refit_is_taken_only_where_held_out_steps_agree() -> None:
+    """Decoding with {(0,), (1,)} visits only even positions, where (1,) never occurs, so a recount would drop it."""
+    trace = Trace([[0, -1] if i % 2 == 0 else [1, 0] for i in range(41)], [2] * 41)
+    naive = most_frequent(count_paths([trace]), 2)
+    assert set(naive.paths) == {(0,), (1,)}
+    assert most_frequent(count_paths([trace], [trace.simulate(naive)]), 2).paths == ((0,),)
+    assert fit_tree([trace], [trace], 2) == naive
+    # another ending, in which the recounted paths win: after (0,) was accepted, (2, 2) always follows
+    fit = Trace([[0, -1] if i % 2 == 0 else [1, -1] for i in range(20)] + [[2, 2]] * 9, [2] * 29)
+    refit = fit_tree([fit], [Trace([[2, 2]] * 30, [2] * 30)], 3)
+    assert (2, 2) in refit.paths
+
+
+HEADS = 4
+
+
+def conversation(draw: random.Random, tokens: int = 150) -> list[Trace]:
+    """An answer in which all heads have the same rank until they miss: maximally dependent."""
+    rows = []
+    for _ in range(tokens):
+        rank = min(int(draw.expovariate(0.5)), 9)
+        right = next((depth for depth in range(HEADS) if draw.random() > 0.8), HEADS)
+        rows.append([rank] * right + [-1] * (HEADS - right))
+    known = [min(HEADS, tokens - 1 - place) for place in range(tokens)]
+    cut = [[rank if k < limit else -1 for k, rank in enumerate(row)] for row, limit in zip(rows, known, strict=True)]
+    return [Trace(cut, known)]
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[list[Trace]]:
+    draw = random.Random(4)
+    return [conversation(draw) for _ in range(48)]
+
+
+def test_independent_nodes_come_by_the_product_of_accuracies() -> None:
+    # top-1 is right 3 of 4 times for head 1, 2 of 4 for head 2; second guesses 1 of 4 and 1 of 4
+    rows = [[0, 0], [0, 0], [0, 1], [1, -1]]
+    tree = independent_trees([Trace(rows, [2, 2, 2, 2])], [4])[4]
+    # (0): .75, (0, 0): .375, (1): .25, (0, 1): .1875, (1, 0): .125
+    assert set(tree.paths) == {(0,), (0, 0), (1,), (0, 1)}
+
+
+def test_the_independent_tree_is_the_best_by_its_own_measure(conversations: list[list[Trace]]) -> None:
+    """No single exchange of a leaf for another connected node has a larger sum of products."""
+    traces = [trace for one in conversations for trace in one]
+    small, large = independent_trees(traces, [12, 13]).values()
+    assert set(small.paths) < set(large.paths)
+    shares = _accuracies(traces)
+
+    def product(path: tuple[int, ...]) -> float:
+        value = 1.0
+        for head, rank in enumerate(path):
+            value *= shares[head][rank]
+        return value
+
+    leaves = [path for path in small.paths if not any(other[:-1] == path for other in small.paths)]
+    outside = [(*path, rank) for path in ((), *small.paths) if len(path) < HEADS for rank in range(10)]
+    worst = min(product(path) for path in leaves)
+    assert all(product(path) <= worst + 1e-12 for path in outside if path not in small.paths)
+
+
+def _accuracies(traces: list[Trace]) -> list[list[float]]:
+    table = []
+    for head in range(HEADS):
+        column = [row[head] for t in traces for row, known in zip(t.ranks, t.targets, strict=True) if known > head]
+        table.append([sum(rank == wanted for rank in column) / len(column) for wanted in range(10)])
+    return table
+
+
+def test_dense_trees_are_cartesian_and_fit(conversations: list[list[Trace]]) -> None:
+    traces = [trace for one in conversations for trace in one]
+    found = dense_trees(traces, [0, 4, 20])
+    assert found[0] == Tree.empty()
+    for size, tree in found.items():
+        assert tree.size <= size
+        levels = [sum(len(path) == depth for path in tree.paths) for depth in range(1, tree.max_depth + 1)]
+        choices = [count // below for count, below in zip(levels, [1, *levels], strict=False)]
+        assert Tree.cartesian(choices) == tree
+    rivals = [Tree.cartesian(choices) for choices in ([4], [2, 1], [1, 1, 1, 1])]
+    assert tokens_per_step(traces, found[4]) == max(tokens_per_step(traces, tree) for tree in rivals)
+
+
+def test_the_chain_ends_with_the_heads() -> None:
+    trace = Trace([[0, 0], [0, -1], [-1, -1]], [2, 1, 0])
+    assert [tree.size for tree in chain_trees([trace], [0, 1, 5]).values()] == [0, 1, 2]
+
+
+def test_every_search_answers_for_every_size(conversations: list[list[Trace]]) -> None:
+    traces = [trace for one in conversations[:6] for trace in one]
+    for find in SEARCHES.values():
+        found = find(traces, [0, 3, 7])
+        assert list(found) == [0, 3, 7]
+        assert all(tree.size <= size for size, tree in found.items())
+    assert [tree.size for tree in joint_trees(traces, [0, 3, 7]).values()] == [0, 3, 7]
+
+
+def test_the_joint_tree_is_worth_at_least_the_independent_one_on_new_text(conversations: list[list[Trace]]) -> None:
+    """Tokens per step for every size from 4 to 63, on conversations that neither tree was fitted to."""
+    joint, independent = compare_searches(
+        conversations, range(4, 64), {name: SEARCHES[name] for name in ("joint", "independent")}
+    )
+    worse = {
+        n: (joint.by_size[n], independent.by_size[n]) for n in range(4, 64) if joint.by_size[n] < independent.by_size[n]
+    }
+    assert worse == {}
+    gains = [joint.by_size[n] - independent.by_size[n] for n in range(4, 64)]
+    assert max(gains) > 0.3  # heads that err together are what the joint search is for
+
+
+def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(7)
+    conversations = [conversation(draw, 12) for _ in range(5)]
+    seen: list[set[int]] = []
+    judged: list[int] = []
+
+    def spy(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
+        seen.append({id(trace) for trace in traces})
+        return {size: Tree.empty() for size in sizes}
+
+    walk = Trace.simulate
+
+    def watched(self: Trace, tree: Tree | AcceptedLength) -> list[int]:
+        judged.append(id(self))
+        assert id(self) not in seen[-1]
+        return walk(self, tree)
+
+    monkeypatch.setattr(Trace, "simulate", watched)
+    (found,) = compare_searches(conversations, [4], {"joint": spy}, folds=3)
+    assert sorted(judged) == sorted(id(one[0]) for one in conversations)
+    assert found.by_size[4] == 1.0
+
+
+def test_one_conversation_is_not_enough() -> None:
+    with pytest.raises(ValueError, match="at least two conversations"):
+        compare_searches([conversation(random.Random(1))], [4])
