@@ -21,7 +21,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.choose_dtype import choose_dtype
-from medusa_train.evaluation.html_report.calibration import calibration_page
+from medusa_train.evaluation.html_report.calibration import BY_CONSTRUCTION, calibration_page
 from medusa_train.evaluation.metrics import node_acceptance
 from medusa_train.evaluation.questions import Bench, Question
 from medusa_train.evaluation.run import load_model
@@ -66,6 +66,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     named = None if cfg.tree is None or paths.tree is None else Tree.load(paths.tree)
     result = search(model, traces, [prompt for prompts in conversations for prompt in prompts], progress, named)
     progress.console.print(table(result))
+    progress.console.print(BY_CONSTRUCTION, highlight=False, soft_wrap=True)
     progress.print(
         f"chosen: {result.nodes} nodes, {result.curves['joint'][result.nodes]:.2f} tokens per step (simulated on "
         f"conversations that the tree was not fitted to), {result.step_ms(result.nodes):.2f} ms per step in {dtype}"

@@ -222,7 +222,7 @@ def coloured_text(answer: Json) -> str:
     pieces = answer.get("pieces")
     if not pieces:
         return escape(answer["text"])
-    by_head = zip(guessing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
+    by_head = zip(proposing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
     html = []
     for head, run in groupby(by_head, key=lambda pair: pair[0]):
         text = escape("".join(piece for _, piece in run))
@@ -230,8 +230,8 @@ def coloured_text(answer: Json) -> str:
     return "".join(html)
 
 
-def guessing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Return which head guessed each token of an answer: k for head k, 0 for the backbone itself.
+def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
+    """Return which head proposed each token of an answer: k for head k, 0 for the backbone.
 
     The first token comes from the prefill. Each step then adds as many tokens as `accepted` says, by heads 1, 2, ...,
     and one by the backbone, unless the answer ends before it.

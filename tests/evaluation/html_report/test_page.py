@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.html_report.page import answers_section, coloured_text, guessing_heads, html_page
+from medusa_train.evaluation.html_report.page import answers_section, coloured_text, html_page, proposing_heads
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, notes, table_rows
 from medusa_train.inference.traces import Trace
@@ -147,4 +147,4 @@ def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
 def test_accepted_tokens_are_the_heads_in_order_and_then_one_of_the_backbone(
     tokens: int, accepted: list[int], heads: list[int]
 ) -> None:
-    assert guessing_heads(tokens, accepted) == heads
+    assert proposing_heads(tokens, accepted) == heads
