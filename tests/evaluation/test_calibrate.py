@@ -82,6 +82,7 @@ def test_a_tree_is_chosen_beside_its_rivals_and_written(run_dir: Path, questions
     tree, data, page = written
     assert tree == tmp_path / "out" / "tree.json"
     assert "evaluate on another one" in shown
+    assert "partly by construction" in shown
     figures = json.loads(data.read_text(encoding="utf-8"))
     assert [one["name"] for one in figures["candidates"]] == [*SEARCHES, "named"]
     assert figures["candidates"][-1]["medusa_choices"] == [[0], [1]]
