@@ -32,7 +32,7 @@ def load(
             with. Given without `model`, the backbone decodes plainly, without heads.
         tree: tree file; defaults to tree.json beside the heads.
         dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast bfloat16 matrix
-            products, else float32.
+            products, else float16 on a GPU and float32 on a CPU.
         chat_template: name of a chat template; defaults to the run's, else the tokenizer's.
         trust_remote_code: allow Python code that the backbone's repository ships.
         compile: compile the decoding passes with torch.compile: up to a minute more to start, faster steps.
@@ -55,9 +55,6 @@ def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Mode
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
     from medusa_train.checkpoint.load import load_with_draft
     from medusa_train.inference.model import Model
-    from medusa_train.models.precision import auto_dtype
 
-    if dtype == "auto":
-        dtype = auto_dtype()
     loaded = load_with_draft(paths, dtype, compiled=compiled)
     return Model(loaded.backbone, loaded.draft, loaded.tree, paths.chat_template)

@@ -1,4 +1,4 @@
-"""Small random backbones of real families, for tests of models and decoding."""
+"""Small random backbones of the supported families."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 
-# Untied where embeddings are scaled up: of a random model's logits the largest would be the last token's, for ever.
+# Not tied where embeddings are scaled up: a random model would repeat its last token forever.
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-bias-tied": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -85,13 +85,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 class NoTokenizer:
-    """Stands where decoding of bare ids needs no tokenizer."""
+    """A placeholder for tests that decode token ids only."""
 
     eos_token_id = None
 
 
 def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> Backbone:
-    """A random model with weights large enough that its greedy text varies."""
+    """Build a random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
     capped = getattr(config, "attn_logit_softcapping", None) is not None

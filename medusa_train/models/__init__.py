@@ -1,1 +1,1 @@
-"""Backbones and the drafts that read them; knows nothing of data, losses, training or decoding loops."""
+"""Backbones, their attention, precision and adapters, and the drafts that read their hidden states."""

@@ -58,7 +58,7 @@ class LayerInputs:
 
 
 class LayerRunner:
-    """Calls decoder layers one by one, with the arguments that the model's own forward gives them.
+    """Runs decoder layers one by one, with the arguments that the model's forward passes to them.
 
     Args:
         body: the decoder, with `layers`, `rotary_emb` and `norm`.

@@ -1,1 +1,1 @@
-"""Trees of guesses and the cache that verifies them; knows no model and no draft."""
+"""Token trees, their attention masks, and the key-value caches in which they are verified."""

@@ -1,4 +1,4 @@
-"""Documents kept apart by their bounds: as by a mask, and refused where they are not."""
+"""Packed documents separated by their bounds, and grouped-query attention with folded heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from medusa_train.data.batch import Batch, collate
 from medusa_train.errors import BackboneError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models import attention as folded_heads
+from medusa_train.models import attention
 from medusa_train.models.attention import (
     FOLDED_HEADS,
     document_bounds,
@@ -30,7 +30,7 @@ def states(backbone: Backbone, batch: Batch) -> torch.Tensor:
     return backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
 
 
-def test_the_bounds_by_hand() -> None:
+def test_bounds_written_out() -> None:
     bounds = document_bounds(torch.tensor([[0, 0, 0, 1, -1], [0, 0, 1, 1, 1]]))
     assert bounds["cu_seq_lens_q"].tolist() == [0, 3, 4, 5, 7, 10]
     assert bounds["cu_seq_lens_q"].dtype == torch.int32
@@ -40,7 +40,7 @@ def test_the_bounds_by_hand() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
-def test_bounds_keep_documents_apart_as_a_mask_does(family: str) -> None:
+def test_bounds_give_the_states_of_a_mask(family: str) -> None:
     backbone = random_backbone(family)
     batch = collate(documents(), 0)
     real = batch.segments >= 0
@@ -52,7 +52,7 @@ def test_bounds_keep_documents_apart_as_a_mask_does(family: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_under_a_mask_also_when_recomputed(recompute: bool) -> None:
+def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(recompute: bool) -> None:
     batch = collate(documents(), 0)
     grads = []
     for varlen in (False, True):
@@ -67,7 +67,7 @@ def test_gradients_are_those_under_a_mask_also_when_recomputed(recompute: bool) 
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-9)
 
 
-def test_passes_with_a_mask_or_a_cache_stay_with_the_models_own_attention() -> None:
+def test_passes_with_a_mask_or_a_cache_use_the_original_attention() -> None:
     backbone = random_backbone("llama")
     tokens, positions = torch.arange(2, 10)[None], torch.arange(8)[None]
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
@@ -87,7 +87,7 @@ def test_passes_with_a_mask_or_a_cache_stay_with_the_models_own_attention() -> N
     assert backbone.config._attn_implementation == APART
 
 
-def test_an_attention_that_lets_documents_leak_is_refused() -> None:
+def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
     backbone = random_backbone("llama")
     batch = collate(documents(), 0)
     with torch.no_grad():
@@ -109,21 +109,14 @@ def test_an_attention_that_lets_documents_leak_is_refused() -> None:
         ({"supported": False}, "architecture does not support"),
     ],
 )
-def test_what_stands_in_the_way_of_flash_attention(changed: dict, reason: str | None) -> None:
-    facts = {
-        "device": "cuda",
-        "dtype": torch.bfloat16,
-        "capped": False,
-        "supported": True,
-        "installed": True,
-        **changed,
-    }
-    found = flash_obstacle(**facts)
-    assert found is None if reason is None else reason in str(found)
+def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> None:
+    usable = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "supported": True, "installed": True}
+    obstacle = flash_obstacle(**(usable | changed))
+    assert obstacle is None if reason is None else reason in str(obstacle)
 
 
-class Attends(nn.Module):
-    """What transformers' functions look at of a layer."""
+class AttentionModule(nn.Module):
+    """The attributes of a layer that transformers' functions read."""
 
     is_causal = True
 
@@ -132,7 +125,7 @@ class Attends(nn.Module):
         self.num_key_value_groups = shared
 
 
-def made(rows: int, heads: int, kv_heads: int, q: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_states(rows: int, heads: int, kv_heads: int, q: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(heads + q)
     query = torch.randn(rows, q, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2)
     key, value = torch.randn(2, rows, kv_heads, keys, 8, generator=generator, dtype=torch.float64)
@@ -140,14 +133,14 @@ def made(rows: int, heads: int, kv_heads: int, q: int, keys: int) -> tuple[Tenso
 
 
 def tree_mask(rows: int, q: int, keys: int) -> Tensor:
-    """Another one for each row, that hides some keys from each query and never all."""
+    """A random mask per row, which hides some keys from each query but never all."""
     hidden = torch.rand(rows, 1, q, keys, generator=torch.Generator().manual_seed(q)) < 0.4
     hidden[..., 0] = False
     return torch.zeros(rows, 1, q, keys, dtype=torch.float64).masked_fill(hidden, float("-inf"))
 
 
-def by_the_book(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Head by head."""
+def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Compute attention head by head."""
     shared = query.shape[1] // key.shape[1]
     heads = []
     for head in range(query.shape[1]):
@@ -161,72 +154,71 @@ def by_the_book(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 @pytest.mark.parametrize("q", [1, 2, 5])
 @pytest.mark.parametrize("masks", [0, 1, 2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
-def test_it_is_attention_by_the_book(
+def test_folded_heads_give_the_reference(
     heads: int, kv_heads: int, q: int, masks: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    query, key, value = (tensor.to(dtype) for tensor in made(2, heads, kv_heads, q, 11))
+    query, key, value = (tensor.to(dtype) for tensor in random_states(2, heads, kv_heads, q, 11))
     mask = tree_mask(masks, q, 11) if masks else None
-    found = folded_head_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
-    expected = by_the_book(query.double(), key.double(), value.double(), mask, 0.3)
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    result = folded_head_attention(query, key, value, None if mask is None else mask.to(dtype), 0.3)
+    expected = reference(query.double(), key.double(), value.double(), mask, 0.3)
+    torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("q", [1, 5])
-def test_values_may_be_of_another_size(q: int) -> None:
-    query, key, value = made(2, 6, 2, q, 11)
-    found = folded_head_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
-    expected = by_the_book(query, key, value[..., :3], None, 0.3)
-    torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
+def test_values_may_have_another_size(q: int) -> None:
+    query, key, value = random_states(2, 6, 2, q, 11)
+    result = folded_head_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
+    expected = reference(query, key, value[..., :3], None, 0.3)
+    torch.testing.assert_close(result.double(), expected, rtol=3e-2, atol=3e-2)
 
 
-def test_a_soft_cap_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the stock function's matter, which knows it, refuses it or, in older releases, leaves it out."""
+def test_a_soft_cap_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(folded_heads, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
     with torch.no_grad():
-        folded_head_forward(Attends(2), *made(1, 4, 2, 1, 5), None, softcap=30.0)
+        folded_head_forward(AttentionModule(2), *random_states(1, 4, 2, 1, 5), None, softcap=30.0)
     assert seen == [30.0]
 
 
 @pytest.mark.parametrize("case", ["gradient", "prefill", "mask by head"])
-def test_what_is_no_decoding_pass_is_the_stock_function(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_passes_use_the_function_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> Tensor:
-        raise AssertionError("not the stock function")
+        raise AssertionError("folded_head_attention was called")
 
-    monkeypatch.setattr(folded_heads, "folded_head_attention", never)
+    monkeypatch.setattr(attention, "folded_head_attention", never)
     q = 5
-    query, key, value = made(1, 4, 2, q, q)
+    query, key, value = random_states(1, 4, 2, q, q)
     mask = {"prefill": None, "mask by head": tree_mask(1, q, q).repeat(1, 4, 1, 1)}.get(case, tree_mask(1, q, q))
     with torch.set_grad_enabled(case == "gradient"):
         query.requires_grad_(case == "gradient")
-        found, _ = folded_head_forward(Attends(2), query, key, value, mask)
-        expected, _ = sdpa_attention_forward(Attends(2), query, key, value, mask)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        result, _ = folded_head_forward(AttentionModule(2), query, key, value, mask)
+        expected, _ = sdpa_attention_forward(AttentionModule(2), query, key, value, mask)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
         if case == "gradient":
-            ours, stock = (torch.autograd.grad(out.square().sum(), query)[0] for out in (found, expected))
+            ours, stock = (torch.autograd.grad(out.square().sum(), query)[0] for out in (result, expected))
             torch.testing.assert_close(ours, stock, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_a_model_decodes_as_with_the_stock_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: True)
+def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_is_faster", lambda *shape: True)
     backbone = random_backbone(family)
     draft = MedusaDraft.from_backbone(backbone, 3)
     prompt, trees = [5, 9, 11, 3], (None, Tree.cartesian([3, 2]))
-    expected = [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees]
-    seen = []
-    attention = folded_heads.folded_head_attention
+    expected = [Decoder(backbone, draft, tree).generate(prompt, 24).tokens for tree in trees]
+    lengths: set[int] = set()
+    original = attention.folded_head_attention
     monkeypatch.setattr(
-        folded_heads, "folded_head_attention", lambda *given: (seen.append(given[0].shape[2]), attention(*given))[1]
+        attention, "folded_head_attention", lambda *args: (lengths.add(args[0].shape[2]), original(*args))[1]
     )
     backbone.prepack_weights()
     assert backbone.attention == backbone.config._attn_implementation == FOLDED_HEADS
-    assert [Decoder(backbone, draft, tree).generate(prompt, 40).tokens for tree in trees] == expected
-    assert set(seen) == {1, 10}  # plain steps, and a tree of nine nodes behind its root
+    assert [Decoder(backbone, draft, tree).generate(prompt, 24).tokens for tree in trees] == expected
+    assert lengths == {1, 10}  # plain steps, and a tree of nine nodes and its root
 
 
-def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: True)
+def test_a_bfloat16_model_gives_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_is_faster", lambda *shape: True)
     backbone = random_backbone("llama", dtype=torch.bfloat16)
     tokens = torch.arange(6)[None]
     cache = backbone.new_cache(8)
@@ -241,12 +233,12 @@ def test_a_bfloat16_model_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(ours, stock, rtol=5e-2, atol=5e-2)
 
 
-def test_no_model_takes_it_where_it_is_slower_or_can_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: True)
+def test_it_is_not_used_if_slower_or_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_is_faster", lambda *shape: True)
     capped = random_backbone("gemma2", dtype=torch.bfloat16)
     capped.prepack_weights()
     assert capped.attention == capped.config._attn_implementation == "eager"
-    monkeypatch.setattr(folded_heads, "_is_faster", lambda *shape: False)
+    monkeypatch.setattr(attention, "_is_faster", lambda *shape: False)
     slower = random_backbone("llama", dtype=torch.bfloat16)
     slower.prepack_weights()
     assert slower.attention == "sdpa"

@@ -1,4 +1,4 @@
-"""The backbone: what is found, what is refused, and masks over windows."""
+"""The backbone: finding models, rejecting unsupported ones, masks with sliding windows, and early states."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_causal_mask_of_ours_is_the_models_own(family: str) -> None:
-    """Windows included: a 4-D mask replaces the stock one, which the longer text would show."""
+def test_an_explicit_causal_mask_gives_the_models_states(family: str) -> None:
+    """Sliding windows included: the text is longer than the windows, and a 4-D mask replaces the model's."""
     backbone = random_backbone(family)
     tokens = torch.arange(2, 26)[None]
     causal = torch.zeros(24, 24, dtype=torch.float64)
@@ -29,7 +29,7 @@ def test_a_causal_mask_of_ours_is_the_models_own(family: str) -> None:
         assert torch.allclose(ours, backbone.run(tokens).hidden, atol=1e-9)
 
 
-def test_a_missing_directory_and_an_unreachable_hub_are_told_apart(
+def test_a_missing_directory_and_an_unreachable_hub_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BackboneError, match="no such directory"):
@@ -47,7 +47,7 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
         resolve_backbone(str(tmp_path))
 
 
-def test_logits_made_in_an_unknown_way_are_refused() -> None:
+def test_unknown_transforms_of_logits_are_rejected() -> None:
     class Strange(LlamaForCausalLM):
         def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             out = super().forward(*args, **kwargs)
@@ -66,7 +66,7 @@ def test_logits_made_in_an_unknown_way_are_refused() -> None:
         check_model(Backbone(Strange(config), NoTokenizer()))
 
 
-def test_layers_that_a_tree_cannot_mask_are_refused() -> None:
+def test_unsupported_layer_types_are_rejected() -> None:
     config = LlamaConfig(
         vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -76,14 +76,14 @@ def test_layers_that_a_tree_cannot_mask_are_refused() -> None:
         Backbone(model, NoTokenizer())
 
 
-def test_a_loaded_backbone_is_frozen_and_knows_itself(tmp_path: Path) -> None:
+def test_a_backbone_is_frozen_and_has_the_models_sizes() -> None:
     backbone = random_backbone("llama")
     assert not any(p.requires_grad for p in backbone.model.parameters())
     assert not backbone.model.training
     assert (backbone.hidden_size, backbone.vocab_size, backbone.num_layers, backbone.max_context) == (32, 61, 3, 128)
 
 
-def test_a_stray_window_in_a_llama_config_is_no_window() -> None:
+def test_a_stray_window_in_a_llama_config_is_ignored() -> None:
     config = LlamaConfig(
         vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -92,27 +92,27 @@ def test_a_stray_window_in_a_llama_config_is_no_window() -> None:
     assert random_backbone("mistral-window").layer_types == {"sliding_attention"}
 
 
-def test_a_model_without_a_context_length_is_refused() -> None:
+def test_a_model_without_a_context_length_is_rejected() -> None:
     with pytest.raises(BackboneError, match="max_position_embeddings"):
         context_length(BloomConfig())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_early_states_and_embeddings_are_the_models_own(family: str) -> None:
+def test_early_states_and_embeddings_are_the_models(family: str) -> None:
     backbone = random_backbone(family)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
     with torch.no_grad():
-        theirs = backbone.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+        expected = backbone.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
         hooks = [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
-        assert torch.equal(backbone.run(tokens, need=FeatureSpec(early=2)).early, theirs[2])
-        assert torch.allclose(backbone.embedding()(tokens), theirs[0], rtol=1e-6)
+        assert torch.equal(backbone.run(tokens, need=FeatureSpec(early=2)).early, expected[2])
+        assert torch.allclose(backbone.embedding()(tokens), expected[0], rtol=1e-6)
     assert backbone.run(tokens).early is None
     assert hooks == [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
     with pytest.raises(BackboneError, match="layer 4 does not exist"):
         backbone.run(tokens, need=FeatureSpec(early=4))
 
 
-def test_embeddings_that_are_changed_on_their_way_are_refused() -> None:
+def test_transformed_embeddings_are_rejected() -> None:
     class Strange(LlamaForCausalLM):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)

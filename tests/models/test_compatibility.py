@@ -1,4 +1,4 @@
-"""Unsupported architectures are named with what is missing; supported ones pass."""
+"""Supported architectures pass; others are rejected with the reasons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_supported_families_pass_whatever_the_precision(family: str, dtype: torch.dtype) -> None:
+def test_supported_families_pass_in_every_precision(family: str, dtype: torch.dtype) -> None:
     backbone = random_backbone(family, dtype=dtype)
     check_architecture(backbone.model.config, family)
     check_model(backbone)
@@ -39,16 +39,16 @@ def test_supported_families_pass_whatever_the_precision(family: str, dtype: torc
         ("Llama4TextConfig", ["chunked_attention"]),
     ],
 )
-def test_what_is_missing_is_named_before_any_weight_is_loaded(tmp_path: Path, config: str, words: list[str]) -> None:
-    made = getattr(transformers, config)()
-    made.save_pretrained(tmp_path)
+def test_reasons_are_given_before_any_weight_is_loaded(tmp_path: Path, config: str, words: list[str]) -> None:
+    built = getattr(transformers, config)()
+    built.save_pretrained(tmp_path)
     with pytest.raises(BackboneError, match="is not supported") as caught:
         resolve_backbone(str(tmp_path))
-    for word in (*words, made.model_type, "Llama, Mistral"):
+    for word in (*words, built.model_type, "Llama, Mistral"):
         assert word in str(caught.value)
 
 
-def test_alibi_and_bidirectional_attention_are_refused() -> None:
+def test_alibi_and_bidirectional_attention_are_rejected() -> None:
     with pytest.raises(BackboneError, match="ALiBi"):
         check_architecture(transformers.FalconConfig(alibi=True, max_position_embeddings=64), "x")
     with pytest.raises(BackboneError, match="later tokens"):
@@ -56,47 +56,47 @@ def test_alibi_and_bidirectional_attention_are_refused() -> None:
 
 
 class IgnoresTheMask(LlamaForCausalLM):
-    """Attends to everything before a token in the row, whatever mask it is given."""
+    """A model that uses its own causal mask instead of the one it is given."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         forward = self.model.forward
 
-        def deaf(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        def ignoring(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
             return forward(*args, position_ids=position_ids, **kwargs)
 
-        self.model.forward = deaf  # type: ignore[method-assign]
+        self.model.forward = ignoring  # type: ignore[method-assign]
 
 
 class IgnoresPositions(LlamaForCausalLM):
-    """Counts positions along the row, whatever ids it is given."""
+    """A model that counts positions along the row instead of using the ids it is given."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         forward = self.model.forward
 
-        def deaf(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        def ignoring(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
-        self.model.forward = deaf  # type: ignore[method-assign]
+        self.model.forward = ignoring  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", [IgnoresTheMask, IgnoresPositions])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_model_that_cannot_verify_a_tree_is_found_out(kind: type[LlamaForCausalLM], dtype: torch.dtype) -> None:
+def test_a_model_that_cannot_verify_a_tree_is_rejected(kind: type[LlamaForCausalLM], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, eos_token_id=None)
     model = kind(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.5)
-    check_model(Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer()))  # the same shape, plain, passes
+    check_model(Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer()))  # passes without the fault
     with pytest.raises(BackboneError, match="4-D attention mask") as caught:
         check_model(Backbone(model.to(dtype), NoTokenizer()))
     assert kind.__name__ in str(caught.value)
 
 
-def test_a_forward_without_positions_is_named() -> None:
+def test_a_forward_without_position_ids_is_rejected() -> None:
     class NoPositions(LlamaForCausalLM):
         pass
 

@@ -1,4 +1,4 @@
-"""Layers in two parts: what the whole model makes of a tree, to the last bit that float64 can tell."""
+"""Layers run in two parts give the states of the whole model on a tree, up to float64 rounding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import FeatureSpec
 from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import additive_mask
 from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_backbone
 
@@ -20,8 +21,8 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 
 def _mask(tree: Tree, prefix: int) -> Tensor:
-    sees = torch.cat([torch.ones(tree.size + 1, prefix, dtype=torch.bool), tree.ancestors], dim=1)
-    return torch.zeros(1, 1, *sees.shape, dtype=torch.float64).masked_fill_(~sees, float("-inf"))
+    visible = torch.cat([torch.ones(tree.size + 1, prefix, dtype=torch.bool), tree.ancestors], dim=1)
+    return additive_mask(visible, torch.float64)[None, None]
 
 
 def _after_prompt(backbone: Backbone) -> TreeCache:
@@ -33,27 +34,27 @@ def _after_prompt(backbone: Backbone) -> TreeCache:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3-longrope"])
-def test_level_by_level_and_then_the_rest_is_the_whole_model(family: str, layers: int) -> None:
-    """The states, and the keys and values that stay in the cache."""
+def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(family: str, layers: int) -> None:
+    """Hidden states, and the keys and values in the cache."""
     backbone = random_backbone(family)
     split = backbone.split_at(layers)
     tokens = torch.tensor([[40, 7, 8, 9, 10, 11, 12]])
     prefix = PROMPT.shape[1]
     positions, mask = TREE.depths[None] + prefix, _mask(TREE, prefix)
-    whole, ours = _after_prompt(backbone), _after_prompt(backbone)
+    whole, split_cache = _after_prompt(backbone), _after_prompt(backbone)
     expected = backbone.run(tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=layers))
     assert expected.early is not None
-    inputs = split.inputs(positions, mask, ours.length)
+    inputs = split.inputs(positions, mask, split_cache.length)
     parts = [
-        split.run_first(tokens[:, level.first : level.last], inputs.slice(level.first, level.last), ours)
+        split.run_first(tokens[:, level.first : level.last], inputs.slice(level.first, level.last), split_cache)
         for level in TreeLevels(TREE).levels
     ]
     early = torch.cat(parts, dim=1)
     assert torch.allclose(early, expected.early, atol=1e-11)
-    assert torch.allclose(split.run_rest(early, inputs, ours).hidden, expected.hidden, atol=1e-11)
-    for cache in (whole, ours):
+    assert torch.allclose(split.run_rest(early, inputs, split_cache).hidden, expected.hidden, atol=1e-11)
+    for cache in (whole, split_cache):
         cache.keep([0, 2, 5])
-    one, other = (backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, ours))
+    one, other = (backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, split_cache))
     assert torch.allclose(one, other, atol=1e-11)
 
 
@@ -81,13 +82,13 @@ def test_the_probe_passes_in_lower_precision(dtype: torch.dtype) -> None:
         random_backbone(family, dtype=dtype).split_at(1)
 
 
-def test_what_does_not_run_in_parts_is_refused() -> None:
+def test_unsupported_models_and_exit_layers_are_rejected() -> None:
     backbone = random_backbone("llama")
     for layers in (0, 3):
         with pytest.raises(BackboneError, match="has 3 layers; use 1 to 2"):
             backbone.split_at(layers)
 
-    passes = itertools.count()  # every second one ends otherwise, as a body might that knows of more than its layers
+    passes = itertools.count()  # every second one gives another result, as if the model did more than run its layers
     backbone.body.norm.register_forward_hook(lambda _, __, out: out * (1 + next(passes) % 2))
     with pytest.raises(BackboneError, match="differ from the whole model's"):
         backbone.split_at(1)

@@ -1,4 +1,4 @@
-"""LoRA on a backbone, its teacher, and 4-bit backbones."""
+"""LoRA adapters: teacher, tied lm_head, saving and merging, and 4-bit backbones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _logits(backbone: Backbone) -> torch.Tensor:
     return backbone.lm_head().logits(backbone.run(TOKENS).hidden)
 
 
-def _shake(adapter: Adapter, seed: int = 0) -> None:
+def _randomize(adapter: Adapter, seed: int = 0) -> None:
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.normal_(0, 0.2)
 
 
-def test_every_linear_layer_is_found_lm_head_last() -> None:
+def test_linear_names_lists_lm_head_last() -> None:
     backbone = random_backbone("llama")
     assert linear_names(backbone.model) == [
         "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj", "lm_head",
@@ -36,12 +36,12 @@ def test_every_linear_layer_is_found_lm_head_last() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_the_teacher_is_the_backbone_to_the_bit_with_dropout_on(family: str) -> None:
+def test_the_teacher_is_exactly_the_original_backbone_with_dropout_on(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     before = _logits(backbone)
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.5))
     assert torch.equal(_logits(backbone), before)  # B = 0
-    _shake(adapter)
+    _randomize(adapter)
     backbone.model.train()
     assert not torch.allclose(_logits(backbone), before)
     frozen = adapter.parameters()[0].requires_grad_(False)
@@ -54,22 +54,22 @@ def test_the_teacher_is_the_backbone_to_the_bit_with_dropout_on(family: str) -> 
     assert adapter.parameters()
 
 
-def test_logits_of_an_adapted_lm_head_are_the_modules_own() -> None:
+def test_logits_of_an_adapted_lm_head_are_the_models() -> None:
     backbone = random_backbone("gemma2", dtype=torch.float32)
     with pytest.raises(BackboneError, match="no such linear layer"):
         Adapter.attach(backbone, LoraSpec(targets=("q_proj", "query")))
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("lm_head",)))
-    _shake(adapter)
+    _randomize(adapter)
     hidden = backbone.run(TOKENS).hidden
-    theirs = backbone.model(TOKENS, use_cache=False).logits
-    assert torch.allclose(backbone.lm_head().logits(hidden), theirs, atol=1e-5)
-    assert torch.equal(backbone.logits(hidden), theirs)
+    expected = backbone.model(TOKENS, use_cache=False).logits
+    assert torch.allclose(backbone.lm_head().logits(hidden), expected, atol=1e-5)
+    assert torch.equal(backbone.logits(hidden), expected)
     assert backbone.lm_head().low_rank is not None
     with adapter.teacher():
         assert backbone.lm_head().low_rank is None
 
 
-def test_a_tied_lm_head_is_left_out_or_refused() -> None:
+def test_a_tied_lm_head_is_left_out_or_rejected() -> None:
     backbone = random_backbone("llama-bias-tied")
     with pytest.raises(BackboneError, match="tied to the input embeddings"):
         Adapter.attach(backbone, LoraSpec(targets=("lm_head", "q_proj")))
@@ -77,8 +77,8 @@ def test_a_tied_lm_head_is_left_out_or_refused() -> None:
     assert backbone.lm_head().low_rank is None
 
 
-def test_whole_modules_learn_in_float32(tmp_path: Path) -> None:
-    """PEFT copies them in the backbone's dtype, in which small steps would round to nothing."""
+def test_modules_to_save_are_trained_in_float32(tmp_path: Path) -> None:
+    """PEFT copies them in the backbone's dtype, in which small updates would round to nothing."""
     spec = LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
     adapter = Adapter.attach(random_backbone("llama", dtype=torch.bfloat16), spec)
     assert {parameter.dtype for parameter in adapter.parameters()} == {torch.float32}
@@ -88,10 +88,10 @@ def test_whole_modules_learn_in_float32(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
 
 
-def test_adapters_are_saved_small_loaded_frozen_and_merged(tmp_path: Path) -> None:
+def test_adapters_are_saved_without_the_backbone_loaded_frozen_and_merged(tmp_path: Path) -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.1))
-    _shake(adapter)
+    _randomize(adapter)
     backbone.model.eval()
     expected = _logits(backbone)
     adapter.save(tmp_path / "adapter")
@@ -128,14 +128,14 @@ def four_bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_4_bit_backbone_trains_after_an_eval_pass_as_before_it(four_bit: Path) -> None:
+def test_gradients_of_a_4_bit_backbone_are_the_same_after_an_eval_pass(four_bit: Path) -> None:
     """On CPUs with AVX512-bf16 an eval pass would switch to a kernel without autograd."""
 
     def gradient(evaluate_first: bool) -> torch.Tensor:
         backbone = load_backbone(str(four_bit), dtype="bfloat16", device="cpu", quantization="nf4")
         assert backbone.model.is_loaded_in_4bit
         adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("q_proj", "down_proj")))
-        _shake(adapter)
+        _randomize(adapter)
         if evaluate_first:
             backbone.model.eval()
             with torch.no_grad():
@@ -151,10 +151,10 @@ def test_a_4_bit_backbone_trains_after_an_eval_pass_as_before_it(four_bit: Path)
     assert torch.allclose(gradient(True), fresh, rtol=1e-3, atol=1e-3 * float(fresh.abs().max()))
 
 
-def test_merging_over_4_bits_dequantises_first(four_bit: Path) -> None:
+def test_merging_into_4_bits_dequantizes_first(four_bit: Path) -> None:
     backbone = load_backbone(str(four_bit), dtype="float32", device="cpu", quantization="nf4")
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0))
-    _shake(adapter)
+    _randomize(adapter)
     backbone.model.eval()
     expected = _logits(backbone)
     adapter.merge()

@@ -1,4 +1,4 @@
-"""Packed weights give the products of the plain ones, and step aside where gradients or other weights are wanted."""
+"""Prepacked weights give the same products, and are not used for gradients or after a conversion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from medusa_train.models import prepack as packed
+from medusa_train.models import prepack
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
 from medusa_train.models.prepack import (
@@ -25,14 +25,14 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_is_faster", lambda weights: True)
+    monkeypatch.setattr(prepack, "_is_faster", lambda weights: True)
 
 
 @needs_onednn
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layout_gives_the_same_product(dtype: torch.dtype, tolerance: float, rows: int, bias: bool) -> None:
+def test_a_prepacked_weight_gives_the_same_product(dtype: torch.dtype, tolerance: float, rows: int, bias: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 24, dtype=dtype), torch.randn(2, rows, 24, dtype=dtype)
     offset = torch.randn(40, dtype=dtype) if bias else None
@@ -45,26 +45,26 @@ def test_a_layout_gives_the_same_product(dtype: torch.dtype, tolerance: float, r
 @needs_onednn
 def test_gradients_come_from_the_plain_weights() -> None:
     layer = nn.Linear(8, 6)
-    packed_layer = PrepackedLinear(layer)
+    prepacked = PrepackedLinear(layer)
     x = torch.randn(3, 8, requires_grad=True)
-    packed_layer(x).square().sum().backward()
-    assert packed_layer.weight is layer.weight
+    prepacked(x).square().sum().backward()
+    assert prepacked.weight is layer.weight
     torch.testing.assert_close(layer.weight.grad, 2 * layer(x).T @ x)
 
 
 @needs_onednn
-def test_other_weights_drop_the_layout(always_faster: None) -> None:
+def test_a_conversion_drops_the_prepacked_weights(always_faster: None) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     assert prepack_linears(model)
     assert is_prepacked(model)
     x = torch.randn(2, 8)
-    model.double()  # a layout of float32 weights would fail, or answer for weights that are gone
+    model.double()  # prepacked float32 weights would fail, or use old values
     with torch.no_grad():
         assert model(x.double()).dtype == torch.float64
 
 
 @needs_onednn
-def test_layers_of_other_classes_stay(always_faster: None) -> None:
+def test_subclasses_of_linear_are_not_replaced(always_faster: None) -> None:
     class Special(nn.Linear):
         pass
 
@@ -74,19 +74,19 @@ def test_layers_of_other_classes_stay(always_faster: None) -> None:
     assert type(model[1]) is Special
 
 
-def test_nothing_is_packed_without_room_or_kernels(monkeypatch: pytest.MonkeyPatch, always_faster: None) -> None:
+def test_nothing_is_prepacked_without_memory_or_kernels(monkeypatch: pytest.MonkeyPatch, always_faster: None) -> None:
     weights = [nn.Parameter(torch.zeros(100, 100))]
-    monkeypatch.setattr(packed, "free_memory", lambda device: 100 * 100 * 4)
+    monkeypatch.setattr(prepack, "free_memory", lambda device: 100 * 100 * 4)
     assert not worth_prepacking(weights)
-    monkeypatch.setattr(packed, "free_memory", lambda device: None)
+    monkeypatch.setattr(prepack, "free_memory", lambda device: None)
     assert worth_prepacking(weights) == torch.backends.mkldnn.is_available()
     assert not worth_prepacking([nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))])
     assert not prepack_linears(nn.Sequential(nn.ReLU()))
 
 
 @needs_onednn
-def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_is_faster", lambda weights: False)
+def test_nothing_is_prepacked_if_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     model = nn.Sequential(nn.Linear(8, 8))
     assert not prepack_linears(model)
     assert not is_prepacked(model)
@@ -96,22 +96,22 @@ def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("layers", "bias", "shared"), [(1, False, False), (2, True, False), (1, False, True), (0, True, False)]
 )
-def test_packed_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
+def test_prepacked_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
     torch.manual_seed(1)
-    own = MedusaDraft(16, 50, 1).lm_head(1) if shared else None
-    draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=own)
+    lm_head = MedusaDraft(16, 50, 1).lm_head(1) if shared else None
+    draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=lm_head)
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)
     feats = Features(torch.randn(2, 5, 16))
     tokens, cache, tree = torch.zeros(2, 5, dtype=torch.long), TreeCache(1, 8), Tree.cartesian([3, 2, 2])
     roots = torch.tensor([7, 9])
 
-    def proposed() -> torch.Tensor:
+    def propose() -> torch.Tensor:
         return draft.propose(draft.start(feats, tokens, [5, 3], cache), roots, tree).tokens
 
     with torch.inference_mode():
-        plain = proposed()
+        plain = propose()
         assert draft.prepack()
-        assert torch.equal(proposed(), plain)
-        draft.float()  # moves parameters, so the layouts are gone
-        assert torch.equal(proposed(), plain)
+        assert torch.equal(propose(), plain)
+        draft.float()  # drops the prepacked weights
+        assert torch.equal(propose(), plain)

@@ -1,4 +1,4 @@
-"""Packed rows against the same documents in rows of their own, on stock models."""
+"""Masks: packed rows give the states of single documents, and tree nodes attend to their ancestors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2"]
-LENGTHS = [[13, 9, 11], [17, 4]]  # more than every family's window; the second row ends in padding
+LENGTHS = [[13, 9, 11], [17, 4]]  # longer than every family's window; the second row ends in padding
 
 
 def documents(seed: int = 0) -> list[list[Example]]:
@@ -37,12 +37,12 @@ def run(backbone: Backbone, batch: Batch) -> Tensor:
 
 
 def loss(backbone: Backbone, hidden: Tensor, batch: Batch, k: int) -> Tensor:
-    wanted = shift_labels(batch.labels, k, batch.segments)
+    targets = shift_labels(batch.labels, k, batch.segments)
     logits = backbone.logits(hidden).flatten(0, 1)
-    return cross_entropy(logits, wanted.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def test_the_mask_by_hand() -> None:
+def test_the_document_mask_written_out() -> None:
     mask = document_mask(torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0]]), torch.bfloat16)
     assert mask is not None
     assert mask.dtype == torch.bfloat16
@@ -53,13 +53,13 @@ def test_the_mask_by_hand() -> None:
     assert seen[1] == ["x.....", "xx....", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
 
 
-def test_rows_of_one_document_are_left_to_the_model() -> None:
+def test_rows_of_one_document_need_no_mask() -> None:
     assert document_mask(torch.tensor([[0, 0, -1], [0, 0, 0]]), torch.float32) is None
     assert document_mask(torch.full((1, 3), -1), torch.float32) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_documents_are_computed_as_in_rows_of_their_own(family: str) -> None:
+def test_packed_documents_give_the_states_of_single_documents(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     rows = documents()
     packed = collate(rows, 0)
@@ -77,7 +77,7 @@ def test_packed_documents_are_computed_as_in_rows_of_their_own(family: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_document_leaks_into_another(family: str) -> None:
+def test_documents_do_not_affect_each_other(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     packed = collate(documents(), 0)
     hidden = run(backbone, packed)
@@ -90,7 +90,7 @@ def test_no_document_leaks_into_another(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_row_of_padding_alone_is_finite(family: str) -> None:
+def test_a_row_of_padding_has_finite_states(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     batch = collate(documents(), 0)
     batch.segments[1] = -1
@@ -111,7 +111,7 @@ def expected(tree: Tree, prefix: int, upto: int) -> torch.Tensor:
     return out
 
 
-def test_nodes_see_the_prefix_their_ancestors_and_themselves() -> None:
+def test_nodes_attend_to_the_prefix_their_ancestors_and_themselves() -> None:
     tree = Tree.cartesian([2, 2])
     mask = TreeMask(additive_mask(tree.ancestors, torch.float32), 40)
     for prefix in (3, 4, 4, 6, 12, 13):
@@ -120,7 +120,7 @@ def test_nodes_see_the_prefix_their_ancestors_and_themselves() -> None:
         assert torch.equal(seen(mask.at(prefix, 32)), expected(tree, prefix, 32))
 
 
-def test_trees_that_take_turns_keep_masks_of_their_own() -> None:
+def test_alternating_trees_have_separate_masks() -> None:
     small, large = Tree.chain(2), Tree.cartesian([3, 2])
     masks = TreeMasks(40, torch.float64, torch.device("cpu"))
     for prefix, tree in ((2, large), (4, small), (5, large), (11, large), (12, small)):

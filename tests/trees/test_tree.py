@@ -1,4 +1,4 @@
-"""Trees: order, parents, masks and files."""
+"""Trees: order, parents, ancestor masks, files and levels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_small_tree_written_out() -> None:
     assert tree.depths.tolist() == [0, 1, 1, 2, 3]
     assert tree.ranks.tolist() == [0, 0, 1, 2, 1]
     assert (tree.size, tree.max_depth, tree.width) == (4, 3, 3)
-    # the place of each guess in a [3 heads x 3 ranks] table
+    # index of each candidate in a [3 heads x 3 ranks] table
     assert tree.candidate_index.tolist() == [0, 1, 3 + 2, 6 + 1]
     assert tree.ancestors.int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -49,7 +49,7 @@ def test_chain_and_empty() -> None:
     assert torch.equal(empty.ancestors, torch.ones(1, 1, dtype=torch.bool))
 
 
-def test_no_orphans_no_negative_ranks_no_root() -> None:
+def test_orphans_negative_ranks_and_the_root_are_rejected() -> None:
     with pytest.raises(DataError, match=r"\[0, 1\] has no parent: add \[0\]"):
         Tree.from_paths([(1,), (0, 1)])
     for bad in ([()], [(-1,)]):
@@ -57,7 +57,7 @@ def test_no_orphans_no_negative_ranks_no_root() -> None:
             Tree.from_paths(bad)
 
 
-def test_files_round_trip_and_broken_ones_are_named(tmp_path: Path) -> None:
+def test_files_round_trip_and_broken_ones_are_rejected(tmp_path: Path) -> None:
     tree = Tree.cartesian([2, 2])
     path = tmp_path / "tree.json"
     tree.save(path, note="x")
@@ -83,22 +83,22 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_guesses_by_rank_rebuild_every_path(name: str) -> None:
-    """Let the guess of rank r below a node be its path and r: then each node's token is its own path."""
+def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
+    """With candidate r below a node being its path and r, the token of each node is its path."""
     tree = TREES[name]
     levels = TreeLevels(tree)
     tokens: list[tuple[int, ...]] = [()]
     for level in levels.levels:
-        here = tokens[level.first : level.last]
-        assert len(here) == level.last - level.first
-        inner = here if level.inner is None else [here[i] for i in level.inner.tolist()]
+        current = tokens[level.first : level.last]
+        assert len(current) == level.last - level.first
+        inner = current if level.inner is None else [current[i] for i in level.inner.tolist()]
         assert [levels.inner[i].item() for i in range(level.inner_first, level.inner_last)] == [
             tokens.index(path) for path in inner
         ]
         table = [(*path, rank) for path in inner for rank in range(level.width)]
-        below = [table[place] for place in level.candidates.tolist()]
-        assert [path[:-1] for path in below] == [inner[parent] for parent in level.parents.tolist()]
-        tokens += below
+        children = [table[index] for index in level.candidates.tolist()]
+        assert [path[:-1] for path in children] == [inner[parent] for parent in level.parents.tolist()]
+        tokens += children
     assert tokens == [(), *tree.paths]
 
 
@@ -109,7 +109,7 @@ def test_inner_nodes_have_columns_and_leaves_none() -> None:
     assert [level.inner is None for level in levels.levels] == [True, False, False, False]
 
 
-def test_a_tree_cut_short() -> None:
+def test_truncated_trees() -> None:
     tree = TREES["sparse"]
     levels = TreeLevels(tree)
     assert levels.truncate(3) is tree

@@ -1,0 +1,22 @@
+"""lm_head restricted to a reduced vocabulary, and the rows of its tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from medusa_train.models.lm_head import LMHead, LowRank
+
+KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])  # in no order
+
+
+def test_a_restricted_lm_head_keeps_every_part_of_its_rows() -> None:
+    branch = LowRank(torch.randn(2, 8), torch.randn(61, 2), 0.5, lambda h: h)
+    full = LMHead(torch.randn(61, 8), torch.randn(61), 3.0, 0.5, branch)
+    hidden = torch.randn(4, 5, 8)
+    reduced = full.restrict_to(KEPT)
+    torch.testing.assert_close(reduced.logits(hidden), full.logits(hidden)[..., KEPT])
+    tokens = torch.tensor([[40, 1, 2], [-100, 60, 61]])
+    assert reduced.rows_of(tokens).tolist() == [[0, -1, 14], [-1, 4, -1]]
+    assert full.rows_of(tokens) is tokens
+    twice = reduced.restrict_to(torch.tensor([4, 0]))
+    assert twice.rows_of(torch.tensor([60, 40, 4, 0])).tolist() == [0, 1, -1, -1]
