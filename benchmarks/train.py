@@ -287,7 +287,7 @@ class Step:
         return float(loss.detach())
 
     def _ours(self, feats: Features, batch: Batch) -> Tensor:
-        lm_head = self.student.unembedding() if self.student.joint else None
+        lm_head = self.student.lm_head() if self.student.joint else None
         return self.objective.loss(feats, batch, self.objective.target_counts(batch), lm_head=lm_head).loss
 
     def _naive(self, feats: Features, batch: Batch) -> Tensor:
@@ -295,7 +295,7 @@ class Step:
         weights = [scale * head_weight(k, self.objective.decay) for k in range(1, self.draft.num_heads + 1)]
         if not self.student.joint:
             return naive_loss(all_logits(feats, batch, self.draft, None), batch.labels, weights, first=1)
-        logits = all_logits(feats, batch, self.draft, self.student.unembedding())
+        logits = all_logits(feats, batch, self.draft, self.student.lm_head())
         return naive_loss(logits, batch.labels, [1.0, *weights])
 
 
