@@ -1,4 +1,4 @@
-"""A small random Llama with a tokenizer of its own, and chats to train on, as files."""
+"""A small random Llama with a tokenizer, chats to train on, and configurations of short runs."""
 
 from __future__ import annotations
 
@@ -91,38 +91,42 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def base_keys(backbone_dir: Path, chats: Path) -> dict[str, object]:
+    """Keys of a run of six steps in float32, all but `output_dir`."""
+    return {
+        "base_model": str(backbone_dir),
+        "datasets": [{"path": str(chats), "type": "sharegpt"}],
+        "medusa_num_heads": 3,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "medusa_lr_multiplier": 1.0,
+        "warmup_steps": 1,
+        "logging_steps": 1,
+        "val_set_size": 0.2,
+        "bf16": False,
+        "calibration_tokens": 0,
+    }
+
+
 @pytest.fixture
-def make_config(backbone_dir: Path, chats: Path, tmp_path: Path):
-    """A configuration of a run of a few steps in float32, below the test's own directory."""
+def make_config(base_keys: dict[str, object], tmp_path: Path):
+    """Build the configuration of a run in the test's directory from `base_keys` and further keys."""
 
     def make(**keys: object) -> TrainConfig:
-        values: dict[str, object] = {
-            "base_model": str(backbone_dir),
-            "datasets": [{"path": str(chats), "type": "sharegpt"}],
-            "output_dir": str(tmp_path / "run"),
-            "medusa_num_heads": 3,
-            "micro_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "medusa_lr_multiplier": 1.0,
-            "warmup_steps": 1,
-            "logging_steps": 1,
-            "val_set_size": 0.2,
-            "bf16": False,
-            "calibration_tokens": 0,
-        }
-        return TrainConfig(**{**values, **keys}).resolved()
+        return TrainConfig(**{**base_keys, "output_dir": str(tmp_path / "run"), **keys}).resolved()
 
     return make
 
 
 @pytest.fixture
 def console() -> Console:
-    """A console whose text can be read back from `.file`."""
+    """A console that writes to a string, `.file.getvalue()`."""
     return Console(file=io.StringIO(), width=200)
 
 
 def metrics(run: Path) -> list[dict]:
-    """The records of a run's metrics.jsonl."""
+    """Read the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -55,10 +55,11 @@ def assert_same(run: Path, whole: Path) -> None:
     assert not [path for path in run.rglob("*") if path.name.startswith((".tmp", ".old"))]
 
 
-@pytest.fixture
-def whole(make_config: Any, tmp_path: Path) -> Path:
-    """The run that was never stopped."""
-    cfg = make_config(**KEYS, output_dir=str(tmp_path / "whole"))
+@pytest.fixture(scope="module")
+def whole(base_keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was never stopped."""
+    out = tmp_path_factory.mktemp("whole") / "whole"
+    cfg = TrainConfig(**{**base_keys, **KEYS, "output_dir": str(out)}).resolved()
     code, text = medusa_train(command(cfg))
     assert code == 0, text
     return Path(cfg.output_dir)
@@ -84,7 +85,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # in the middle of the evaluation of step 6, its training line is written
         (Mishap("medusa_train.training.validation:linear_kl", 1), [3, 4]),
         # the evaluation of step 6 is logged, its checkpoint not begun
-        (Mishap("medusa_train.checkpoint.store:pack", 1), [3, 4]),
+        (Mishap("medusa_train.checkpoint.store:split_tensors", 1), [3, 4]),
         # checkpoint 8 has its name, those beyond the limit are still there
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._retain", 2), [4, 6, 8]),
         # all steps done, the adapter written, the heads not
@@ -99,6 +100,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_sigkill_from_outside(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
     """The installed command, by the clock: wherever it may be when some lines are written."""
     program = str(Path(sys.executable).with_name("medusa-train"))
@@ -168,7 +170,7 @@ def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(
 ) -> None:
     """Stopped in the evaluation of step 3, and killed after it was made up for and before that was saved."""
     stopped, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.training.validation:linear_kl", 1, terminate))
-    killed, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.checkpoint.store:pack"))
+    killed, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.checkpoint.store:split_tensors"))
     assert (stopped, killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
     evaluated = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in evaluated] == [3]
