@@ -121,6 +121,13 @@ def make_config(base_keys: dict[str, object], tmp_path: Path):
     return make
 
 
+@pytest.fixture(autouse=True)
+def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every tree on 8 tokens and one round: which tree is chosen does not matter to these tests."""
+    monkeypatch.setattr("medusa_train.inference.tree_search._LATENCY_TOKENS", 8)
+    monkeypatch.setattr("medusa_train.inference.tree_search.LATENCY_ROUNDS", 1)
+
+
 @pytest.fixture
 def console() -> Console:
     """A console that writes to a string, `.file.getvalue()`."""

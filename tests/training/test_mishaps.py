@@ -87,7 +87,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # the evaluation of step 6 is logged, its checkpoint not begun
         (Mishap("medusa_train.checkpoint.store:split_tensors", 1), [3, 4]),
         # checkpoint 8 has its name, those beyond the limit are still there
-        (Mishap("medusa_train.checkpoint.store:CheckpointStore._retain", 2), [4, 6, 8]),
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 2), [4, 6, 8]),
         # all steps done, the adapter written, the heads not
         (Mishap("medusa_train.training.run:write_heads", 1), [9, 12]),
     ]
