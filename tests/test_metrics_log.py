@@ -47,14 +47,14 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     metrics.close()
 
 
-def test_a_resumed_run_writes_later_lines_anew(tmp_path):
+def test_a_resumed_run_drops_later_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     truncate_log(path, 2, 0)
     assert lines(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_an_evaluation_that_no_checkpoint_knows_is_made_again(tmp_path):
+def test_a_validation_that_is_in_no_checkpoint_is_dropped(tmp_path):
     records = [{"kind": kind, "step": step} for step in (2, 4) for kind in ("train", "eval")]
     path = tmp_path / "metrics.jsonl"
     for evaluated, kept in ((4, records), (2, records[:3])):
@@ -64,14 +64,14 @@ def test_an_evaluation_that_no_checkpoint_knows_is_made_again(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2', "[2]", "", "null", '{"step": null}'])
-def test_what_is_no_record_goes(tmp_path, torn):
+def test_incomplete_lines_are_dropped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + torn)
     truncate_log(path, 2, 0)
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_lines_wait_while_the_disk_is_full(tmp_path):
+def test_lines_are_kept_in_memory_while_the_disk_is_full(tmp_path):
     warnings = []
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, warn=warnings.append)
@@ -87,7 +87,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path):
     assert len(warnings) == 1
 
 
-def test_lines_that_were_never_written_are_counted(tmp_path):
+def test_lines_that_could_not_be_written_are_counted(tmp_path):
     warnings = []
     metrics = MetricsFile(tmp_path / "metrics.jsonl", warn=warnings.append)
     with full_disk(0):
@@ -105,7 +105,7 @@ def test_a_new_run_begins_with_an_empty_file(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_bar_or_lines_show_the_figures(tmp_path, terminal):
+def test_bar_or_lines_show_the_metrics(tmp_path, terminal):
     shown = console_with(terminal)
     with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
         tracker.advance(10)
@@ -212,7 +212,7 @@ def test_every_figure_arrives_at_its_step(
 
 @pytest.mark.parametrize("call", ["start", "log", "finish"])
 @pytest.mark.parametrize("name", OPENED)
-def test_a_failing_service_is_said_once_and_stops_nothing(
+def test_a_failing_service_is_dropped_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, name: str, call: str
 ) -> None:
     service = Service(call).install(monkeypatch)
@@ -226,7 +226,7 @@ def test_a_failing_service_is_said_once_and_stops_nothing(
 
 
 @pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
-def test_a_service_that_is_not_installed_is_said_once(
+def test_a_service_that_is_not_installed_is_dropped_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, name: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -237,7 +237,7 @@ def test_a_service_that_is_not_installed_is_said_once(
     assert text_of(console).startswith(f"{name}: ")
 
 
-def test_wandb_offline_writes_into_the_run_directory_alone(
+def test_wandb_offline_writes_only_to_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console
 ) -> None:
     pytest.importorskip("wandb")
@@ -255,7 +255,7 @@ def test_wandb_offline_writes_into_the_run_directory_alone(
     assert not (tmp_path / "wandb").exists()
 
 
-def test_tensorboard_s_own_reader_finds_the_figures(tmp_path: Path, console: Console) -> None:
+def test_tensorboards_reader_gets_the_figures(tmp_path: Path, console: Console) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps, last in (((1, 2, 3), 0), ((2, 3), 1)):  # the second one goes on after step 1
         sink = TensorBoard(console, tmp_path, step=last)

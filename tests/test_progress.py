@@ -39,7 +39,7 @@ def test_lines_come_at_most_every_ten_seconds(clock):
     ]
 
 
-def test_a_short_phase_prints_nothing_and_the_next_one_tells_where_the_run_is(clock):
+def test_short_phases_print_a_line_only_when_it_is_due(clock):
     progress = RunProgress(console(False))
     for name in ("loading", "choosing the dtype"):
         with progress.phase(name):
@@ -63,7 +63,7 @@ def test_the_time_of_every_phase_is_kept(clock):
     assert progress.total_seconds == 11
 
 
-def test_what_an_earlier_run_did_does_not_count_for_the_time_left(clock):
+def test_units_of_an_earlier_run_do_not_count_for_the_time_left(clock):
     progress = RunProgress(console(False))
     with progress.phase("conversations", total=100, completed=80) as phase:
         clock(20)

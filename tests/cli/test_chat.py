@@ -50,7 +50,7 @@ def test_an_answer_with_its_figures(model: Model, monkeypatch: pytest.MonkeyPatc
     assert out.count("tokens per step") == 1
 
 
-def test_accepted_guesses_are_green(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_draft_tokens_are_green(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = model.backbone.tokenizer
     a, b, c, d = tokenizer("abcd")["input_ids"]
 
@@ -63,7 +63,7 @@ def test_accepted_guesses_are_green(model: Model, monkeypatch: pytest.MonkeyPatc
     assert "4 tokens, 3.00 tokens per step" in coloured
 
 
-def test_the_chat_goes_on_until_new(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_kept_until_new(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     first = model.generate("Hi?", 24)
     history = [
         {"role": "user", "content": "Hi?"},
@@ -83,7 +83,7 @@ def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPa
     assert out.count("tokens per step") == 1
 
 
-def test_a_terminal_obeys_no_model() -> None:
+def test_control_characters_are_replaced() -> None:
     assert printable("a\tb\x1b[2J\r\nü世") == "a   b\ufffd[2J\ufffd\nü世"
     spaces = "a\u00a0b\u3000c\u202fd, \U0001f469\u200d\U0001f52c"  # of several scripts, and what joins an emoji
     assert printable(spaces) == spaces

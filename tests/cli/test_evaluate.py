@@ -23,9 +23,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_without_a_model_the_newest_run_is_named_in_the_first_line_and_measured(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_model_the_newest_run_is_evaluated(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     flags = ["--bench", "small.jsonl", "--max-new-tokens", "8", "--limit", "2"]
     result = runner.invoke(app, [*flags, "dtype=float32", "warmup=0"])
@@ -41,7 +39,7 @@ def test_without_a_model_the_newest_run_is_named_in_the_first_line_and_measured(
     assert report["meta"]["base_model"] == "backbone"
 
 
-def test_a_yaml_gives_the_keys_and_flags_come_over_it(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_yaml(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     (workplace / "eval.yaml").write_text(
         "bench: absent\nbase_model: backbone\ndtype: float32\nmax_new_tokens: 4\nwarmup: 0\noutput_dir: out\n"
@@ -54,9 +52,7 @@ def test_a_yaml_gives_the_keys_and_flags_come_over_it(workplace: Path, monkeypat
     assert (report["meta"]["questions"], report["meta"]["max_new_tokens"]) == (1, 4)
 
 
-def test_a_backbone_without_a_template_is_told_which_key_to_set_and_takes_it(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_chat_template_names_the_key_to_set(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     bare = workplace / "bare"
     shutil.copytree(workplace / "backbone", bare)
@@ -77,7 +73,7 @@ def test_help_names_every_bench() -> None:
     )
 
 
-def test_runs_are_put_side_by_side(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     flags = ["--base-model", "backbone", "--bench", "small.jsonl", "--max-new-tokens", "4", "--limit", "1"]
     for name in ("one", "two"):

@@ -34,7 +34,7 @@ def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
     return run
 
 
-def test_a_joint_run_s_backbone_is_compared_with_the_untouched_one(joint_run: Path) -> None:
+def test_a_joint_runs_backbone_is_compared_with_the_original(joint_run: Path) -> None:
     found = measure_backbone_quality(resolve_model(str(joint_run), None, None))
     assert found is not None
     assert found["kl"] > 1e-4
@@ -42,11 +42,11 @@ def test_a_joint_run_s_backbone_is_compared_with_the_untouched_one(joint_run: Pa
     assert found["tokens"] > 0
 
 
-def test_a_run_that_left_its_backbone_alone_has_nothing_to_compare(run_dir: Path) -> None:
+def test_a_run_with_a_frozen_backbone_is_not_measured(run_dir: Path) -> None:
     assert measure_backbone_quality(resolve_model(str(run_dir), None, None)) is None
 
 
-def test_without_its_data_nothing_is_measured(joint_run: Path) -> None:
+def test_a_run_without_its_data_is_not_measured(joint_run: Path) -> None:
     config = yaml.safe_load((joint_run / "config.yaml").read_text(encoding="utf-8"))
     config["datasets"][0]["path"] = "absent.jsonl"
     (joint_run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -111,7 +111,7 @@ def write_config(run: Path, backbone_dir: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
 
 
-def test_an_adapter_s_run_against_plain_formulas(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
+def test_a_run_with_an_adapter_against_plain_formulas(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, backbone_dir)
     adapted(backbone_dir, tmp_path / "adapter")
@@ -139,7 +139,7 @@ def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_d
     assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
 
 
-def test_a_frozen_backbone_is_unchanged_to_the_bit(run_dir: Path, backbone_dir: Path) -> None:
+def test_a_frozen_backbone_is_bitwise_unchanged(run_dir: Path, backbone_dir: Path) -> None:
     found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches())
     assert found.loss_before > 0
     assert (found.loss_after, found.kl, found.perplexity_change) == (found.loss_before, 0.0, 0.0)

@@ -19,13 +19,13 @@ from tests.evaluation.html_report.test_page import Balance
 from tests.evaluation.tiny_model import write_backbone, write_run
 
 
-def test_latencies_lie_on_the_line_between_the_measured_sizes() -> None:
+def test_latencies_are_interpolated_between_measured_sizes() -> None:
     measured = {0: 3.0, 4: 5.0, 8: 6.0}
     assert [interpolate(measured, nodes) for nodes in (0, 1, 4, 6, 8, 20)] == [3.0, 3.5, 5.0, 5.5, 6.0, 6.0]
     assert interpolate({4: 5.0}, 0) == 5.0
 
 
-def found() -> CalibrationResult:
+def small_result() -> CalibrationResult:
     sizes = range(3)
     trees = {name: {n: Tree.from_paths([(i,) for i in range(n)]) for n in sizes} for name in ("joint", "independent")}
     trees["chain"] = {n: Tree.chain(min(n, 1)) for n in sizes}
@@ -35,11 +35,11 @@ def found() -> CalibrationResult:
     return CalibrationResult(trees, curves, {0: 2.0, 2: 4.0}, 2, side, [[0.5, 0.75]], [0.5, 0.25], about)
 
 
-def test_tree_json_keeps_its_keys_and_curves_name_only_trees_that_exist() -> None:
-    record = found().tree_record()
+def test_content_of_tree_json_and_calibration_json() -> None:
+    record = small_result().tree_record()
     assert set(record) == {"nodes", "tokens_per_step", "step_ms", "head_accuracy", "calibration", "sizes"}
     assert record["sizes"][1] == {"nodes": 1, "tokens_per_step": 1.5, "step_ms": 3.0, "tokens_per_s": 500.0}
-    everything = found().as_json()
+    everything = small_result().as_json()
     assert [size["nodes"] for size in everything["searches"]["chain"]] == [0, 1]
     assert everything["medusa_choices"] == [[0], [1]]
     assert everything["candidates"][0]["tokens_per_s"] == 375.0
@@ -75,7 +75,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_tree_is_chosen_beside_its_rivals_and_written(run_dir: Path, questions: Path, tmp_path: Path) -> None:
+def test_the_tree_is_chosen_among_candidates_and_written(run_dir: Path, questions: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     own.write_text("[[0], [1]]", encoding="utf-8")
     written, shown = run(run_dir, questions, tmp_path / "out", tree=str(own))
@@ -98,7 +98,7 @@ def test_a_tree_is_chosen_beside_its_rivals_and_written(run_dir: Path, questions
 
 
 @pytest.mark.usefixtures("small")
-def test_a_run_is_calibrated_on_what_it_held_out(tmp_path: Path, questions: Path) -> None:
+def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: Path) -> None:
     directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
     data = tmp_path / "chats.jsonl"
     turn = [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "Well, {}."}]
@@ -119,7 +119,7 @@ def test_a_run_is_calibrated_on_what_it_held_out(tmp_path: Path, questions: Path
     assert record["nodes"] == len(record["medusa_choices"])
 
 
-def test_what_cannot_be_calibrated_says_why(
+def test_calibration_errors(
     run_dir: Path, backbone_dir: Path, bench_file: Path, questions: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match="only 2 conversations"):

@@ -31,6 +31,8 @@ def choose(paths: ModelPaths) -> tuple[str, list[str]]:
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "reference_seconds", lambda device: 1.0)
+    monkeypatch.setattr(module, "PROBE_TOKENS", 5)
+    monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
 
 
 @pytest.fixture
@@ -49,12 +51,12 @@ def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callab
     return load
 
 
-def test_the_dtype_is_chosen_among_measured_ones_and_said(run_dir: Path) -> None:
-    chosen, said = choose(resolve_model(str(run_dir), None, None))
+def test_the_chosen_dtype_and_the_measurements_are_printed(run_dir: Path) -> None:
+    chosen, lines = choose(resolve_model(str(run_dir), None, None))
     assert chosen in ("float32", "bfloat16", "float16")
-    assert said[0].startswith(f"dtype: {chosen}, the fastest")
-    assert "float32" in said[0]
-    assert "bfloat16" in said[0]
+    assert lines[0].startswith(f"dtype: {chosen}, the fastest")
+    assert "float32" in lines[0]
+    assert "bfloat16" in lines[0]
 
 
 def test_a_dtype_without_enough_memory_is_left_out_and_named(
@@ -63,15 +65,15 @@ def test_a_dtype_without_enough_memory_is_left_out_and_named(
     loaded: list[str] = []
     load = failing({"float32"}, torch.OutOfMemoryError("CUDA out of memory."), loaded)
     monkeypatch.setattr(module, "load_base_model", load)
-    chosen, said = choose(paths)
+    chosen, lines = choose(paths)
     assert chosen == "bfloat16"
     assert loaded == ["float32", "bfloat16"]
-    assert said[0] == "dtype float32: not enough memory; left out"
-    assert said[1].startswith("dtype: bfloat16")
-    assert "float32" not in said[1]
+    assert lines[0] == "dtype float32: not enough memory; left out"
+    assert lines[1].startswith("dtype: bfloat16")
+    assert "float32" not in lines[1]
 
 
-def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
+def test_too_little_memory_for_any_dtype_is_an_error_and_other_errors_propagate(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "load_base_model", failing({"float32", "bfloat16"}, MemoryError(), []))
@@ -82,7 +84,7 @@ def test_no_memory_at_all_is_told_and_other_failures_are_not_swallowed(
         choose(paths)
 
 
-def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded(
+def test_the_checkpoints_dtype_comes_first_and_weights_that_do_not_fit_are_not_loaded(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
@@ -90,10 +92,10 @@ def test_the_checkpoints_own_dtype_comes_first_and_what_cannot_fit_is_not_loaded
     monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
     monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
     monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype != "float32")
-    chosen, said = choose(paths)
+    chosen, lines = choose(paths)
     assert chosen == "bfloat16"
     assert loaded == ["bfloat16"]
-    assert "dtype float32: the weights do not fit" in said[0]
+    assert "dtype float32: the weights do not fit" in lines[0]
 
 
 def test_a_disturbed_measurement_is_repeated(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,20 +109,22 @@ def test_a_disturbed_measurement_is_repeated(paths: ModelPaths, monkeypatch: pyt
         return rounds[str(backbone.dtype).removeprefix("torch.")].pop(0)
 
     monkeypatch.setattr(module, "time_plain_steps", measured)
-    chosen, said = choose(paths)
+    chosen, lines = choose(paths)
     assert chosen == "bfloat16"
-    assert "dtype bfloat16: another process slowed the machine down" in said[0]
-    assert "float32 2000.00 ms, bfloat16 1000.00 ms" in said[1]
+    assert "dtype bfloat16: another process slowed the machine down" in lines[0]
+    assert "float32 2000.00 ms, bfloat16 1000.00 ms" in lines[1]
 
 
-def test_a_machine_that_stays_busy_is_named(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_stays_busy_makes_the_choice_unreliable(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds = {"float32": [Round(2.0, 1.0)], "bfloat16": [Round(3.0, 4.0)]}
     monkeypatch.setattr(
         module, "time_plain_steps", lambda backbone, *rest: rounds[str(backbone.dtype).removeprefix("torch.")]
     )
-    chosen, said = choose(paths)
+    chosen, lines = choose(paths)
     assert chosen == "float32"
-    assert "the choice of dtype is unreliable" in said[1]
+    assert "the choice of dtype is unreliable" in lines[1]
 
 
 def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,17 +162,17 @@ CPU = torch.device("cpu")
         (ValueError("not enough memory"), False),
     ],
 )
-def test_only_missing_memory_is_taken_for_it(error: BaseException, expected: bool) -> None:
+def test_is_out_of_memory(error: BaseException, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
-def test_what_this_machines_allocator_says_is_understood() -> None:
+def test_the_cpu_allocators_error_is_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 62, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
 
 
-def test_weights_take_what_their_dtype_does_and_packed_ones_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_weights_by_dtype_with_quantized_weights_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(10, 10, bias=False)
     model.packed = nn.Parameter(torch.zeros(30, dtype=torch.uint8), requires_grad=False)
     weights = WeightMemory.of(model, CPU)
@@ -180,6 +184,6 @@ def test_weights_take_what_their_dtype_does_and_packed_ones_always_the_same(monk
     assert weights.fit("float32")
 
 
-def test_a_cpu_says_how_much_is_free_or_nothing() -> None:
+def test_free_memory_of_a_cpu() -> None:
     free = free_memory(CPU)
     assert free is None or free > 1 << 20

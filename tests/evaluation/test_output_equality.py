@@ -72,14 +72,14 @@ def record(tree: tuple[int, ...]) -> TurnRecord:
     return TurnRecord(1, "a", 1, PROMPT, TimedAnswer(tree, 1.0), TimedAnswer(PLAIN, 1.0), TimedAnswer(PLAIN, 1.0))
 
 
-def test_timed_answers_are_judged_without_decoding_again() -> None:
+def test_timed_answers_are_compared_without_decoding() -> None:
     records = [record(PLAIN), record((5, 9, 7))]
     backbone: Any = StubBackbone(at=0, margin=0.0)
     compare_timed_answers(records, backbone, "bfloat16")
     assert [found.exact for found in records] == [{"bfloat16": Verdict.EQUAL}, {"bfloat16": Verdict.DIFFERENT}]
 
 
-def test_judging_again_decodes_the_same_prompts_in_the_other_dtype() -> None:
+def test_answers_are_generated_again_from_the_same_prompts() -> None:
     from medusa_train.models.drafts.medusa import MedusaDraft
 
     backbone = random_backbone("llama", dtype=torch.float32)

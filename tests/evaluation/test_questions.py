@@ -22,7 +22,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_reads_questions_with_turns_category_and_place(tmp_path: Path) -> None:
+def test_reads_questions_with_turns_category_and_source(tmp_path: Path) -> None:
     second = {"question_id": "x", "turns": ["Only one."], "reference": ["So."]}
     path = write(tmp_path / "question.jsonl", GOOD, "", second)
     first, other = read_questions(path)
@@ -34,7 +34,7 @@ HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_soluti
 GSM8K = {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}
 
 
-def test_reads_humaneval_and_gsm8k_in_their_own_forms(tmp_path: Path) -> None:
+def test_reads_humaneval_and_gsm8k(tmp_path: Path) -> None:
     (function,) = read_questions(write(tmp_path / "HumanEval.jsonl", HUMANEVAL))
     assert (function.question_id, function.category) == ("HumanEval/0", "humaneval")
     assert function.turns[0].endswith("def f():\n")
@@ -59,7 +59,7 @@ def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["question.jsonl", "HumanEval.jsonl", "test.jsonl"])
-def test_a_bench_may_lie_in_its_folder_under_its_own_name(
+def test_a_bench_folder_may_hold_the_original_file_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     path = write(tmp_path / "humaneval" / file, HUMANEVAL)
@@ -77,9 +77,7 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_bench_with_another_home_is_fetched_once_and_kept(
-    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bench_with_a_url_is_downloaded_once(nothing_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
@@ -94,9 +92,7 @@ def test_a_bench_with_another_home_is_fetched_once_and_kept(
     assert "Spec-Bench" in asked[0]
 
 
-def test_what_is_fetched_and_is_no_question_file_is_not_kept(
-    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_is_no_question_file_is_not_kept(nothing_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>"))
     with pytest.raises(DataError, match="could not be downloaded"):
         load_bench("specbench")
@@ -129,7 +125,7 @@ def test_a_line_separator_inside_a_text_does_not_break_the_line(tmp_path: Path) 
         (GOOD, "used before"),
     ],
 )
-def test_a_broken_line_is_named_with_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
+def test_an_invalid_line_is_reported_with_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
     path = write(tmp_path / "q.jsonl", GOOD, line)
     with pytest.raises(DataError) as caught:
         read_questions(path)
@@ -137,7 +133,7 @@ def test_a_broken_line_is_named_with_file_line_and_reason(tmp_path: Path, line: 
     assert reason in str(caught.value)
 
 
-def test_many_broken_lines_are_shown_up_to_five_and_counted(tmp_path: Path) -> None:
+def test_five_invalid_lines_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", GOOD, *["{"] * 8)
     with pytest.raises(DataError) as caught:
         read_questions(path)
@@ -160,16 +156,14 @@ def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["mtbench/question.jsonl", "mt_bench/question.jsonl", "mtbench.jsonl"])
-def test_the_users_bench_directory_is_looked_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_the_users_bench_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     path = write(tmp_path / place, GOOD)
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
     bench = load_bench("mtbench")
     assert (bench.name, bench.path) == ("mtbench", path)
 
 
-def test_a_bench_of_ones_own_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_bench_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "mine" / "question.jsonl", GOOD)
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
     assert load_bench("mine").name == "mine"
@@ -177,7 +171,7 @@ def test_a_bench_of_ones_own_by_name_and_by_file(tmp_path: Path, monkeypatch: py
     assert load_bench(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
 
 
-def test_a_directory_called_like_a_bench_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_named_like_a_bench_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     path = write(tmp_path / "tiny.jsonl", GOOD)
@@ -185,7 +179,7 @@ def test_a_directory_called_like_a_bench_does_not_hide_it(tmp_path: Path, monkey
     assert find_bench("tiny") == path
 
 
-def test_an_unknown_bench_lists_the_known_ones_and_where_it_looked(
+def test_an_unknown_bench_is_an_error_with_names_and_searched_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
@@ -197,7 +191,7 @@ def test_an_unknown_bench_lists_the_known_ones_and_where_it_looked(
     assert str(PROJECT_ROOT / "data" / "bench" / "tinny" / "question.jsonl") in message
 
 
-def test_a_known_bench_that_is_not_here_says_which_file_to_put_where(
+def test_a_missing_bench_is_an_error_that_says_which_file_to_put_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
@@ -212,7 +206,7 @@ def test_a_known_bench_that_is_not_here_says_which_file_to_put_where(
     assert benches.BENCH_DIR_VARIABLE in message
 
 
-def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_on_the_hub_is_downloaded_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = write(tmp_path / "cache" / "question.jsonl", GOOD)
     asked: list[tuple[str, str]] = []
 
@@ -224,14 +218,14 @@ def test_a_bench_with_a_home_on_the_hub_is_fetched_from_there(tmp_path: Path, mo
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(benches, "fetch_dataset_file", fetch)
     monkeypatch.setattr(benches, "hub_is_unreachable", lambda: False)
-    told: list[str] = []
-    assert load_bench("mtbench", told.append) == Bench("mtbench", fetched, read_questions(fetched))
-    assert "HuggingFaceH4/mt_bench_prompts" in told[0]
+    notes: list[str] = []
+    assert load_bench("mtbench", notes.append) == Bench("mtbench", fetched, read_questions(fetched))
+    assert "HuggingFaceH4/mt_bench_prompts" in notes[0]
     assert asked == [("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")]
 
 
 @pytest.mark.parametrize("out_of_reach", [True, False])
-def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
+def test_without_the_hub_only_its_cache_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_reach: bool
 ) -> None:
     asked: list[bool] = []
@@ -245,11 +239,11 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
     monkeypatch.setattr(benches, "hub_is_unreachable", lambda: out_of_reach)
     monkeypatch.setattr("medusa_train.hub.hub_is_unreachable", lambda: out_of_reach)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    told: list[str] = []
+    notes: list[str] = []
     with pytest.raises(DataError, match="could not be downloaded"):
-        load_bench("mtbench", told.append)
+        load_bench("mtbench", notes.append)
     assert asked == [out_of_reach]
-    assert bool(told) is not out_of_reach
+    assert bool(notes) is not out_of_reach
 
 
 def test_limit_takes_from_every_category_and_keeps_the_order() -> None:

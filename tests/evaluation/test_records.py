@@ -23,7 +23,7 @@ def write(path: Path, *turns: TurnRecord | SkippedTurn) -> None:
     log.close()
 
 
-def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
+def test_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "turns.jsonl"
     turns = [turn(1, 1), turn(1, 2), SkippedTurn("two", 1, 400)]
     write(path, *turns)
@@ -33,7 +33,7 @@ def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
     assert log.completed(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
 
 
-def test_half_a_conversation_and_a_torn_line_are_measured_again(tmp_path: Path) -> None:
+def test_partial_conversations_and_incomplete_lines_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2), turn(3, 1), turn("two", 1))
     text = path.read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def test_half_a_conversation_and_a_torn_line_are_measured_again(tmp_path: Path) 
     assert set(TurnLog(path, SETTINGS).completed(QUESTIONS)) == {1}
 
 
-def test_what_is_taken_over_is_written_again_and_a_second_stop_keeps_it(tmp_path: Path) -> None:
+def test_kept_turns_survive_a_second_interruption(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2), turn(3, 1))
     log = TurnLog(path, SETTINGS)
@@ -54,7 +54,7 @@ def test_what_is_taken_over_is_written_again_and_a_second_stop_keeps_it(tmp_path
     assert not path.exists()
 
 
-def test_other_settings_make_the_turns_useless_and_are_named(tmp_path: Path) -> None:
+def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2))
     log = TurnLog(path, {**SETTINGS, "tree": [[0]], "seed": 1})
@@ -64,7 +64,7 @@ def test_other_settings_make_the_turns_useless_and_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", ["", "[]\n", "no json\n", '{"settings": {}}\n'])
-def test_a_file_that_is_no_log_counts_as_none(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_log_is_ignored(tmp_path: Path, content: str) -> None:
     path = tmp_path / "turns.jsonl"
     path.write_text(content)
     log = TurnLog(path, SETTINGS)

@@ -27,7 +27,7 @@ def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tupl
     return json.loads((out / "report.json").read_text()), progress.console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_run_is_timed_judged_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
     report, shown = run(bench_file, run_dir, tmp_path / "out", dtype="bfloat16")
     overall, meta = report["overall"], report["meta"]
     assert isinstance(overall, dict)
@@ -59,9 +59,7 @@ def test_a_run_is_timed_judged_in_both_dtypes_and_reported(run_dir: Path, bench_
     assert shown.split()[-3] == "total"
 
 
-def test_timed_in_float32_without_further_passes_bf16_is_left_open(
-    run_dir: Path, bench_file: Path, tmp_path: Path
-) -> None:
+def test_without_exactness_only_the_timed_dtype_is_compared(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
     overall = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)[0]["overall"]
     assert isinstance(overall, dict)
     assert overall["equal_answers"] + overall["tie_answers"] == 4
@@ -93,7 +91,7 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert "Baselines only" in shown
 
 
-def test_a_stopped_evaluation_goes_on_where_it_stopped(
+def test_an_interrupted_evaluation_is_resumed(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int | str] = []
@@ -117,7 +115,7 @@ def test_a_stopped_evaluation_goes_on_where_it_stopped(
     assert not (tmp_path / "turns.jsonl").exists()
 
 
-def test_other_settings_start_anew(
+def test_different_settings_start_over(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: object) -> None:
@@ -138,7 +136,7 @@ def no_memory(*args: object, **options: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_an_exactness_pass_without_enough_memory_leaves_its_figures_open_and_says_so(
+def test_without_memory_for_the_comparison_its_figures_are_missing(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare_regenerated_answers = module.compare_regenerated_answers
@@ -159,7 +157,7 @@ def test_an_exactness_pass_without_enough_memory_leaves_its_figures_open_and_say
     assert "answers were not compared in float32: not enough memory" in shown
 
 
-def test_weights_that_cannot_fit_are_not_loaded_for_exactness(
+def test_weights_that_do_not_fit_are_not_loaded_for_the_comparison(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: False)
@@ -169,7 +167,7 @@ def test_weights_that_cannot_fit_are_not_loaded_for_exactness(
     assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
 
 
-def test_an_interruption_while_answers_are_compared_keeps_the_timed_result(
+def test_an_interruption_during_the_comparison_keeps_the_timed_results(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: object) -> None:
@@ -187,7 +185,7 @@ def test_an_interruption_while_answers_are_compared_keeps_the_timed_result(
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 6
 
 
-def test_a_timed_pass_without_enough_memory_says_what_to_set(
+def test_without_memory_for_timing_the_error_says_what_to_set(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "load_with_draft", no_memory)

@@ -7,10 +7,18 @@ import pytest
 from medusa_train.checkpoint.load import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import DataError
+from medusa_train.errors import BackboneError, DataError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import GenerateAnswerer, SlowStepDetector, SpeedTest
+from medusa_train.evaluation.speed import (
+    GenerateAnswerer,
+    SlowStepDetector,
+    SpeedTest,
+    describe_baseline,
+    extra_baselines,
+)
+from medusa_train.inference.generate import Decoder
+from tests.evaluation.tiny_model import write_backbone
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +31,10 @@ def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:
 
 
 def test_every_decoder_answers_every_turn_and_all_agree(subject: LoadedModel, bench_file: Path) -> None:
-    told: list[Any] = []
+    turns_seen: list[Any] = []
     test = speed_test(subject, 24)
     test.warm_up(load_bench(str(bench_file)).questions)
-    records, skipped = test.run(load_bench(str(bench_file)).questions, told.append)
+    records, skipped = test.run(load_bench(str(bench_file)).questions, turns_seen.append)
     assert [(record.question_id, record.turn) for record in records] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     for record in records:
         assert record.tree is not None
@@ -37,7 +45,7 @@ def test_every_decoder_answers_every_turn_and_all_agree(subject: LoadedModel, be
         assert sum(record.tree.accepted) + record.tree.steps == 23
         assert 0 < record.plain.prefill_seconds < record.plain.seconds
     assert skipped == [SkippedTurn(3, 1, skipped[0].prompt_tokens), SkippedTurn(3, 2, skipped[0].prompt_tokens)]
-    assert told == [*records, *skipped]
+    assert turns_seen == [*records, *skipped]
 
 
 def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: LoadedModel, bench_file: Path) -> None:
@@ -93,7 +101,7 @@ def test_a_turn_fits_when_prompt_and_answer_together_do() -> None:
     assert (len(records), skipped) == (1, [SkippedTurn(1, 2, 11)])
 
 
-def test_when_nothing_fits_the_message_says_why() -> None:
+def test_if_no_question_fits_the_error_says_why() -> None:
     with pytest.raises(DataError, match=r"context of 9 tokens: 4 are reserved.*shortest prompt has 6"):
         stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
 
@@ -106,23 +114,23 @@ def test_without_a_draft_only_the_baselines_answer(subject: LoadedModel, bench_f
     assert record.plain.tokens == record.generate.tokens
 
 
-def test_questions_that_were_measured_before_are_taken_over_in_their_place() -> None:
+def test_completed_questions_are_not_asked_again() -> None:
     order: list[str] = []
     questions = [Question(number, "a", ("q",), "") for number in (1, 2, 3)]
     test = stub_test(100, order, ("plain", "generate"))
     whole = test.run(questions, lambda turn: None)[0]
     order.clear()
-    told: list[Any] = []
+    turns_seen: list[Any] = []
     measured = {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]}
-    records, skipped = test.run(questions, told.append, measured)
+    records, skipped = test.run(questions, turns_seen.append, measured)
     assert [record.question_id for record in records] == [1, 2]
     assert records[1] is whole[1]
     assert skipped == [SkippedTurn(3, 1, 50)]
     assert len(order) == 2
-    assert told == records[:1]
+    assert turns_seen == records[:1]
 
 
-def test_further_baselines_take_their_turns_too(subject: LoadedModel, bench_file: Path) -> None:
+def test_extra_baselines_take_turns_too(subject: LoadedModel, bench_file: Path) -> None:
     lookup = GenerateAnswerer(subject.backbone, prompt_lookup_num_tokens=3)
     test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), 12, {"prompt_lookup": lookup})
     record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]
@@ -157,3 +165,59 @@ def test_answers_of_a_few_steps_do_not_count() -> None:
     detector = SlowStepDetector("cuda")
     for ms in (10, 11, 90, 95):
         assert detector.observe(plain(ms, steps=3)) is None
+
+
+def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
+    output = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
+    stop = output.tokens[5]
+    stopping = SimpleNamespace(
+        device=subject.backbone.device,
+        model=subject.backbone.model,
+        tokenizer=subject.backbone.tokenizer,
+        eos_ids=(stop,),
+    )
+    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
+    assert again.tokens == output.tokens[: output.tokens.index(stop) + 1]
+    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
+
+
+def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
+    notes: list[str] = []
+    baselines = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
+    assert list(baselines) == ["prompt_lookup", "assisted"]
+    assert notes == []
+    prompt = [1, 50, 60, 50, 60, 50]
+    plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
+    for answerer in baselines.values():
+        assert list(answerer.answer(prompt, 24).tokens) == plain
+
+
+def test_no_extra_baselines_without_draft_model_and_prompt_lookup(subject: LoadedModel) -> None:
+    assert extra_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
+
+
+def test_an_unsupported_baseline_is_left_out_with_a_note(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object, **how: object) -> None:
+        raise ValueError("this cache can't be cut back")
+
+    monkeypatch.setattr(subject.backbone.model, "generate", refuses)
+    notes: list[str] = []
+    assert extra_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
+    assert "prompt_lookup" in notes[0]
+    assert "can't be cut back" in notes[0]
+
+
+def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, tmp_path: Path) -> None:
+    other = write_backbone(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BackboneError, match="its tokenizer differs"):
+        extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
+
+
+def test_descriptions_of_baselines() -> None:
+    assert (
+        describe_baseline("assisted", "5.0", "small/one")
+        == "transformers 5.0 assisted generation, greedy, with small/one"
+    )
+    assert "copied per step" in describe_baseline("prompt_lookup", "5.0", None)

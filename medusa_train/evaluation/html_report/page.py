@@ -268,6 +268,8 @@ def _meta_label(key: str) -> str:
 def _meta_text(value: object) -> str:
     if isinstance(value, Mapping):
         return "; ".join(f"{_meta_label(key)}: {item}" for key, item in value.items()) or "-"
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-" if value is None else str(value)
