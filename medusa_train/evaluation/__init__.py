@@ -1,1 +1,1 @@
-"""Measuring a backbone with its draft heads: benches, timed decoding, exactness and the report."""
+"""Evaluation of a backbone with its draft heads: benches, timed decoding, output equality, calibration, reports."""
