@@ -53,8 +53,8 @@ class OracleDraft(Draft):
     def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
         tokens = [int(roots)]
         for i, path in enumerate(tree.paths):
-            place = state + len(path)
-            truth = self.text[place] if place < len(self.text) else 0
+            position = state + len(path)
+            truth = self.text[position] if position < len(self.text) else 0
             last = [p for p in tree.paths if p[:-1] == path[:-1]][-1]
             right = path == last and not (self.wrong_every and (state + i) % self.wrong_every == 0)
             tokens.append(truth if right else (truth + 1 + path[-1]) % self.vocab)

@@ -218,15 +218,15 @@ def test_the_chain_is_the_papers() -> None:
     draft = recorder(backbone, num_heads=5, threshold=0.6)
     prompt = PROMPTS[0]
     out = Decoder(backbone, draft, Tree.chain(5)).generate(prompt, 40, ())
-    place, lengths = 1, set()
+    position, lengths = 1, set()
     with torch.no_grad():
         for proposal, accepted in zip(draft.proposals, out.accepted, strict=True):
             drafted = proposal.tokens[0].tolist()
-            assert drafted[0] == out.tokens[place - 1]
-            assert drafted[1:] == _chain_by_hand(backbone, draft, prompt + out.tokens[:place])
+            assert drafted[0] == out.tokens[position - 1]
+            assert drafted[1:] == _chain_by_hand(backbone, draft, prompt + out.tokens[:position])
             assert proposal.tree.size == len(drafted) - 1
             lengths.add(len(drafted) - 1)
-            place += accepted + 1
+            position += accepted + 1
     assert {1, 5} < lengths  # it stopped at once, in between and never
 
 
@@ -283,13 +283,13 @@ def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
     answer = Decoder(backbone).generate(prompt, 12, ()).tokens
     trace = trace_answer(backbone, draft, prompt, answer)
     with torch.no_grad():
-        for place in range(len(answer)):
-            for k in range(1, min(3, len(answer) - 1 - place) + 1):
-                tokens = torch.tensor([prompt + answer[: place + k]])
+        for position in range(len(answer)):
+            for k in range(1, min(3, len(answer) - 1 - position) + 1):
+                tokens = torch.tensor([prompt + answer[: position + k]])
                 states = draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
                 best = backbone.logits(states[0, -1]).topk(10).indices.tolist()
-                target = answer[place + k]
-                assert trace.ranks[place][k - 1] == (best.index(target) if target in best else -1)
+                target = answer[position + k]
+                assert trace.ranks[position][k - 1] == (best.index(target) if target in best else -1)
     out = Decoder(backbone, draft, Tree.chain(3)).generate(prompt, 12, ())
     starts = trace.simulate(Tree.chain(3))
     assert len(starts) == out.steps  # simulated decoding is decoding

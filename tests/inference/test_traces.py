@@ -55,15 +55,15 @@ def test_ranks_against_a_plain_computation() -> None:
     answer = Decoder(backbone).generate(prompt, 12).tokens
     trace = trace_answer(backbone, draft, prompt, answer)
     text = prompt + answer
-    for place, known in enumerate(trace.targets):
-        hidden = backbone.run(torch.tensor([text[: len(prompt) + place]])).hidden[0, -1]
+    for position, targets in enumerate(trace.targets):
+        hidden = backbone.run(torch.tensor([text[: len(prompt) + position]])).hidden[0, -1]
         for k in (1, 2, 3):
-            if place + k >= len(answer):
-                assert (trace.ranks[place][k - 1], known < k) == (-1, True)
+            if position + k >= len(answer):
+                assert (trace.ranks[position][k - 1], targets < k) == (-1, True)
                 continue
             order = draft.head_logits(hidden, k).argsort(descending=True).tolist()
-            rank = order.index(answer[place + k])
-            assert trace.ranks[place][k - 1] == (rank if rank < 10 else -1)
+            rank = order.index(answer[position + k])
+            assert trace.ranks[position][k - 1] == (rank if rank < 10 else -1)
 
 
 @pytest.mark.parametrize("tree", [Tree.cartesian([3, 2]), Tree.chain(3), Tree.from_paths([(0,), (4,), (0, 3)])])
@@ -80,6 +80,6 @@ def test_simulated_decoding_is_what_the_loop_does(tree: Tree) -> None:
 def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
     logits = torch.tensor([[2.0, 5.0, 5.0, 5.0, 1.0] + [0.0] * 19 + [-1.0]])
     order = logits.topk(5).indices[0].tolist()
-    for place, token in enumerate(order):
-        assert int(rank_of(logits, torch.tensor([token]))) == place
+    for position, token in enumerate(order):
+        assert int(rank_of(logits, torch.tensor([token]))) == position
     assert int(rank_of(logits, torch.tensor([24]))) == -1

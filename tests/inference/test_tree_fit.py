@@ -80,9 +80,9 @@ def conversation(draw: random.Random, tokens: int = 150) -> list[Trace]:
         rank = min(int(draw.expovariate(0.5)), 9)
         right = next((depth for depth in range(HEADS) if draw.random() > 0.8), HEADS)
         rows.append([rank] * right + [-1] * (HEADS - right))
-    known = [min(HEADS, tokens - 1 - place) for place in range(tokens)]
-    cut = [[rank if k < limit else -1 for k, rank in enumerate(row)] for row, limit in zip(rows, known, strict=True)]
-    return [Trace(cut, known)]
+    targets = [min(HEADS, tokens - 1 - position) for position in range(tokens)]
+    cut = [[rank if k < limit else -1 for k, rank in enumerate(row)] for row, limit in zip(rows, targets, strict=True)]
+    return [Trace(cut, targets)]
 
 
 @pytest.fixture(scope="module")
@@ -121,22 +121,22 @@ def test_the_independent_tree_is_the_best_by_its_own_measure(conversations: list
 def _accuracies(traces: list[Trace]) -> list[list[float]]:
     table = []
     for head in range(HEADS):
-        column = [row[head] for t in traces for row, known in zip(t.ranks, t.targets, strict=True) if known > head]
+        column = [row[head] for t in traces for row, targets in zip(t.ranks, t.targets, strict=True) if targets > head]
         table.append([sum(rank == wanted for rank in column) / len(column) for wanted in range(10)])
     return table
 
 
 def test_dense_trees_are_cartesian_and_fit(conversations: list[list[Trace]]) -> None:
     traces = [trace for one in conversations for trace in one]
-    found = dense_trees(traces, [0, 4, 20])
-    assert found[0] == Tree.empty()
-    for size, tree in found.items():
+    trees = dense_trees(traces, [0, 4, 20])
+    assert trees[0] == Tree.empty()
+    for size, tree in trees.items():
         assert tree.size <= size
         levels = [sum(len(path) == depth for path in tree.paths) for depth in range(1, tree.max_depth + 1)]
         choices = [count // below for count, below in zip(levels, [1, *levels], strict=False)]
         assert Tree.cartesian(choices) == tree
     rivals = [Tree.cartesian(choices) for choices in ([4], [2, 1], [1, 1, 1, 1])]
-    assert tokens_per_step(traces, found[4]) == max(tokens_per_step(traces, tree) for tree in rivals)
+    assert tokens_per_step(traces, trees[4]) == max(tokens_per_step(traces, tree) for tree in rivals)
 
 
 def test_the_chain_ends_with_the_heads() -> None:
@@ -147,9 +147,9 @@ def test_the_chain_ends_with_the_heads() -> None:
 def test_every_search_answers_for_every_size(conversations: list[list[Trace]]) -> None:
     traces = [trace for one in conversations[:6] for trace in one]
     for find in SEARCHES.values():
-        found = find(traces, [0, 3, 7])
-        assert list(found) == [0, 3, 7]
-        assert all(tree.size <= size for size, tree in found.items())
+        trees = find(traces, [0, 3, 7])
+        assert list(trees) == [0, 3, 7]
+        assert all(tree.size <= size for size, tree in trees.items())
     assert [tree.size for tree in joint_trees(traces, [0, 3, 7]).values()] == [0, 3, 7]
 
 
@@ -184,9 +184,9 @@ def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.M
         return walk(self, tree)
 
     monkeypatch.setattr(Trace, "simulate", watched)
-    (found,) = compare_searches(conversations, [4], {"joint": spy}, folds=3)
+    (result,) = compare_searches(conversations, [4], {"joint": spy}, folds=3)
     assert sorted(judged) == sorted(id(one[0]) for one in conversations)
-    assert found.by_size[4] == 1.0
+    assert result.by_size[4] == 1.0
 
 
 def test_one_conversation_is_not_enough() -> None:

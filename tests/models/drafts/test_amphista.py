@@ -158,8 +158,8 @@ def test_with_nothing_added_it_is_medusa() -> None:
     names = {f"mlps.{k}.": f"blocks.{k}.0.linear." for k in range(5)}
     renamed = {}
     for name, tensor in draft.state_dict().items():
-        found = next((ours for ours in names if name.startswith(ours)), None)
-        renamed[name if found is None else name.replace(found, names[found])] = tensor
+        match = next((ours for ours in names if name.startswith(ours)), None)
+        renamed[name if match is None else name.replace(match, names[match])] = tensor
     medusa.load_state_dict(renamed)
     theirs = medusa.head_states(backbone.run(TOKENS), Rows.from_tokens(TOKENS))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(_states(draft, backbone), theirs, strict=True))
@@ -237,20 +237,20 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     cache = BatchCache(1, 64)
     prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)
     state = draft.start(backbone.run(prompt), prompt, lengths, cache)
-    place, active = list(lengths), list(range(rows))
+    position, active = list(lengths), list(range(rows))
     for step in range(8):
-        roots = torch.stack([text[row, place[row]] for row in active])
+        roots = torch.stack([text[row, position[row]] for row in active])
         if step != 3:
             for stage, states in zip(expected, draft._read(state, roots), strict=True):
-                wanted = torch.stack([stage[row, place[row] - 1] for row in active])
-                assert torch.allclose(states, wanted, rtol=0, atol=1e-10)
-        passes = [_pass(draft, whole.hidden[row], text[row], place[row]) for row in active]
+                expected_stages = torch.stack([stage[row, position[row] - 1] for row in active])
+                assert torch.allclose(states, expected_stages, rtol=0, atol=1e-10)
+        passes = [_pass(draft, whole.hidden[row], text[row], position[row]) for row in active]
         states, tokens = (torch.stack(parts) for parts in zip(*passes, strict=True))
         accepted = [(step + 2 * row) % 4 for row in active]
         paths = [TRUTH[: count + 1] for count in accepted]
         state = draft.advance(state, Features(states), Proposal(tokens, TREE), paths)
         for row, count in zip(active, accepted, strict=True):
-            place[row] += count + 1
+            position[row] += count + 1
         if step == 4 and rows > 1:
             state, active = draft.select_rows(state, [0, 3, 2]), [0, 3, 2]
 
