@@ -26,10 +26,11 @@ from shared import machine_facts, machine_line, rounded, table, warn_if_busy, wr
 
 from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
+from medusa_train.data.sources import open_seed_dataset  # noqa: E402
 from medusa_train.selfdistill.engines import Engine  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
 from medusa_train.selfdistill.modes import DropRules, replay  # noqa: E402
-from medusa_train.selfdistill.prompts import Prompt, find_prompts, read_prompts  # noqa: E402
+from medusa_train.selfdistill.prompts import Prompt, read_prompts  # noqa: E402
 from medusa_train.selfdistill.select_prompts import Selection, select_prompts  # noqa: E402
 
 
@@ -119,7 +120,7 @@ def measure(engines: Mapping[Mode, HFEngine], seeds: Sequence[Prompt], rounds: i
 def run(args: argparse.Namespace) -> list[Result]:
     """Measure all modes; "one at a time" in the fastest dtype comes first."""
     paths = resolve_model(args.run, None, None)
-    seeds, _ = select_prompts(read_prompts(find_prompts(args.seed_dataset)), Selection(sample=args.seeds))
+    seeds, _ = select_prompts(read_prompts(open_seed_dataset(args.seed_dataset)), Selection(sample=args.seeds))
     # as medusa-selfdistill: float32 stays unpacked, so that a set is the same on every machine
     subjects = {dtype: load_with_draft(paths, dtype, prepack=dtype != "float32") for dtype in args.dtypes}
 

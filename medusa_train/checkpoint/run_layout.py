@@ -14,7 +14,7 @@ from pathlib import Path
 from medusa_train.config.load import dump_config
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.sources import names_a_file
+from medusa_train.data.sources import is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 
@@ -187,7 +187,7 @@ def missing_inputs(cfg: TrainConfig) -> list[str]:
     elif backbone is not None and not (backbone / "config.json").is_file():
         missing.append(f"base_model: {cfg.base_model}: not a model directory (no config.json)")
     for entry in cfg.datasets:
-        if resolve_path(entry.path) is None and names_a_file(entry.path):
+        if resolve_path(entry.path) is None and is_data_file_name(entry.path):
             missing.append(f"datasets: {entry.path}: no such file or directory")
     if cfg.lora_model_dir is not None and resolve_path(cfg.lora_model_dir) is None:
         missing.append(f"lora_model_dir: {cfg.lora_model_dir}: no such directory")

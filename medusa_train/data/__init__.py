@@ -1,1 +1,1 @@
-"""From files of chats to batches of tokens; knows nothing of models, losses or drafts."""
+"""Chat data sets: reading, tokenization, caching and batching."""

@@ -1,4 +1,4 @@
-"""Documents side by side and one after the other, as tensors; knows neither files nor the order of training."""
+"""Collation of tokenized conversations into batches, and sample packing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from medusa_train.data.tokenize import Example
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one or more documents each, filled up at the right.
+    """Rows of one or more documents (conversations), padded on the right.
 
-    `tokens`, `labels` (the token itself where it is to be learnt, else `IGNORE_INDEX`; unshifted), `positions` (from 0
-    in each document; padding goes on counting) and `segments` (the document within the row, 0, 1, ...; -1: padding) are
-    [B, T] int64. `records` says where each document was read, row by row.
+    Rows that hold several documents need a block-diagonal attention mask (`trees.masks.document_mask`).
 
-    A row of several documents needs a mask that keeps them apart (`models.document_mask`).
+    Attributes:
+        tokens: int64 [B, T].
+        labels: int64 [B, T], the token itself where it is supervised, else `IGNORE_INDEX`; not shifted.
+        positions: int64 [B, T], from 0 in each document; they continue over padding.
+        segments: int64 [B, T], index of the document within its row; -1 for padding.
+        records: `file:line` of each document, row by row.
     """
 
     tokens: Tensor
@@ -41,9 +44,9 @@ class Batch:
 
 
 def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
-    """Lay each row's documents one after the other and fill up at the right to the longest row.
+    """Concatenate the documents of each row, and pad all rows to the longest.
 
-    tokens      a b c d e .        (a row of a document of three tokens and one of two, one place of padding)
+    tokens      a b c d e .        (two documents of three and two tokens, and one padding position)
     positions   0 1 2 0 1 2
     segments    0 0 0 1 1 -
     """
@@ -65,42 +68,41 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Lay whole documents into rows of at most `capacity` tokens, first-fit-decreasing.
+    """Pack whole documents into rows of at most `capacity` tokens (first-fit decreasing bin packing).
 
-    The longest document goes first, each into the first row that has room for it; among equal lengths the order
-    of `lengths` decides. At most 11/9 of the fewest possible rows (plus one) are used, and on chats of many lengths
-    next to no room is left over.
+    Documents are placed from the longest to the shortest (ties in the order of `lengths`), each into the first row
+    with enough space. This takes at most 11/9 of the optimal number of rows, plus one.
 
         capacity 10, lengths 4 7 3 6   ->   rows [7 3] [6 4], that is [[1, 2], [3, 0]]
 
-    Rows are found by a tree over the room that each has left, so n documents take n log n steps.
+    A segment tree over the free space of each row finds the first fit, so n documents take O(n log n).
 
     Args:
         lengths: tokens of each document, 1 to `capacity`.
-        capacity: tokens of a row.
+        capacity: tokens per row.
 
     Returns:
-        The rows, each a list of indices into `lengths`; every index stands in exactly one.
+        The rows as lists of indices into `lengths`; every index occurs once.
 
     Raises:
-        ValueError: a document is empty or longer than a row.
+        ValueError: a document is empty or longer than `capacity`.
     """
     if not lengths:
         return []
     if min(lengths) < 1 or max(lengths) > capacity:
-        raise ValueError(f"documents must have 1 to {capacity} tokens, these have {min(lengths)} to {max(lengths)}")
+        raise ValueError(f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}")
     leaves = 1 << (len(lengths) - 1).bit_length()
-    room = [capacity] * (2 * leaves)  # node n has children 2n and 2n + 1 and holds the larger of their rooms
+    free = [capacity] * (2 * leaves)  # node n has children 2n and 2n + 1, and the maximum of their free space
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         node = 1
         while node < leaves:
-            node = 2 * node if room[2 * node] >= lengths[index] else 2 * node + 1
+            node = 2 * node if free[2 * node] >= lengths[index] else 2 * node + 1
         if node - leaves == len(rows):
             rows.append([])
         rows[node - leaves].append(index)
-        room[node] -= lengths[index]
+        free[node] -= lengths[index]
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            free[node] = max(free[2 * node], free[2 * node + 1])
     return rows

@@ -1,4 +1,4 @@
-"""The configured data sets as batches, in an order whose place can be saved; knows no model and no loss."""
+"""Tokenized data sets, and batches of them in a random order that can be resumed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from medusa_train.data.cache import DataReport, encode_datasets, load_or_encode,
 from medusa_train.data.tokenize import ChatEncoder, Example, select_validation
 from medusa_train.errors import DataError
 
-_WINDOW = 32  # batches among which rows of like length are brought together
+_WINDOW = 32  # batches within which rows are sorted by length
 
 
 @dataclass(frozen=True)
 class EncodedDataset(Sequence[Example]):
-    """Conversations as tokens, and what became of those that are not among them.
+    """Tokenized conversations.
 
     Attributes:
-        row_len: tokens of a row into which conversations are packed; None: each has a row of its own.
-        mixture: which conversations an epoch takes; None: all of them, once.
+        examples: the conversations.
+        pad_id: padding token.
+        report: statistics on conversations that were skipped or truncated.
+        row_len: maximum tokens of a row in sample packing; None for one conversation per row.
+        mixture: sampling of each epoch by data set weights; None for every conversation once.
     """
 
     examples: list[Example]
@@ -41,35 +44,35 @@ class EncodedDataset(Sequence[Example]):
 
     @property
     def tokens(self) -> int:
-        """Tokens in all, padding not counted."""
+        """Total number of tokens, without padding."""
         return sum(len(example) for example in self.examples)
 
     @property
     def supervised_tokens(self) -> int:
-        """Tokens to be learnt."""
+        """Number of supervised tokens."""
         return sum(int(example.supervised.sum()) for example in self.examples)
 
     def prompts(self) -> list[list[int]]:
-        """Return the tokens before every answer (`Example.prompts`), in order."""
+        """Return the tokens before every answer (see `Example.prompts`), in order."""
         return [prompt for example in self.examples for prompt in example.prompts()]
 
     def epoch(self, epoch: int, seed: int) -> list[int]:
-        """Return the numbers of the examples that an epoch takes, unshuffled."""
+        """Return the indices of an epoch's examples, unshuffled."""
         return list(range(len(self))) if self.mixture is None else self.mixture.draw(epoch, seed)
 
     def rows(self, order: Sequence[int]) -> list[list[int]]:
-        """Lay the examples of these numbers into rows: packed, or one in each."""
+        """Distribute the examples of these indices over rows: packed, or one per row."""
         if self.row_len is None:
             return [[index] for index in order]
         packs = pack([len(self.examples[index]) for index in order], self.row_len)
-        return [[order[place] for place in row] for row in packs]
+        return [[order[index] for index in row] for row in packs]
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
-        """Put rows of examples side by side."""
+        """Collate rows of example indices."""
         return collate([[self.examples[index] for index in row] for row in rows], self.pad_id)
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels in their order."""
+        """Return a digest of all tokens and loss masks, in order."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(len(example).to_bytes(8, "big"))
@@ -79,48 +82,50 @@ class EncodedDataset(Sequence[Example]):
 
 
 def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDataset, EncodedDataset]:
-    """Read, encode and part the configured data sets.
+    """Read, tokenize and split the configured data sets.
 
-    With `dataset_prepared_path` their tokens are taken from there if nothing that shapes them has changed. With
-    `sample_packing` rows hold several conversations. Sources with a `weight` are mixed by it in training; the
-    held-out part is always taken as it is. See `encode_example` for long conversations and `select_validation`
-    for the split.
+    Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows hold several
+    conversations. A `weight` affects training only, not the validation set. See `encode_example` for long
+    conversations and `select_validation` for the split.
 
     Returns:
-        (training, held out); both carry the same report. The second is empty if `val_set_size` is 0 or there is
+        (training, validation), with the same report. The validation set is empty if `val_set_size` is 0 or there is
         only one conversation.
 
     Raises:
-        DataError: a data set cannot be read, or nothing of it can be used.
-        ConfigError: no chat template of that name.
+        DataError: a data set cannot be read, or has no usable conversation.
+        ConfigError: unknown chat template.
     """
-    readings = open_datasets(cfg, encoder)
+    readers = open_datasets(cfg, encoder)
     if cfg.dataset_prepared_path is None:
-        corpus = encode_datasets(cfg, readings)
+        encoded = encode_datasets(cfg, readers)
     else:
-        corpus = load_or_encode(cfg, readings, Path(cfg.dataset_prepared_path).expanduser())
-    report = corpus.report
-    if not corpus.examples:
-        raise DataError("no conversation is left to train on: " + "; ".join(report.describe()))
-    held_out = select_validation([example.key for example in corpus.examples], cfg.val_set_size, cfg.seed)
-    parts: list[list[Example]] = [[], []]
+        encoded = load_or_encode(cfg, readers, Path(cfg.dataset_prepared_path).expanduser())
+    report = encoded.report
+    if not encoded.examples:
+        raise DataError("no conversation left to train on: " + "; ".join(report.describe()))
+    is_validation = select_validation([example.key for example in encoded.examples], cfg.val_set_size, cfg.seed)
+    train: list[Example] = []
+    validation: list[Example] = []
     origins: list[int] = []
-    for example, origin, held in zip(corpus.examples, corpus.origins, held_out, strict=True):
-        parts[held].append(example)
-        if not held:
+    for example, origin, held_out in zip(encoded.examples, encoded.origins, is_validation, strict=True):
+        if held_out:
+            validation.append(example)
+        else:
+            train.append(example)
             origins.append(origin)
     mixture = _mixture(cfg, origins)
     if mixture is not None:
         report.notes += mixture.describe([entry.path for entry in cfg.datasets])
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
-        EncodedDataset(parts[0], encoder.pad_id, report, row_len, mixture),
-        EncodedDataset(parts[1], encoder.pad_id, report, row_len),
+        EncodedDataset(train, encoder.pad_id, report, row_len, mixture),
+        EncodedDataset(validation, encoder.pad_id, report, row_len),
     )
 
 
 def _mixture(cfg: TrainConfig, origins: Sequence[int]) -> Mixture | None:
-    """Weigh the sources if any has a weight; those without one then count 1."""
+    """Return the mixture if any data set has a weight, the default weight being 1; else None."""
     weights = [entry.weight for entry in cfg.datasets]
     if all(weight is None for weight in weights):
         return None
@@ -128,20 +133,19 @@ def _mixture(cfg: TrainConfig, origins: Sequence[int]) -> Mixture | None:
 
 
 class BatchLoader:
-    """Micro-batches without end, epoch after epoch; `next` on it gives the next one.
+    """Infinite iterator over micro-batches, epoch after epoch, whose position can be saved and restored.
 
-    Each epoch takes every example once (or what the data set's mixture says), in an order drawn from (seed, epoch);
-    packed rows are put together anew. To keep padding small, rows are sorted by length within windows of some
-    batches; the order of the batches is drawn again. Unshuffled, every epoch takes every example once in the same
-    batches, the longest first.
+    Each epoch has every example once (or as its mixture says), in an order that depends on (seed, epoch) only; packed
+    rows are composed again in each epoch. To limit padding, rows are sorted by length within windows of batches, and
+    the batches shuffled. Without shuffling every epoch has the same batches, longest first, and ignores the mixture.
 
     Args:
-        dataset: what to take from; not empty.
-        micro_batch_size: rows of a batch; the last one of an epoch, drawn anywhere in it, may have fewer.
-        seed: of the order.
-        shuffle: whether the order is drawn.
-        rank, size: of `size` loaders that run side by side this one gives out every `size`-th batch, from the
-            `rank`-th (0: the first) on. All of them are at the same place whenever each has given out as many.
+        dataset: the examples.
+        micro_batch_size: rows per batch; one batch of an epoch may have fewer.
+        seed: random seed of the order.
+        shuffle: whether to shuffle.
+        rank, size: data parallelism: this loader yields every `size`-th batch, starting with the `rank`-th. Loaders of
+            all ranks are at the same position after the same number of batches.
 
     Raises:
         DataError: the data set is empty.
@@ -158,78 +162,77 @@ class BatchLoader:
         size: int = 1,
     ) -> None:
         if not len(dataset):
-            raise DataError("there is no conversation to make batches of")
+            raise DataError("the data set has no conversation")
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.rank, self.size = rank, size
-        self.epoch = 0  # of the batch that comes next
-        self._taken = 0  # batches of this epoch that were given out
-        self._plan = self._draw(0)
-        self._first = self._plan
+        self.epoch = 0  # of the next batch
+        self._batch = 0  # index of the next batch in its epoch
+        self._batches = self._draw_epoch(0)
+        self._first_epoch = self._batches
         self._fingerprint: str | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in the first pass over the data. Later ones have as many, but for a few where a mixture is packed."""
-        return len(self._first)
+        """Batches in the first epoch. Later epochs may differ by a few if a mixture is packed."""
+        return len(self._first_epoch)
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows in the first pass over the data."""
-        return sum(len(batch) for batch in self._first)
+        """Rows in the first epoch."""
+        return sum(len(batch) for batch in self._first_epoch)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens in the first pass over the data, padding not counted."""
-        return sum(self._width(row) for batch in self._first for row in batch)
+        """Tokens in the first epoch, without padding."""
+        return sum(self._row_length(row) for batch in self._first_epoch for row in batch)
 
     @property
     def positions_per_epoch(self) -> int:
-        """Positions computed in the first pass over the data: tokens and padding."""
-        return sum(len(batch) * max(map(self._width, batch)) for batch in self._first)
+        """Positions computed in the first epoch, with padding."""
+        return sum(len(batch) * max(map(self._row_length, batch)) for batch in self._first_epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        mine = [self._take() for _ in range(self.size)][self.rank]
-        return self.dataset.batch(mine)
+        own = [self._next_rows() for _ in range(self.size)][self.rank]
+        return self.dataset.batch(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the next batch (plain numbers and texts), to be given to `load_state_dict`."""
-        return {"epoch": self.epoch, "batch": self._taken, **self._identity()}
+        """Return the position of the next batch, as JSON values for `load_state_dict`."""
+        return {"epoch": self.epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place: the batches that follow are exactly those that followed there.
+        """Restore a position: the same batches follow as after saving.
 
         Raises:
-            DataError: the place belongs to other data or another order, and means nothing here.
+            DataError: it was saved with other data or settings.
         """
         changed = [name for name, value in self._identity().items() if state.get(name) != value]
         if changed:
             raise DataError(
-                f"the saved place in the data does not fit: {', '.join(changed)} changed since; go on with the "
+                f"cannot resume the data order, changed since the checkpoint: {', '.join(changed)}. Resume with the "
                 "data and settings of that run, or start a new one"
             )
-        self.epoch, self._taken = int(state["epoch"]), int(state["batch"])
-        self._plan = self._draw(self.epoch)
+        self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self._batches = self._draw_epoch(self.epoch)
 
-    def _take(self) -> list[list[int]]:
-        """Rows of the next batch."""
-        rows = self._plan[self._taken]
-        self._taken += 1
-        if self._taken == len(self._plan):
-            self.epoch, self._taken = self.epoch + 1, 0
-            self._plan = self._draw(self.epoch)
+    def _next_rows(self) -> list[list[int]]:
+        rows = self._batches[self._batch]
+        self._batch += 1
+        if self._batch == len(self._batches):
+            self.epoch, self._batch = self.epoch + 1, 0
+            self._batches = self._draw_epoch(self.epoch)
         return rows
 
-    def _width(self, row: Sequence[int]) -> int:
+    def _row_length(self, row: Sequence[int]) -> int:
         return sum(len(self.dataset.examples[index]) for index in row)
 
     def _identity(self) -> dict[str, Any]:
-        """All that the order of batches follows from."""
+        """Return everything that determines the order of batches."""
         if self._fingerprint is None:
             self._fingerprint = self.dataset.fingerprint()
         mixture = self.dataset.mixture
@@ -242,37 +245,37 @@ class BatchLoader:
             "data": self._fingerprint,
         }
 
-    def _draw(self, epoch: int) -> list[list[list[int]]]:
-        """Return an epoch's batches: rows of numbers of examples."""
+    def _draw_epoch(self, epoch: int) -> list[list[list[int]]]:
+        """Return an epoch's batches, as rows of example indices."""
         size, dataset = self.micro_batch_size, self.dataset
-        draw = random.Random(f"{self.seed}/{epoch}")
+        rng = random.Random(f"{self.seed}/{epoch}")
         order = dataset.epoch(epoch, self.seed) if self.shuffle else list(range(len(dataset)))
         if self.shuffle:
-            draw.shuffle(order)
+            rng.shuffle(order)
         rows = dataset.rows(order)
         if self.shuffle and dataset.row_len is not None:
-            draw.shuffle(rows)  # packing brought rows of long documents to the front
+            rng.shuffle(rows)  # packing puts rows of long documents first
         window = _WINDOW * size if self.shuffle else len(rows)
         batches = []
         for start in range(0, len(rows), window):
-            near = sorted(rows[start : start + window], key=lambda row: -self._width(row))
-            batches += [near[at : at + size] for at in range(0, len(near), size)]
+            similar = sorted(rows[start : start + window], key=lambda row: -self._row_length(row))
+            batches += [similar[first : first + size] for first in range(0, len(similar), size)]
         if self.shuffle:
-            draw.shuffle(batches)
+            rng.shuffle(batches)
         return batches
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources mixed by weight (`datasets[].weight`).
+    """Sampling of data sets by weight (`datasets[].weight`).
 
-    An epoch is as long as all sources together. A source has its weight's share of it: one with more conversations
-    than its share gives some of them, and others in the next epoch; one with fewer gives some several times. Over
-    the epochs each source is gone through evenly: no conversation is taken twice more often than another of it.
+    An epoch has as many conversations as all data sets together, in proportion to the weights: a data set may be
+    subsampled (the next epoch has other conversations) or repeated. Each data set is traversed in random order without
+    replacement, so over the epochs the counts of its conversations differ by at most one.
 
     Attributes:
-        members: the numbers of each source's conversations.
-        quotas: how many of them an epoch takes; adds up to the number of conversations in all.
+        members: the indices of each data set's conversations.
+        quotas: conversations of each data set per epoch.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -280,37 +283,39 @@ class Mixture:
 
     @classmethod
     def by_weight(cls, origins: Sequence[int], weights: Sequence[float]) -> Mixture:
-        """Share out an epoch.
+        """Compute the quotas of an epoch.
 
         Args:
-            origins: for each conversation the number of its source.
-            weights: of each source, above 0; only their ratios count. Sources without conversations are passed over.
+            origins: index of each conversation's data set.
+            weights: relative weight of each data set, above 0; empty data sets are ignored.
         """
         members = tuple(
             tuple(index for index, origin in enumerate(origins) if origin == source) for source in range(len(weights))
         )
-        shares = [weight if own else 0.0 for weight, own in zip(weights, members, strict=True)]
+        shares = [weight if indices else 0.0 for weight, indices in zip(weights, members, strict=True)]
         exact = [len(origins) * share / sum(shares) for share in shares]
         quotas = [int(count) for count in exact]
-        # what rounding down left over goes to those who lost most by it
-        by_loss = sorted(range(len(exact)), key=lambda source: (quotas[source] - exact[source], source))
-        for source in by_loss[: len(origins) - sum(quotas)]:
+        # largest remainder method
+        by_remainder = sorted(range(len(exact)), key=lambda source: (quotas[source] - exact[source], source))
+        for source in by_remainder[: len(origins) - sum(quotas)]:
             quotas[source] += 1
         return cls(members, tuple(quotas))
 
     def describe(self, names: Sequence[str]) -> list[str]:
-        """Return one sentence on each source, for people."""
+        """Return one sentence per data set."""
         rows = zip(names, self.members, self.quotas, strict=True)
-        return [f"an epoch takes {quota} of {name}, which has {len(own)} to train on" for name, own, quota in rows]
+        return [
+            f"an epoch has {quota} of {name} ({len(indices)} training conversations)" for name, indices, quota in rows
+        ]
 
     def draw(self, epoch: int, seed: int) -> list[int]:
-        """Return the conversations of one epoch, source by source; the same for the same arguments."""
-        taken: list[int] = []
-        for source, (own, quota) in enumerate(zip(self.members, self.quotas, strict=True)):
-            # an endless line of shuffled passes over the source, of which each epoch takes the next `quota`
-            for place in range(epoch * quota, (epoch + 1) * quota):
-                turn, at = divmod(place, len(own))
-                if at == 0 or place == epoch * quota:
-                    line = random.Random(f"{seed}/{source}/{turn}").sample(own, len(own))
-                taken.append(line[at])
-        return taken
+        """Return the indices of one epoch's conversations, data set by data set; deterministic."""
+        drawn: list[int] = []
+        for source, (indices, quota) in enumerate(zip(self.members, self.quotas, strict=True)):
+            # each epoch continues an infinite sequence of shuffled passes over the data set
+            for position in range(epoch * quota, (epoch + 1) * quota):
+                pass_number, offset = divmod(position, len(indices))
+                if offset == 0 or position == epoch * quota:
+                    order = random.Random(f"{seed}/{source}/{pass_number}").sample(indices, len(indices))
+                drawn.append(order[offset])
+        return drawn

@@ -1,50 +1,67 @@
-"""One entry of `datasets` -> conversations, from files or from the Hugging Face hub; knows no tokens."""
+"""Data sets by path, Hugging Face hub name or short public name, opened for reading."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.records import ReadResult, read_conversations, read_records
+from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
+from medusa_train.data.records import ReadResult, parse_records
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.hub import hub_is_unreachable
+from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 
-_PARQUET = ".parquet"
-_FILES = (".jsonl", ".json", _PARQUET)
-_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
+_SUFFIXES = (".jsonl", ".json", PARQUET)
+_UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 
 class RecordSource(Protocol):
-    """Records that were found, and can be read."""
+    """An opened data set."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+
+    def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
+        """Yield all records unparsed; see `read_file`."""
 
     def read(self, type: str, *, skip_bad: bool) -> ReadResult:
-        """Read all chats; raises DataError as `read_conversations` does."""
+        """Read all conversations; arguments and DataError as in `read_conversations`."""
 
     def fingerprint(self) -> str:
-        """A digest of everything that `read` follows from but its arguments."""
+        """Return a digest that changes with the content."""
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """JSON, JSONL and parquet files of this machine."""
+    """JSON, JSON Lines and parquet files, read one after the other."""
 
     paths: tuple[Path, ...]
 
+    @property
+    def name(self) -> str:
+        """The paths."""
+        return ", ".join(map(str, self.paths))
+
+    def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
+        """Yield the records of all files."""
+        for path in self.paths:
+            yield from read_file(path, skip_blank_lines=skip_blank_lines)
+
     def read(self, type: str, *, skip_bad: bool) -> ReadResult:
-        """Read the files one after the other."""
-        results = [_read_file(path, type, skip_bad=skip_bad) for path in self.paths]
+        """Read all conversations; every file must hold at least one."""
+        results = [parse_records(read_file(path), type, name=str(path), skip_bad=skip_bad) for path in self.paths]
         return ReadResult(
             [conversation for result in results for conversation in result.conversations],
             [skipped for result in results for skipped in result.skipped],
         )
 
     def fingerprint(self) -> str:
-        """Digest names and contents; an edit that leaves size and time alone shows too."""
+        """Digest paths, sizes and contents, so that an edit within the same size and second changes it."""
         digest = hashlib.sha256()
         for path in self.paths:
             try:
@@ -59,91 +76,174 @@ class LocalFiles:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A split of a data set of the hub, as `datasets` gives it."""
+    """One split of a data set of the hub, loaded by `datasets`."""
 
     name: str
     rows: Any
 
+    def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
+        """Yield the rows in order."""
+        return number_rows(self.rows, self.name)
+
     def read(self, type: str, *, skip_bad: bool) -> ReadResult:
-        """Read the rows in their order."""
-        return read_records(self.rows, type, name=self.name, skip_bad=skip_bad)
+        """Read all conversations in order."""
+        return parse_records(self.records(), type, name=self.name, skip_bad=skip_bad)
 
     def fingerprint(self) -> str:
-        """Digest the split's name and the fingerprint by which `datasets` tells contents apart."""
+        """Digest the split's name and the fingerprint that `datasets` gives its content."""
         return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
 
 
 def open_source(source: DatasetConfig) -> LocalFiles | HubSplit:
-    """Find a file, a directory of files, or a data set of the hub (if nothing of that name is on this machine).
+    """Open a file, a directory of files, or a data set of the hub if no local path has that name.
 
     Raises:
-        DataError: nothing of that name, or nothing in it that can be read.
-        ConfigError: `name`, or another `split` than train, beside a path of this machine, which is read whole.
+        DataError: it does not exist, or has no supported file.
+        ConfigError: `name`, or a `split` other than train, is set for a local path, which is read whole.
     """
-    found = resolve_path(source.path)
-    if found is None:
+    path = resolve_path(source.path)
+    if path is None:
         return _open_hub(source)
-    said = {"name": source.name, "split": None if source.split == "train" else source.split}  # a whole file is train
-    if idle := [key for key in ("split", "name") if said[key] is not None]:
+    hub_keys = {"split": None if source.split == "train" else source.split, "name": source.name}
+    if unused := [key for key, value in hub_keys.items() if value is not None]:
         raise ConfigError(
-            f"datasets: {source.path} is on this machine and is read whole, so {' and '.join(idle)} would mean "
-            "nothing: only data sets of the hub have parts. Leave it out, or give the path of the file that is meant"
+            f"datasets: {' and '.join(unused)} cannot be used with {source.path}, a local path that is read whole. "
+            "Remove it, or set path to the file to read"
         )
-    if found.is_dir():
-        paths = tuple(sorted(path for path in found.iterdir() if path.suffix in _FILES and path.is_file()))
+    if path.is_dir():
+        paths = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()))
         if not paths:
-            raise DataError(f"{found}: no {', '.join(_FILES[:-1])} or {_FILES[-1]} file in this directory")
+            raise DataError(f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory")
         return LocalFiles(paths)
-    if found.suffix in _OTHER_FILES:
-        raise DataError(f"{found}: only JSON, JSONL and parquet files are read; convert it first")
-    return LocalFiles((found,))
+    if path.suffix in _UNSUPPORTED_SUFFIXES:
+        raise DataError(f"{path}: unsupported file format, only JSON, JSONL and parquet are; convert it first")
+    return LocalFiles((path,))
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
-    """Find and read a source.
+    """Open and read a source.
 
     Raises:
-        DataError: nothing of that name, or bad records (`read_conversations`).
+        DataError: it does not exist, or has invalid records (see `read_conversations`).
     """
     return open_source(source).read(source.type, skip_bad=skip_bad)
 
 
-def _read_file(path: Path, type: str, *, skip_bad: bool) -> ReadResult:
-    if path.suffix == _PARQUET:
-        return read_records(parquet_rows(path), type, name=str(path), skip_bad=skip_bad)
-    return read_conversations(path, type, skip_bad=skip_bad)
-
-
-def parquet_rows(path: Path) -> Iterator[Any]:
-    """Stream a parquet file's rows: `datasets` would otherwise write a copy of it to its own cache."""
-    import datasets  # takes a second to load
-
-    try:
-        yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataError(f"{path}: cannot be read as parquet: {reason}") from None
+def is_data_file_name(name: str) -> bool:
+    """Return whether `name` can only be a local path, not a hub name; detects misspelt paths."""
+    return looks_like_path(name) or Path(name).suffix in (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
 
 
 def _open_hub(source: DatasetConfig) -> HubSplit:
-    if names_a_file(source.path):
+    if is_data_file_name(source.path):
         raise DataError(f"{source.path}: no such file or directory")
-    import datasets  # takes a second to load, and most configurations name files
+    import datasets  # takes a second to import, and most configurations name files
 
     if hub_is_unreachable():
-        datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before is still found, and nothing is retried
+        datasets.config.HF_HUB_OFFLINE = True  # use the local cache without retries
     split = source.split or "train"
     try:
         rows: Any = datasets.load_dataset(source.path, source.name, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(
-            f"{source.path}: no file or directory of that name is here, and the hub gave no dataset of that name: "
-            f"{reason}\nCheck the name and the connection, or give the path of a JSONL file."
+            f"{source.path}: no such file or directory, and the hub has no data set of that name: {reason}\n"
+            "Check the name and the connection, or set it to the path of a JSONL file."
         ) from None
     return HubSplit(f"{source.path}[{split}]", rows)
 
 
-def names_a_file(name: str) -> bool:
-    """Tell a mistyped path to data from a name of the hub."""
-    return looks_like_path(name) or Path(name).suffix in (*_FILES, *_OTHER_FILES)
+@dataclass(frozen=True)
+class PublicDataset:
+    """A data set that has a short name.
+
+    Attributes:
+        local_paths: where to look for it first, relative to the project or working directory; a downloaded JSON Lines
+            file belongs at the first, the original format at the last.
+        hub_repo: its repository on the hub, or None if it ships with the project.
+        hub_file: the file of `hub_repo` to read; None reads `split`.
+        split: the split of `hub_repo` to read.
+    """
+
+    local_paths: tuple[str, ...]
+    hub_repo: str | None = None
+    hub_file: str | None = None
+    split: str | None = None
+
+
+SEED_DATASETS = {
+    "tiny": PublicDataset(("data/seeds/tiny.jsonl",)),
+    "sharegpt": PublicDataset(
+        ("data/seeds/sharegpt.jsonl", "data/seeds/sharegpt.json"),
+        "anon8231489123/ShareGPT_Vicuna_unfiltered",
+        hub_file="ShareGPT_V3_unfiltered_cleaned_split.json",
+    ),
+    "ultrachat": PublicDataset(
+        ("data/seeds/ultrachat.jsonl", "data/seeds/ultrachat"),
+        "HuggingFaceH4/ultrachat_200k",
+        split="train_sft",
+    ),
+}
+
+
+def open_seed_dataset(
+    name: str, note: Callable[[str], None] = lambda line: None, *, split: str | None = None
+) -> LocalFiles | HubSplit:
+    """Open the prompts of self-distillation (`seed_dataset`).
+
+    Args:
+        name: one of `SEED_DATASETS`, a file, a directory of files, or a data set of the hub.
+        note: receives a line before the hub is asked, which may take a while.
+        split: of a data set of the hub.
+
+    Raises:
+        DataError: it does not exist; for a public data set the message says which file to download to which path.
+        ConfigError: `split` is set for a local path.
+    """
+    public = SEED_DATASETS.get(name)
+    candidates = (name,) if public is None else public.local_paths
+    path = next((path for path in map(resolve_path, candidates) if path is not None), None)
+    if path is not None:
+        if split is not None:
+            raise ConfigError(f"split: cannot be used with {path}, a local path that is read whole; leave split out")
+        return open_source(DatasetConfig(path=str(path)))
+    if public is not None:
+        return _download(name, public, note, split)
+    if name.count("/") == 1 and not is_data_file_name(name):
+        return _open_hub_split(name, split, note)
+    raise DataError(f"seed_dataset {name}: no such file, and no seed set of that name ({', '.join(SEED_DATASETS)})")
+
+
+def _download(
+    name: str, public: PublicDataset, note: Callable[[str], None], split: str | None
+) -> LocalFiles | HubSplit:
+    if public.hub_repo is None:
+        raise DataError(f"seed_dataset {name}: {public.local_paths[0]} is missing from this installation")
+    if public.hub_file is not None:
+        _note_download(f"{name} ({public.hub_repo})", note)
+        file = fetch_dataset_file(public.hub_repo, public.hub_file)
+        if file is not None:
+            return LocalFiles((file,))
+        what, where = public.hub_file, f"put it at {public.local_paths[-1]} (one JSON array"
+    else:
+        try:
+            return _open_hub_split(public.hub_repo, split or public.split, note)
+        except DataError:
+            what = f"the parquet files of the split {public.split}"
+            where = f"put them into the directory {public.local_paths[-1]}/ ("
+    where += f"{'; ' if public.hub_file else ''}JSON Lines: {public.local_paths[0]})"
+    raise DataError(
+        f"seed_dataset {name}: not found locally, and could not be fetched from the Hugging Face hub.\n"
+        f"Download {what} of the data set {public.hub_repo} and {where},\n"
+        "or set seed_dataset to another file of conversations."
+    )
+
+
+def _open_hub_split(repo: str, split: str | None, note: Callable[[str], None]) -> LocalFiles | HubSplit:
+    _note_download(repo, note)
+    return open_source(DatasetConfig(path=repo, split=split))
+
+
+def _note_download(what: str, note: Callable[[str], None]) -> None:
+    if not hub_is_unreachable():
+        note(f"seed_dataset {what}: not found locally, asking the Hugging Face hub ...")

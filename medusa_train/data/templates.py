@@ -1,7 +1,7 @@
-"""Chat templates by name, written for this project from the published prompt formats; knows no tokenizer.
+"""Built-in chat templates, written from the published prompt formats.
 
-Each is a Jinja template in the form of Hugging Face tokenizers. What the assistant writes, its end-of-answer
-token included, stands between `{% generation %}` marks, which is what the loss mask is read from.
+Each is a Jinja template as Hugging Face tokenizers use them. Assistant text and its end token are enclosed in
+`{% generation %}` marks, from which the loss mask is derived.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from medusa_train.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A named template and the token that ends its answers (None: the tokenizer's own eos token)."""
+    """A chat template and the token that ends its answers (None for the tokenizer's EOS token)."""
 
     source: str
     answer_end: str | None = None
 
 
-# The system prompt that Vicuna v1.1 and later were trained with; without it they answer worse.
+# The system prompt that Vicuna v1.1 and later were trained with; their answers are worse without it.
 _VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 
-# `turns` is the chat without its system message, `system` that message's text or ''.
+# `turns`: the chat without its system message; `system`: the text of that message, or ''.
 _SPLIT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}"
     "{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
@@ -117,13 +117,13 @@ TEMPLATES: dict[str, Template] = {
 
 
 def get_template(name: str) -> Template:
-    """Return the template of that name.
+    """Return a built-in template by name.
 
     Raises:
-        ConfigError: there is none; names the nearest.
+        ConfigError: unknown name; suggests the closest one.
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ConfigError(f"chat template '{name}' is unknown; {hint}Known are {', '.join(TEMPLATES)}")
+    raise ConfigError(f"chat template '{name}' is unknown; {hint}choose one of {', '.join(TEMPLATES)}")

@@ -1,4 +1,4 @@
-"""A chat -> token ids, and which of them are to be learnt; knows nothing of files, batches or models."""
+"""Tokenization of chats with loss masks, truncation to whole answers, and the validation split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASSISTANT: tuple[Role, ...] = ("assistant",)
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A chat as tokens: `ids` [T], and `supervised` [T], true where the token is to be learnt."""
+    """A tokenized chat: token `ids` [T] and the loss mask `supervised` [T]."""
 
     ids: list[int]
     supervised: list[bool]
@@ -30,7 +30,7 @@ class EncodedChat:
     source: str = ""
 
     def trimmed(self) -> EncodedChat:
-        """Return it without the tokens after the last supervised one: nothing is learnt from them."""
+        """Drop the tokens after the last supervised one, which no loss depends on."""
         end = len(self.supervised)
         while end and not self.supervised[end - 1]:
             end -= 1
@@ -38,7 +38,7 @@ class EncodedChat:
 
 
 class ChatEncoder:
-    """Turns chats into tokens by a chat template: the tokenizer's own, or one of ours by name.
+    """Tokenizes chats with a chat template, and determines the loss mask.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -47,8 +47,8 @@ class ChatEncoder:
         everything: supervise every token, whoever wrote it.
 
     Raises:
-        ConfigError: no template of that name.
-        DataError: the tokenizer has no template, cannot resolve_model its tokens, or lacks the template's end token.
+        ConfigError: unknown template.
+        DataError: the tokenizer has no chat template, is not a fast one, or lacks the template's end token.
     """
 
     def __init__(
@@ -64,43 +64,43 @@ class ChatEncoder:
         self.roles = frozenset(roles)
         self.train_on_inputs = train_on_inputs
         if not getattr(tokenizer, "is_fast", False):
-            raise DataError("this tokenizer cannot say where its tokens stand; one with a tokenizer.json is needed")
+            raise DataError("a fast tokenizer (with tokenizer.json) is required: loss masks need character offsets")
         self.template = _template_for(tokenizer, template)
 
     def with_settings(
         self, *, template: str | None = None, roles: Collection[Role] = ASSISTANT, train_on_inputs: bool = False
     ) -> ChatEncoder:
-        """Return an encoder with the same tokenizer; `template` None keeps this one's."""
+        """Return an encoder with the same tokenizer and other settings; `template` None keeps the template."""
         name = template if template is not None else self.template_name
         return ChatEncoder(self.tokenizer, name, roles=roles, train_on_inputs=train_on_inputs)
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up rows; any will do, as padding is neither attended to nor learnt."""
+        """Padding token: pad, else eos, else 0. Padding is masked, so any token works."""
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
         return 0
 
     def encode(self, conversation: Conversation) -> EncodedChat:
-        """Return the whole chat as tokens; special tokens come from the template alone.
+        """Tokenize a chat. Special tokens come from the template only.
 
-        A token is supervised if any of its characters is. That settles tokens that straddle a border: a space
-        of the header merged with an answer's first word is learnt with the word.
+        A token is supervised if any of its characters is: a header's space that is merged with the first word of the
+        answer is supervised with the word.
 
         Raises:
-            DataError: the template cannot take the chat; names its source.
+            DataError: the template does not support the chat; names its source.
         """
         try:
             text, spans = self._spans(conversation.messages)
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        supervised = _within(encoding["offset_mapping"], spans)
+        supervised = _overlaps(encoding["offset_mapping"], spans)
         return EncodedChat(list(encoding["input_ids"]), supervised, conversation.id, conversation.source)
 
     def fingerprint(self) -> str:
-        """Return a digest of all that `encode` follows from: tokenizer, template, and whose words are learnt."""
+        """Return a digest of everything that `encode` depends on: tokenizer, template and supervision."""
         settings = {
             "template": self.template.source,
             "special_tokens": dict(self.template.special_tokens),
@@ -112,10 +112,10 @@ class ChatEncoder:
         return digest.hexdigest()
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a chat that ends with the user's turn, and the header of the answer to come.
+        """Return the token ids of a chat followed by the generation prompt.
 
         Raises:
-            DataError: the template cannot take the chat.
+            DataError: the template does not support the chat.
         """
         try:
             text = self.template.render(messages, prompt=True)
@@ -130,36 +130,34 @@ class ChatEncoder:
         text, answers = self.template.assistant_spans(messages)
         spans = answers if "assistant" in self.roles else []
         if self.roles - {"assistant"}:
-            words = zip(messages, self.template.content_spans(messages), strict=True)
-            spans = spans + [span for message, span in words if message.role in self.roles - {"assistant"}]
+            contents = zip(messages, self.template.content_spans(messages), strict=True)
+            spans = spans + [span for message, span in contents if message.role in self.roles - {"assistant"}]
         return text, sorted(spans)
 
 
 def _template_for(tokenizer: Any, name: str | None) -> ChatTemplate:
     special = dict(tokenizer.special_tokens_map)
     if name is None:
-        own = tokenizer.chat_template
-        if not own:
-            known = ", ".join(TEMPLATES)
-            raise DataError(f"the tokenizer has no chat template; set chat_template to one of {known}")
+        if not tokenizer.chat_template:
+            raise DataError(f"the tokenizer has no chat template; set chat_template to one of {', '.join(TEMPLATES)}")
         return ChatTemplate(tokenizer.get_chat_template(), special)
     template = get_template(name)
     end = template.answer_end or tokenizer.eos_token
     if end is None:
-        raise DataError(f"chat template '{name}' ends answers with the eos token, and the tokenizer has none")
-    # In pieces, the end token would be learnt as plain text, and the backbone was not trained to stop there.
+        raise DataError(f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not have")
+    # Split into several tokens it would be trained as plain text, at which the backbone does not stop.
     if len(tokenizer(end, add_special_tokens=False)["input_ids"]) != 1:
         raise DataError(
-            f"chat template '{name}' ends answers with {end}, which is no single token of this tokenizer; "
-            "choose the template that the backbone was trained with"
+            f"chat template '{name}' ends answers with {end}, which is not a single token of this tokenizer; "
+            "use the template that the backbone was trained with"
         )
     return ChatTemplate(template.source, special)
 
 
-def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Say for each token's characters [start, end) whether they share any with `spans` (sorted, disjoint).
+def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Return for each token's characters [start, end) whether they overlap any of `spans` (sorted, disjoint).
 
-    Many tokenizers leave spaces out of their offsets: a token of one space has none, and stands behind it.
+    Many tokenizers exclude spaces from offsets: a token of one space has the empty span after it.
     """
     inside, current = [], 0
     for start, end in offsets:
@@ -170,15 +168,19 @@ def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return inside
 
 
-Outcome = Literal["whole", "cut", "too_long", "unsupervised"]
+Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What is kept of a conversation: `tokens` [T] int32 and `supervised` [T] bool; the last is always true.
+    """A tokenized conversation, truncated to the maximum length.
 
-    `key` is the `content_key` of the turns that are kept, so that two which differ only in what was cut off
-    are known to be equal.
+    Attributes:
+        tokens: int32 [T].
+        supervised: bool [T], the loss mask; the last is always true.
+        key: `content_key` of the kept messages, so that conversations which differ only in the truncated part count
+            as duplicates.
+        id, source: of the record.
     """
 
     tokens: Tensor
@@ -191,24 +193,24 @@ class Example:
         return self.tokens.shape[0]
 
     def prompts(self) -> list[list[int]]:
-        """Return the tokens before each answer, the earlier turns and the answer's header included."""
+        """Return the prompt of each answer: all tokens before it, its header included."""
         before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])
         starts = torch.nonzero(self.supervised & ~before).flatten().tolist()
         return [self.tokens[:start].tolist() for start in starts]
 
 
-def encode_example(conversation: Conversation, encoder: ChatEncoder, limit: int) -> tuple[Example | None, Outcome]:
-    """Encode a conversation in at most `limit` tokens, never cutting inside an answer.
+def encode_example(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[Example | None, Outcome]:
+    """Tokenize a conversation into at most `max_length` tokens, truncating it after a complete answer.
 
-    What follows the last supervised token is left out, as nothing is learnt from it. A conversation that is
-    still too long keeps as many whole answers as fit.
+    Tokens after the last supervised one are dropped. A conversation that is still too long keeps as many complete
+    answers as fit.
 
     Returns:
-        The example and "whole" or "cut"; or None and why: "too_long" (even the first answer ends beyond `limit`)
-        or "unsupervised" (it has no answer, or nothing in it is to be learnt).
+        The example and "complete" or "truncated"; or None and the reason: "too_long" (the first answer ends beyond
+        `max_length`) or "unsupervised" (no answer, or no supervised token).
 
     Raises:
-        DataError: the template cannot take the conversation.
+        DataError: the template does not support the conversation.
     """
     ends = [i for i, message in enumerate(conversation.messages, start=1) if message.role == "assistant"]
     if not ends:
@@ -216,33 +218,36 @@ def encode_example(conversation: Conversation, encoder: ChatEncoder, limit: int)
     encoded = encoder.encode(conversation).trimmed()
     if not encoded.ids:
         return None, "unsupervised"
-    if len(encoded.ids) <= limit:
-        return _example(encoded, conversation.first(ends[-1])), "whole"
+    if len(encoded.ids) <= max_length:
+        return _example(encoded, conversation.first(ends[-1])), "complete"
     best, low, high = None, 0, len(ends)
-    while low < high:  # how many answers fit: `low` do, `high` and more may not
+    while low < high:  # binary search for the number of answers that fit
         middle = (low + high) // 2
         part = conversation.first(ends[middle])
         encoded = encoder.encode(part).trimmed()
-        if len(encoded.ids) <= limit:
+        if len(encoded.ids) <= max_length:
             best, low = (encoded, part), middle + 1
         else:
             high = middle
     if best is None:
         return None, "too_long"
-    return (_example(*best), "cut") if best[0].ids else (None, "unsupervised")
+    return (_example(*best), "truncated") if best[0].ids else (None, "unsupervised")
 
 
 def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool]:
-    """Choose which conversations are held out, by their contents alone.
+    """Choose the validation set by content.
 
-    Each content gets a number drawn from `seed`; the smallest numbers are held out until `share` of all is
-    reached. So the choice is the same in every order of the files, and two equal conversations are never
-    parted (one in training would make the other's evaluation worthless).
+    Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all conversations is
+    reached. So the split does not depend on the order of files, and duplicates are on the same side of it.
 
     Args:
-        keys: `Example.key` of each.
-        share: 0 (none) to below 1. At least one is held out and at least one is left, if there are two contents.
-        seed: of the choice.
+        keys: `Example.key` of each conversation.
+        share: fraction to hold out, 0 to below 1. If above 0 and there are two contents, at least one is held out and
+            at least one is left.
+        seed: random seed.
+
+    Returns:
+        For each conversation whether it is in the validation set.
     """
     sizes = Counter(keys)
     if share <= 0 or len(sizes) < 2:
@@ -254,7 +259,7 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool
         if sizes[key] <= room:
             chosen.add(key)
             room -= sizes[key]
-    if not chosen:  # every content stands there more often than `share` has room for: the rarest one has to do
+    if not chosen:  # every content has more duplicates than `share` allows: hold out the rarest
         chosen.add(min(order, key=lambda key: sizes[key]))
     return [key in chosen for key in keys]
 

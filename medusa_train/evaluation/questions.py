@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.data.sources import parquet_rows
+from medusa_train.data.record_files import parquet_rows
 from medusa_train.errors import DataError
 from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file

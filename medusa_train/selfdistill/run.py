@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.data.records import first_problems
+from medusa_train.data.sources import open_seed_dataset
 from medusa_train.selfdistill.engines import Answer, Engine, Request
 from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.prompts import Prompt, find_prompts, first_of, read_prompts, short_name
+from medusa_train.selfdistill.prompts import Prompt, read_prompts, short_name
 from medusa_train.selfdistill.select_prompts import Selection, Shard, select_prompts
 
 if TYPE_CHECKING:
@@ -187,14 +189,14 @@ def load_prompts(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[l
         note: told what a user should know: where seeds come from, which records were skipped.
 
     Raises:
-        DataError, ConfigError: as `find_prompts` and `read_prompts` do.
+        DataError, ConfigError: as `open_seed_dataset` and `read_prompts` do.
     """
     skipped: list[str] | None = [] if cfg.skip_bad_records else None
-    seeds = read_prompts(find_prompts(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
+    seeds = read_prompts(open_seed_dataset(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=skipped)
     asked = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
     chosen, left_out = select_prompts(seeds, asked)
     if skipped:
-        note("\n".join(["broken records, skipped:", *first_of(skipped)]))
+        note("\n".join(["broken records, skipped:", *first_problems(skipped)]))
         left_out["broken"] += len(skipped)
     return chosen, left_out
 

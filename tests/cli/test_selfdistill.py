@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
-from medusa_train.selfdistill import prompts as seed_sets
+from medusa_train.data import sources
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.fake_server import Reply, error, serving
 
@@ -80,10 +80,10 @@ def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
     flags = ["--seed", "bad.jsonl", "--model", "backbone", *SHORT]
     result = runner.invoke(app, flags)
     assert result.exit_code == 1
-    assert "bad.jsonl:2: the turns must be a list" in result.output
+    assert "bad.jsonl:2: 'turns' must be a list" in result.output
     result = runner.invoke(app, [*flags, "skip_bad_records=true"])
     assert result.exit_code == 0, result.output
-    assert "bad.jsonl:2: the turns must be a list" in result.output
+    assert "bad.jsonl:2: 'turns' must be a list" in result.output
     assert "skipped prompts: 1 broken" in result.output
 
 
@@ -103,7 +103,7 @@ def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> 
 def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_where_to_put_it(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seed_sets, "fetch_dataset_file", lambda repo, filename: None)
+    monkeypatch.setattr(sources, "fetch_dataset_file", lambda repo, filename: None)
     result = runner.invoke(app, ["--seed", "sharegpt"])
     assert result.exit_code == 1
     assert "data/tiny (the embedded tiny backbone), prompts sharegpt" in result.output.splitlines()[0]

@@ -76,8 +76,8 @@ def test_the_second_run_takes_exactly_what_the_first_encoded(
             names = [(e.key, e.id, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples]
             assert names == [(e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples]
     assert first[0].report.describe() == plain[0].report.describe()
-    assert second[0].report.describe() == [*plain[0].report.describe(), f"tokens taken from {path}"]
-    assert plain[0].report.outcomes == {"whole": 8, "cut": 1, "too_long": 0, "unsupervised": 0}
+    assert second[0].report.describe() == [*plain[0].report.describe(), f"loaded tokenized data from {path}"]
+    assert plain[0].report.outcomes == {"complete": 8, "truncated": 1, "too_long": 0, "unsupervised": 0}
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_a_damaged_file_is_made_again_and_told_in_one_line(
     again = load_datasets(config(), encoder)[0]
     assert len(encoded) == 2
     (note,) = again.report.notes
-    assert note.startswith(f"{path} is damaged (")
-    assert note.endswith("), encoding anew")
+    assert note.startswith(f"{path} is corrupt (")
+    assert note.endswith("), tokenizing again")
     assert "\n" not in note
     assert again.fingerprint() == whole.fingerprint()
     assert path.read_bytes() == good

@@ -78,12 +78,12 @@ def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) ->
     train, held_out = load_datasets(config(path, sequence_len=60, val_set_size=0, skip_bad_records=True), encoder)
     assert [e.source for e in train.examples] == [f"{path}:1", f"{path}:2", f"{path}:6"]
     assert len(held_out) == 0
-    assert train.report.outcomes == {"whole": 2, "cut": 1, "too_long": 1, "unsupervised": 1}
+    assert train.report.outcomes == {"complete": 2, "truncated": 1, "too_long": 1, "unsupervised": 1}
     assert train.report.describe() == [
-        f"1 bad records left out, the first: {path}:5: turn 2 (assistant) is empty",
-        "1 cut at the end of a turn to fit sequence_len 60",
-        "1 left out: their first answer ends beyond sequence_len 60",
-        "1 left out: no answer in them to learn from",
+        f"1 invalid records skipped, the first: {path}:5: turn 2 (assistant) is empty",
+        "1 truncated at the end of a turn to fit sequence_len 60",
+        "1 skipped: their first answer ends beyond sequence_len 60",
+        "1 skipped: no answer to train on",
     ]
     with pytest.raises(DataError, match=r"d\.jsonl:5: turn 2 \(assistant\) is empty"):
         load_datasets(config(path), encoder)
@@ -94,16 +94,16 @@ def test_a_template_that_refuses_a_record_names_it(tmp_path: Path, make_tokenize
     strict += "{{ m['content'] }}{% endfor %}"
     encoder = ChatEncoder(make_tokenizer(strict))
     path = write(tmp_path / "d.jsonl", record("A", "B"), record("bad", "B"))
-    with pytest.raises(DataError, match=r"1 bad record\n.*d\.jsonl:2: the chat template refuses it: no"):
+    with pytest.raises(DataError, match=r"1 invalid record\n.*d\.jsonl:2: the chat template rejects the chat: no"):
         load_datasets(config(path), encoder)
     train, _ = load_datasets(config(path, skip_bad_records=True), encoder)
     assert len(train) == 1
-    assert train.report.skipped == [f"{path}:2: the chat template refuses it: no"]
+    assert train.report.skipped == [f"{path}:2: the chat template rejects the chat: no"]
 
 
 def test_nothing_left_is_an_error(tmp_path: Path, encoder: ChatEncoder) -> None:
     path = write(tmp_path / "d.jsonl", record("A", "B" * 100), record("A"))
-    with pytest.raises(DataError, match="no conversation is left to train on: 1 left out: their first answer"):
+    with pytest.raises(DataError, match="no conversation left to train on: 1 skipped: their first answer"):
         load_datasets(config(path, sequence_len=20), encoder)
 
 
@@ -199,11 +199,11 @@ def test_a_saved_place_gives_exactly_the_same_batches(dataset: EncodedDataset, b
 
 def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Path, encoder: ChatEncoder) -> None:
     state = BatchLoader(dataset, 7, seed=3).state_dict()
-    with pytest.raises(DataError, match="seed, micro_batch_size changed since"):
+    with pytest.raises(DataError, match="changed since the checkpoint: seed, micro_batch_size"):
         BatchLoader(dataset, 6, seed=4).load_state_dict(state)
     path = write(tmp_path / "other.jsonl", *[record(f"q{n}", "C") for n in range(60)])
     other = load_datasets(config(path, val_set_size=0), encoder)[0]
-    with pytest.raises(DataError, match="does not fit: data changed since"):
+    with pytest.raises(DataError, match="changed since the checkpoint: data"):
         BatchLoader(other, 7, seed=3).load_state_dict(state)
 
 
@@ -240,7 +240,7 @@ def weighted(tmp_path: Path, **keys: Any) -> TrainConfig:
 def test_weights_share_out_the_training_part_alone(tmp_path: Path, encoder: ChatEncoder) -> None:
     train, held_out = load_datasets(weighted(tmp_path, val_set_size=0.2), encoder)
     assert (len(train), len(held_out)) == (24, 6)
-    assert [line.split(" of ")[0] for line in train.report.describe()] == ["an epoch takes 8", "an epoch takes 16"]
+    assert [line.split(" of ")[0] for line in train.report.describe()] == ["an epoch has 8", "an epoch has 16"]
     loader = BatchLoader(train, 4, seed=0)
     for _ in range(3):
         taken = [r for _ in range(loader.steps_per_epoch) for r in next(loader).records]
@@ -273,14 +273,14 @@ def test_a_saved_place_in_packed_and_mixed_rows(tmp_path: Path, encoder: ChatEnc
     two = loader()
     two.load_state_dict(state)
     assert all(same(next(one), next(two)) for _ in range(12))
-    with pytest.raises(DataError, match="packed rows changed since"):
+    with pytest.raises(DataError, match="changed since the checkpoint: packed rows"):
         loader(sequence_len=65).load_state_dict(state)
-    with pytest.raises(DataError, match="packed rows changed since"):
+    with pytest.raises(DataError, match="changed since the checkpoint: packed rows"):
         loader(sample_packing=False).load_state_dict(state)
 
 
 def test_no_batches_of_nothing(dataset: EncodedDataset) -> None:
-    with pytest.raises(DataError, match="no conversation to make batches of"):
+    with pytest.raises(DataError, match="the data set has no conversation"):
         BatchLoader(EncodedDataset([], 0, dataset.report), 2, seed=0)
 
 
@@ -304,7 +304,7 @@ def test_an_epoch_is_shared_out_by_weight() -> None:
     assert mixture.quotas == (10, 20, 10)
     assert [len(own) for own in mixture.members] == [30, 6, 4]
     assert Mixture.by_weight(ORIGINS, [10, 20, 10]) == mixture
-    assert mixture.describe(["a", "b", "c"])[1] == "an epoch takes 20 of b, which has 6 to train on"
+    assert mixture.describe(["a", "b", "c"])[1] == "an epoch has 20 of b (6 training conversations)"
 
 
 def test_what_rounding_leaves_over_is_given_out_too() -> None:

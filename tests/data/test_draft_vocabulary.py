@@ -7,7 +7,7 @@ import torch
 
 from medusa_train.data.cache import DataReport
 from medusa_train.data.dataset import EncodedDataset
-from medusa_train.data.draft_vocabulary import coverage, frequent_tokens, token_counts
+from medusa_train.data.draft_vocabulary import coverage, describe_vocabulary, frequent_tokens, token_counts
 from medusa_train.data.tokenize import Example
 from medusa_train.errors import ConfigError
 
@@ -43,10 +43,22 @@ def test_ties_do_not_depend_on_how_sorting_breaks_them() -> None:
 
 
 def test_a_size_without_room_for_the_special_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the 2 special"):
+    with pytest.raises(ConfigError, match="less than the 2 special"):
         frequent_tokens(torch.tensor([3, 0, 5, 1, 1, 0, 9, 1]), 1, special=[3, 4])
 
 
 def test_coverage_is_the_share_of_tokens() -> None:
     assert coverage(torch.tensor([3, 0, 5, 2]), torch.tensor([0, 2])) == pytest.approx(0.8)
     assert coverage(torch.zeros(4, dtype=torch.long), torch.tensor([0])) == 1.0
+
+
+def test_rows_beyond_the_distinct_tokens_are_described() -> None:
+    train, validation = text(([5, 5, 7, 1], "--++")), text(([7, 2], "++"))
+    line = "6 of 9 tokens, covering 100.00% of training targets and 100.00% of validation targets; 2 distinct tokens"
+    other = "occur in training targets, the other 4 rows are filled with unused tokens of the lowest ids"
+    token_map = frequent_tokens(token_counts(train, 9), 6)
+    assert describe_vocabulary(token_map, train, validation, 9) == f"{line} {other}"
+    assert describe_vocabulary(token_map[:1], train, text(), 9) == (
+        "1 of 9 tokens, covering 0.00% of training targets; 2 distinct tokens occur in training targets, "
+        "the other 1 rows are filled with unused tokens of the lowest ids"
+    )

@@ -1,10 +1,12 @@
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medusa_train.data.records import RecordError, parse_record, read_conversations, read_records
+from medusa_train.data.record_files import read_file
+from medusa_train.data.records import RecordError, parse_record, parse_user_turns, read_conversations, read_rows
 from medusa_train.errors import DataError
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -60,15 +62,15 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ([], "must be a JSON object, this is a list"),
         ({"text": "x"}, "its keys: text"),
         ({"conversations": []}, "'conversations' is an empty list"),
-        ({"conversations": "x"}, "must be a list of turns, it is a text"),
+        ({"conversations": "x"}, "must be a list of turns, it is a string"),
         ({"conversations": ["x"]}, "turn 1 must be an object"),
         ({"conversations": [{"from": "tool", "value": "x"}]}, "turn 1: unknown 'from': 'tool'"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: 'value' must be a text, it is a num"),
-        ({"messages": [{"role": "user", "content": None}]}, "'content' must be a text, it is missing"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: 'value' must be a string, it is a num"),
+        ({"messages": [{"role": "user", "content": None}]}, "'content' must be a string, it is missing"),
         ({"conversations": [{"from": "gpt", "value": "x"}]}, "turn 1 has the role assistant"),
         ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
-        ({"instruction": "x", "output": None}, "'output' must be a text"),
+        ({"instruction": "x", "output": None}, "'output' must be a string"),
     ],
 )
 def test_bad_records_say_why(record: object, reason: str) -> None:
@@ -88,10 +90,10 @@ def test_jsonl_names_every_bad_line(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_conversations(path)
     message = str(caught.value)
-    assert f"{path}: 3 bad records" in message
+    assert f"{path}: 3 invalid records" in message
     assert f"{path}:2: not valid JSON" in message
-    assert f"{path}:3: the line is empty" in message
-    assert f"{path}:4: neither ShareGPT" in message
+    assert f"{path}:3: blank line" in message
+    assert f"{path}:4: unknown record format" in message
     assert "skip_bad_records: true" in message
 
     result = read_conversations(path, skip_bad=True)
@@ -124,7 +126,7 @@ def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ('[\n{"a": 1},\n{"b" 2}]', ":3: not valid JSON"),
-        ('[\n{"a": 1}\n{"b": 2}]', ":3: not valid JSON: a ','"),
+        ('[\n{"a": 1}\n{"b": 2}]', ":3: not valid JSON: missing ','"),
         ('[\n{"a": 1}', "not valid JSON"),
         ('[{"a": 1},\n', "not valid JSON"),
         ("[]\nx", ":2: not valid JSON: text after"),
@@ -138,12 +140,12 @@ def test_a_broken_array_is_refused_even_when_skipping(tmp_path: Path, text: str,
 
 @pytest.mark.parametrize("text", ["", "\n\n", "[]"])
 def test_a_file_without_records_is_an_error(tmp_path: Path, text: str) -> None:
-    with pytest.raises(DataError, match=r"d\.jsonl: no conversation to read: it holds no records"):
+    with pytest.raises(DataError, match=r"d\.jsonl: no conversation to read: no records"):
         read_conversations(write(tmp_path / "d.jsonl", text))
 
 
 def test_skipping_everything_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"all 2 records are bad; the first: .*d.jsonl:1: not valid JSON"):
+    with pytest.raises(DataError, match=r"all 2 records are invalid; the first: .*d.jsonl:1: not valid JSON"):
         read_conversations(write(tmp_path / "d.jsonl", "x\ny"), skip_bad=True)
 
 
@@ -152,7 +154,7 @@ def test_missing_file_directory_and_type(tmp_path: Path) -> None:
         read_conversations(tmp_path / "nowhere.jsonl")
     with pytest.raises(DataError, match="cannot be read"):
         read_conversations(tmp_path)
-    with pytest.raises(DataError, match="unknown record type 'csv'; known are auto, sharegpt"):
+    with pytest.raises(DataError, match="unknown record type 'csv', expected one of auto, sharegpt"):
         read_conversations(write(tmp_path / "d.jsonl", json.dumps(GOOD)), "csv")
 
 
@@ -174,4 +176,27 @@ def test_byte_order_mark_line_ends_and_line_separators(tmp_path: Path) -> None:
 
 def test_records_in_memory_are_located_by_number() -> None:
     with pytest.raises(DataError, match="hub/name:2: 'conversations' is an empty list"):
-        read_records([GOOD, {"conversations": []}], name="hub/name")
+        read_rows([GOOD, {"conversations": []}], name="hub/name")
+
+
+def test_user_turns_need_no_answers_and_no_turns() -> None:
+    chat = [
+        {"from": "gpt", "value": None},
+        {"from": "human", "value": "q"},
+        {"from": "tool"},
+        {"from": "human", "value": " "},
+    ]
+    assert parse_user_turns({"conversations": chat}) == (["q"], None)
+    assert parse_user_turns({"conversations": []}) == ([], None)
+    assert parse_user_turns({"instruction": "q", "input": "more"}) == (["q\n\nmore"], None)
+    parts = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]}]
+    assert parse_user_turns({"messages": parts}) == (["q"], "s")
+    with pytest.raises(RecordError, match="'turns' must be a list"):
+        parse_user_turns({"turns": "q"})
+
+
+def test_gzip_and_blank_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl.gz", gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
+    records = list(read_file(path, skip_blank_lines=True))
+    assert [(record.source, record.value) for record in records] == [(f"{path}:1", {"a": 1}), (f"{path}:3", {"a": 2})]
+    assert [record.error for record in read_file(path)] == [None, "blank line", None]

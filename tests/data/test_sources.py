@@ -44,7 +44,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.jsonl, \.json or \.parquet file in this directory"):
         read_source(DatasetConfig(path=str(tmp_path)))
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(DataError, match="only JSON, JSONL and parquet files are read"):
+    with pytest.raises(DataError, match="only JSON, JSONL and parquet are"):
         read_source(DatasetConfig(path=str(tmp_path / "a.csv")))
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet: "):
@@ -77,7 +77,7 @@ def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
 def test_a_split_of_a_file_is_refused(tmp_path: Path, keys: dict[str, str]) -> None:
     (tmp_path / "a.jsonl").write_text(LINE)
     for path in (tmp_path, tmp_path / "a.jsonl"):
-        with pytest.raises(ConfigError, match=f"on this machine and is read whole, so {' and '.join(keys)} would"):
+        with pytest.raises(ConfigError, match=f"{' and '.join(keys)} cannot be used with .* a local path"):
             open_source(DatasetConfig(path=str(path), **keys))
 
 
@@ -104,6 +104,6 @@ def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path, offline: d
     environment = {name: value for name, value in os.environ.items() if name not in proxies}
     environment |= {"HF_HOME": str(tmp_path), **offline}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "nobody/nothing: no file or directory of that name is here, and the hub gave no dataset" in done.stdout
+    assert "nobody/nothing: no such file or directory, and the hub has no data set of that name" in done.stdout
     assert "Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)" in done.stdout
-    assert "give the path of a JSONL file" in done.stdout
+    assert "set it to the path of a JSONL file" in done.stdout

@@ -169,11 +169,11 @@ def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Ch
     with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template rewrites earlier turns.*turn 2"):
         ChatEncoder(make_tokenizer("{{ messages | length }}" + moved)).encode(chat("Ask", "B", "More", "B"))
     loud = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template changes the words"):
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template modifies message contents"):
         ChatEncoder(make_tokenizer(loud)).encode(chat("Ask", "b"))
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}x"
     encoder = ChatEncoder(make_tokenizer(strict))
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template refuses it: no system, please"):
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template rejects the chat: no system, please"):
         encoder.encode(chat("S: be", "Ask", "B"))
     with pytest.raises(DataError, match="no system, please"):
         encoder.prompt([Message("system", "S"), Message("user", "Ask")])
@@ -187,9 +187,9 @@ def test_tokenizers_that_do_not_fit_are_refused(make_tokenizer: Make) -> None:
     with pytest.raises(ConfigError, match=r"'vicuna_v1' is unknown; did you mean 'vicuna_v1.1'\?"):
         ChatEncoder(make_tokenizer(), "vicuna_v1")
     plain = make_tokenizer(special=["<s>", "</s>"])
-    with pytest.raises(DataError, match=r"'chatml' ends answers with <\|im_end\|>, which is no single token"):
+    with pytest.raises(DataError, match=r"'chatml' ends answers with <\|im_end\|>, which is not a single token"):
         ChatEncoder(plain, "chatml")
-    with pytest.raises(DataError, match="'zephyr' ends answers with the eos token, and the tokenizer has none"):
+    with pytest.raises(DataError, match="'zephyr' ends answers with the EOS token, which the tokenizer does not have"):
         ChatEncoder(make_tokenizer(special=["<s>"]), "zephyr")
 
 

@@ -26,7 +26,7 @@ SECOND = FIRST + "\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\nD<|im_
 def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Chat) -> None:
     conversation = chat("A", "B 1.", "C", "D", "E", "F" * 9, "G")
     whole, outcome = encode_example(conversation, encoder, 10_000)
-    assert outcome == "whole"
+    assert outcome == "complete"
     assert whole is not None
     assert text(encoder, whole).endswith("F" * 9 + "<|im_end|>")  # the unanswered G is gone
 
@@ -40,11 +40,11 @@ def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Ch
         assert len(example) <= limit
         assert bool(example.supervised[-1])
         if limit < lengths[SECOND]:
-            assert (text(encoder, example), outcome) == (FIRST, "cut")
+            assert (text(encoder, example), outcome) == (FIRST, "truncated")
         elif limit < len(whole):
-            assert (text(encoder, example), outcome) == (SECOND, "cut")
+            assert (text(encoder, example), outcome) == (SECOND, "truncated")
         else:
-            assert (len(example), outcome) == (len(whole), "whole")
+            assert (len(example), outcome) == (len(whole), "complete")
 
 
 def test_a_cut_example_is_the_beginning_of_the_whole_one(encoder: ChatEncoder, chat: Chat) -> None:
@@ -53,7 +53,7 @@ def test_a_cut_example_is_the_beginning_of_the_whole_one(encoder: ChatEncoder, c
     assert whole is not None
     part, outcome = encode_example(conversation, encoder, len(whole) - 1)
     assert part is not None
-    assert outcome == "cut"
+    assert outcome == "truncated"
     assert part.tokens.tolist() == whole.tokens.tolist()[: len(part)]
     assert part.supervised.tolist() == whole.supervised.tolist()[: len(part)]
     assert (part.id, part.source) == ("c", "chats.jsonl:1")
@@ -81,7 +81,7 @@ def test_a_long_last_question_is_no_reason_to_cut(encoder: ChatEncoder, chat: Ch
     short, _ = encode_example(chat("A", "B 1."), encoder, 10_000)
     assert short is not None
     example, outcome = encode_example(chat("A", "B 1.", "x" * 500), encoder, len(short))
-    assert outcome == "whole"
+    assert outcome == "complete"
     assert example is not None
     assert example.tokens.tolist() == short.tokens.tolist()
 

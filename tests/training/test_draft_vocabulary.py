@@ -48,7 +48,7 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     others = sorted(set(range(300)) - set(kept.tolist()))
     assert int(counts[kept].min()) >= int(counts[others].max()) > 0
     share = int(counts[kept].sum()) / int(counts.sum())
-    assert f"draft vocabulary: 24 of 300 tokens, {share:.2%} of what is learnt" in console.file.getvalue()
+    assert f"draft vocabulary: 24 of 300 tokens, covering {share:.2%} of training targets" in console.file.getvalue()
     logged = [line for line in metrics(out) if line["kind"] == "train"]
     assert all(0 < line["outside_vocabulary"] < 1 for line in logged)
     assert logged[-1]["loss"] < logged[0]["loss"]

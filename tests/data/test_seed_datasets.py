@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from medusa_train.data.sources import HubSplit, LocalFiles
+from medusa_train.data import sources as module
+from medusa_train.data.sources import HubSplit, LocalFiles, open_seed_dataset
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.selfdistill import prompts as module
-from medusa_train.selfdistill.prompts import find_prompts, read_prompts, short_name
+from medusa_train.selfdistill.prompts import read_prompts, short_name
 
 
 def jsonl(path: Path, *records: object) -> Path:
@@ -18,15 +18,15 @@ def jsonl(path: Path, *records: object) -> Path:
 
 
 def test_tiny_is_the_shipped_file_and_a_path_is_itself(tmp_path: Path) -> None:
-    tiny = find_prompts("tiny")
+    tiny = open_seed_dataset("tiny")
     assert isinstance(tiny, LocalFiles)
     assert [path.name for path in tiny.paths] == ["tiny.jsonl"]
     assert len(read_prompts(tiny)) == 3000
     path = jsonl(tmp_path / "mine.jsonl", {"turns": ["a"]})
-    assert find_prompts(str(path)) == LocalFiles((path,))
+    assert open_seed_dataset(str(path)) == LocalFiles((path,))
     assert (short_name("sharegpt"), short_name(str(path))) == ("sharegpt", "mine")
     with pytest.raises(DataError, match="no such file, and no seed set of that name"):
-        find_prompts("nowhere")
+        open_seed_dataset("nowhere")
 
 
 def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_says_where_to_put_it(
@@ -37,16 +37,16 @@ def test_sharegpt_is_taken_from_its_place_then_from_the_hub_else_the_message_say
     monkeypatch.setattr(module, "hub_is_unreachable", lambda: False)
     notes: list[str] = []
     with pytest.raises(DataError, match=r"put it at data/seeds/sharegpt\.json"):
-        find_prompts("sharegpt", notes.append)
+        open_seed_dataset("sharegpt", notes.append)
     assert "asking the Hugging Face hub" in notes[0]
 
     downloaded = jsonl(tmp_path / "cached.json", {"turns": ["a"]})
     monkeypatch.setattr(module, "fetch_dataset_file", lambda repo, filename: downloaded)
-    assert find_prompts("sharegpt") == LocalFiles((downloaded,))
+    assert open_seed_dataset("sharegpt") == LocalFiles((downloaded,))
 
     (tmp_path / "data" / "seeds").mkdir(parents=True)
     own = jsonl(tmp_path / "data" / "seeds" / "sharegpt.json", {"turns": ["a"]})
-    assert find_prompts("sharegpt") == LocalFiles((own.relative_to(tmp_path),))
+    assert open_seed_dataset("sharegpt") == LocalFiles((own.relative_to(tmp_path),))
 
 
 @pytest.mark.parametrize("out_of_reach", [True, False])
@@ -65,7 +65,7 @@ def test_where_the_hub_is_out_of_reach_only_its_cache_is_asked(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     told: list[str] = []
     with pytest.raises(DataError, match="could not be fetched"):
-        find_prompts("sharegpt", told.append)
+        open_seed_dataset("sharegpt", told.append)
     assert asked == [out_of_reach]
     assert bool(told) is not out_of_reach
 
@@ -83,9 +83,9 @@ def test_ultrachat_names_its_split_and_where_to_put_it(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(module, "hub_is_unreachable", lambda: True)
     monkeypatch.setattr(module, "open_source", hub)
-    assert find_prompts("ultrachat") == rows
+    assert open_seed_dataset("ultrachat") == rows
     with pytest.raises(DataError, match=r"parquet files of the split train_sft .* put them into the directory data/"):
-        find_prompts("ultrachat")
+        open_seed_dataset("ultrachat")
     assert asked == [("HuggingFaceH4/ultrachat_200k", "train_sft")] * 2
 
 
@@ -94,10 +94,10 @@ def test_a_hub_name_is_asked_for_with_its_split_and_a_file_has_none(
 ) -> None:
     monkeypatch.setattr(module, "hub_is_unreachable", lambda: True)
     monkeypatch.setattr(module, "open_source", lambda entry: (entry.path, entry.split))
-    assert find_prompts("somebody/chats", split="test") == ("somebody/chats", "test")
+    assert open_seed_dataset("somebody/chats", split="test") == ("somebody/chats", "test")
     assert short_name("somebody/chats") == "chats"
     with pytest.raises(ConfigError, match="leave split out"):
-        find_prompts(str(jsonl(tmp_path / "mine.jsonl", {"turns": ["a"]})), split="test")
+        open_seed_dataset(str(jsonl(tmp_path / "mine.jsonl", {"turns": ["a"]})), split="test")
 
 
 def test_a_directory_of_parquet_and_json_is_read_in_the_order_of_names(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_a_directory_of_parquet_and_json_is_read_in_the_order_of_names(tmp_path:
     jsonl(tmp_path / "b.jsonl", {"id": "b", "turns": ["two"]})
     rows = [{"prompt_id": "x", "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}]}]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    assert [seed.turns for seed in read_prompts(find_prompts(str(tmp_path)))] == [("one",), ("two",)]
+    assert [seed.turns for seed in read_prompts(open_seed_dataset(str(tmp_path)))] == [("one",), ("two",)]

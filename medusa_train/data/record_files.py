@@ -1,0 +1,139 @@
+"""Raw records of JSON, JSON Lines (also gzipped) and parquet files, each with the `file:line` that it was read from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_train.errors import DataError
+
+PARQUET = ".parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """One record before it is parsed.
+
+    Attributes:
+        source: `file:line`, or `name:number` for rows without lines, for error messages.
+        number: its line or row, counted from 1.
+        value: the decoded JSON value.
+        error: why it could not be decoded, or None.
+    """
+
+    source: str
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
+    """Read a JSON Lines file (one record per line), a JSON file (one array of records) or a parquet file.
+
+    Args:
+        path: the file; its content decides between JSON and JSON Lines. The suffix `.gz` marks gzip.
+        skip_blank_lines: ignore blank lines in JSON Lines instead of yielding them as broken records.
+
+    Yields:
+        The records. A line that cannot be decoded has `error` set.
+
+    Raises:
+        DataError: the file cannot be read, or holds a broken JSON array.
+    """
+    if path.suffix == PARQUET:
+        yield from number_rows(parquet_rows(path), str(path))
+        return
+    try:
+        data = path.read_bytes()
+        data = (gzip.decompress(data) if path.suffix == ".gz" else data).removeprefix(b"\xef\xbb\xbf")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if data.lstrip()[:1] == b"[":
+        yield from _read_array(path, data)
+    else:
+        yield from _read_lines(path, data, skip_blank_lines)
+
+
+def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
+    """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
+    return (RawRecord(f"{name}:{number}", number, value) for number, value in enumerate(rows, start=1))
+
+
+def parquet_rows(path: Path) -> Iterator[Any]:
+    """Stream a parquet file's rows, without the copy that `datasets` writes to its cache otherwise.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    import datasets  # takes a second to import
+
+    try:
+        yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise DataError(f"{path}: cannot be read as parquet: {reason}") from None
+
+
+def _read_lines(path: Path, data: bytes, skip_blank: bool) -> Iterator[RawRecord]:
+    # Split bytes, not text: str.splitlines would also break at U+2028, which JSON strings may hold unescaped.
+    for number, line in enumerate(data.rstrip().split(b"\n"), start=1):
+        if not line.strip():
+            if data.strip() and not skip_blank:  # an empty file has no records
+                yield RawRecord(f"{path}:{number}", number, error="blank line")
+            continue
+        value, error = _decode(line)
+        yield RawRecord(f"{path}:{number}", number, value, error)
+
+
+def _decode(line: bytes) -> tuple[Any, str | None]:
+    try:
+        return json.loads(line.decode("utf-8")), None
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 text (byte {error.start + 1} of the line)"
+    except json.JSONDecodeError as error:
+        return None, f"not valid JSON: {error.msg} (column {error.colno})"
+    except RecursionError:
+        return None, "not valid JSON: nested too deeply"
+
+
+def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
+    """Yield a JSON array's elements with the line that each starts on; a syntax error ends the file."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 text") from None
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, text.index("[") + 1)
+    line, counted, number = 1, 0, 0
+    while text[position : position + 1] != "]":
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            where = f"{path}:{error.lineno}"
+            raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+        number += 1
+        yield RawRecord(f"{path}:{line}", number, value)
+        position = _skip_space(text, position)
+        if text[position : position + 1] == ",":
+            position = _skip_space(text, position + 1)
+        elif text[position : position + 1] != "]":
+            line += text.count("\n", counted, position)
+            raise DataError(f"{path}:{line}: not valid JSON: missing ',' or closing ']'")
+    position = _skip_space(text, position + 1)
+    if position < len(text):
+        line += text.count("\n", counted, position)
+        raise DataError(f"{path}:{line}: not valid JSON: text after the closing ']'")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
