@@ -124,6 +124,78 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
     return BackboneRecipe(backbone, precision, adapter, trained)
 
 
+def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
+    initial = find_initial_adapter(cfg)
+    if initial is not None:
+        return Adapter.load(backbone, initial, trainable=True)
+    targets = tuple(cfg.lora_target_modules or ())
+    spec = LoraSpec(
+        r=cfg.lora_r,
+        alpha=cfg.lora_alpha,
+        dropout=cfg.lora_dropout,
+        targets=None if cfg.lora_target_linear or not targets else targets,
+        modules_to_save=tuple(cfg.lora_modules_to_save or ()),
+    )
+    return Adapter.attach(backbone, spec)
+
+
+def _unfreeze(backbone: Backbone, layers: int | None) -> None:
+    """Make the last `layers` decoder layers, the final norm and lm_head trainable, in float32.
+
+    With None the whole model is trained, embeddings included: full joint training.
+
+    Raises:
+        BackboneError: the architecture has no `layers` or no `norm`.
+    """
+    body = backbone.body
+    if layers is None:
+        modules: list[nn.Module] = [backbone.model]
+    elif hasattr(body, "layers") and hasattr(body, "norm"):
+        modules = [*body.layers[-layers:], body.norm, backbone.output_embeddings]
+    else:
+        raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
+    for module in modules:
+        module.float().requires_grad_(True)
+
+
+def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
+    """Choose the fastest attention kernel that keeps packed conversations separate.
+
+    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. Packed rows need a block-diagonal
+    mask, with which sdpa cannot; flash-attn's varlen kernel takes sequence lengths instead of a mask.
+
+    Args:
+        backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
+        wanted: the key `flash_attention`.
+        packed: whether rows hold several conversations (`sample_packing`).
+
+    Returns:
+        One line that names the kernel, and the reason where it is not flash-attn's.
+    """
+    attention = backbone.attention
+    if not packed:
+        return f"attention: torch {attention}, causal (one conversation per row needs no mask)"
+    obstacle: str | None = "flash_attention: false"
+    if wanted:
+        obstacle = flash_obstacle(
+            backbone.device.type,
+            backbone.dtype,
+            capped=attention == "eager",
+            supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
+            installed=is_flash_attn_2_available(),
+        )
+    if obstacle is None:
+        try:
+            backbone.use_varlen(FLASH)
+            return "attention: flash-attn varlen kernel for packed rows"
+        except (BackboneError, ImportError, RuntimeError, ValueError) as error:
+            obstacle = str(error).partition("\n")[0]
+    return f"attention: torch {attention} with a block-diagonal mask for packed rows ({obstacle})"
+
+
+# Weights of an earlier run (lora_model_dir)
+
+
 def check_initial_weights(cfg: TrainConfig) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`.
 
@@ -192,72 +264,3 @@ def find_initial_adapter(cfg: TrainConfig) -> Path | None:
 def _find_initial(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path | None:
     home = None if cfg.lora_model_dir is None else resolve_path(cfg.lora_model_dir)
     return None if home is None else next((path for path in (home / name, home) if holds(path)), None)
-
-
-def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    initial = find_initial_adapter(cfg)
-    if initial is not None:
-        return Adapter.load(backbone, initial, trainable=True)
-    targets = tuple(cfg.lora_target_modules or ())
-    spec = LoraSpec(
-        r=cfg.lora_r,
-        alpha=cfg.lora_alpha,
-        dropout=cfg.lora_dropout,
-        targets=None if cfg.lora_target_linear or not targets else targets,
-        modules_to_save=tuple(cfg.lora_modules_to_save or ()),
-    )
-    return Adapter.attach(backbone, spec)
-
-
-def _unfreeze(backbone: Backbone, layers: int | None) -> None:
-    """Make the last `layers` decoder layers, the final norm and lm_head trainable, in float32.
-
-    With None the whole model is trained, embeddings included: full joint training.
-
-    Raises:
-        BackboneError: the architecture has no `layers` or no `norm`.
-    """
-    body = backbone.body
-    if layers is None:
-        modules: list[nn.Module] = [backbone.model]
-    elif hasattr(body, "layers") and hasattr(body, "norm"):
-        modules = [*body.layers[-layers:], body.norm, backbone.output_embeddings]
-    else:
-        raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
-    for module in modules:
-        module.float().requires_grad_(True)
-
-
-def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
-    """Choose the fastest attention kernel that keeps packed conversations separate.
-
-    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. Packed rows need a block-diagonal
-    mask, with which sdpa cannot; flash-attn's varlen kernel takes sequence lengths instead of a mask.
-
-    Args:
-        backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
-        wanted: the key `flash_attention`.
-        packed: whether rows hold several conversations (`sample_packing`).
-
-    Returns:
-        One line that names the kernel, and the reason where it is not flash-attn's.
-    """
-    attention = backbone.attention
-    if not packed:
-        return f"attention: torch {attention}, causal (one conversation per row needs no mask)"
-    obstacle: str | None = "flash_attention: false"
-    if wanted:
-        obstacle = flash_obstacle(
-            backbone.device.type,
-            backbone.dtype,
-            capped=attention == "eager",
-            supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
-            installed=is_flash_attn_2_available(),
-        )
-    if obstacle is None:
-        try:
-            backbone.use_varlen(FLASH)
-            return "attention: flash-attn varlen kernel for packed rows"
-        except (BackboneError, ImportError, RuntimeError, ValueError) as error:
-            obstacle = str(error).partition("\n")[0]
-    return f"attention: torch {attention} with a block-diagonal mask for packed rows ({obstacle})"

@@ -207,21 +207,48 @@ def choose_tree(
         recipe.backbone.prepack_weights()
         draft.prepack()
     try:
-        with progress.phase("choosing the tree", token_budget, "greedy tokens", transient=False) as phase:
+        with _TreeProgress(progress, token_budget) as shown:
             calibration = calibrate(
                 recipe.backbone,
                 draft,
                 prompts,
                 max_new_tokens=min(ANSWER_TOKENS, max(8, token_budget // 8)),
                 token_budget=token_budget,
-                on_answer=phase.advance,
-                on_measured=lambda: phase.update(phase.completed, "timing trees"),
+                on_answer=shown.on_answer,
+                on_measured=shown.on_measured,
             )
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}", style="yellow")
         return None
     calibration.save(out / TREE)
     return calibration
+
+
+class _TreeProgress:
+    """Show the two phases of choosing a tree: generating greedy continuations, then timing candidate trees."""
+
+    def __init__(self, progress: RunProgress, token_budget: int) -> None:
+        self._progress = progress
+        self._phase = progress.phase("choosing the tree", token_budget, "greedy tokens")
+        self._timing = False
+
+    def __enter__(self) -> _TreeProgress:
+        self._phase.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._phase.stop()
+
+    def on_answer(self, tokens: int) -> None:
+        self._phase.advance(tokens)
+
+    def on_measured(self) -> None:
+        if not self._timing:
+            self._phase.stop()
+            self._phase = self._progress.phase("timing trees", unit="measurements")
+            self._phase.start()
+            self._timing = True
+        self._phase.advance()
 
 
 # Closing tables

@@ -94,7 +94,7 @@ def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     fresh = next(record for record in metrics(tmp_path / "m1") if "grad_norm" in record)["loss"]
     heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
     assert abs(heads - ends) < abs(heads - fresh)
-    assert begins["step"] == 1  # counters begin anew
+    assert begins["step"] == 1  # counters start at zero
     differing = r"trained with medusa_num_heads: 3, the configuration sets medusa_num_heads: 2"
     with pytest.raises(ConfigError, match=differing):
         train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),

@@ -28,7 +28,7 @@ KEYS = {
     "save_total_limit": 2,
 }
 TRAINER = "medusa_train.training.trainer:"
-GO_ON = "resume_from_checkpoint=auto"
+RESUME = "resume_from_checkpoint=auto"
 
 
 def lasting(run: Path) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def cfg(make_config: Any) -> TrainConfig:
 def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     cfg: TrainConfig, whole: Path, tmp_path: Path
 ) -> None:
-    """Counts begin anew with each process, which goes on from the last checkpoint."""
+    """Counts start at zero in each process, which resumes from the last checkpoint."""
     run = tmp_path / "run"
     kills = [
         # before the first checkpoint: in the second micro-batch of step 2
@@ -92,10 +92,10 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         (Mishap("medusa_train.training.run:write_heads", 1), [9, 12]),
     ]
     for mishap, left in kills:
-        code, text = medusa_train(command(cfg, GO_ON), mishap)
+        code, text = medusa_train(command(cfg, RESUME), mishap)
         assert code == -signal.SIGKILL, f"{mishap}: {text}"
         assert CheckpointStore(run).steps() == left, mishap
-    code, text = medusa_train(command(cfg, GO_ON))
+    code, text = medusa_train(command(cfg, RESUME))
     assert code == 0, text
     assert_same(run, whole)
 
@@ -116,7 +116,7 @@ def test_sigkill_from_outside(cfg: TrainConfig, whole: Path, tmp_path: Path) -> 
     process.kill()
     process.stderr.close()
     assert process.wait() == -signal.SIGKILL
-    code, text = medusa_train(command(cfg, GO_ON))
+    code, text = medusa_train(command(cfg, RESUME))
     assert code == 0, text
     assert "resuming after step" in text
     assert_same(tmp_path / "run", whole)
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
         (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 4, [3], f"to {run / 'checkpoints'}: "),
         (Mishap("medusa_train.training.run:write_heads", 1, fill_the_disk), 12, [9, 12], f"to {run / 'heads'}: "),
     ):
-        code, text = medusa_train(command(cfg, GO_ON), mishap)
+        code, text = medusa_train(command(cfg, RESUME), mishap)
         assert code == 1, text
         assert "Traceback" not in text
         message = text[text.index("error: ") :]
@@ -136,14 +136,14 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
         assert lost in message
         assert "KiB needed" in message
         assert " free)" in message
-        assert message.endswith(f"After fixing this, resume with:\n  medusa-train {run / 'config.yaml'} {GO_ON}\n")
+        assert message.endswith(f"After fixing this, resume with:\n  medusa-train {run / 'config.yaml'} {RESUME}\n")
         assert CheckpointStore(run).steps() == kept
-    code, text = medusa_train([str(run / "config.yaml"), GO_ON])
+    code, text = medusa_train([str(run / "config.yaml"), RESUME])
     assert code == 0, text
     assert_same(run, whole)
 
 
-def test_sigterm_in_every_phase_tells_how_to_go_on(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
+def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
     """Before training it only ends, with 143 and no trace; later with everything saved."""
     run = tmp_path / "run"
     for place, saved, words in (
@@ -155,13 +155,13 @@ def test_sigterm_in_every_phase_tells_how_to_go_on(cfg: TrainConfig, whole: Path
         ("medusa_train.training.run:write_heads", [9, 12], "stopped: the checkpoint is saved"),
         ("medusa_train.training.run:heads_table", [9, 12], f"{run / 'heads'} is saved, tree.json is not"),
     ):
-        code, text = medusa_train(command(cfg, GO_ON), Mishap(place, 1, terminate))
+        code, text = medusa_train(command(cfg, RESUME), Mishap(place, 1, terminate))
         assert code == 128 + signal.SIGTERM, text
         assert "Traceback" not in text
         assert words in text, text
-        assert (f"medusa-train {run / 'config.yaml'} {GO_ON}" in text) == bool(saved)
+        assert (f"medusa-train {run / 'config.yaml'} {RESUME}" in text) == bool(saved)
         assert CheckpointStore(run).steps() == saved, place
-    assert medusa_train(command(cfg, GO_ON))[0] == 0
+    assert medusa_train(command(cfg, RESUME))[0] == 0
     assert_same(run, whole)
 
 
@@ -169,10 +169,10 @@ def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(
     cfg: TrainConfig, whole: Path, tmp_path: Path
 ) -> None:
     """Stopped in the evaluation of step 3, and killed after it was made up for and before that was saved."""
-    stopped, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.training.validation:linear_kl", 1, terminate))
-    killed, _ = medusa_train(command(cfg, GO_ON), Mishap("medusa_train.checkpoint.store:split_tensors"))
+    stopped, _ = medusa_train(command(cfg, RESUME), Mishap("medusa_train.training.validation:linear_kl", 1, terminate))
+    killed, _ = medusa_train(command(cfg, RESUME), Mishap("medusa_train.checkpoint.store:split_tensors"))
     assert (stopped, killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
     evaluated = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in evaluated] == [3]
-    assert medusa_train(command(cfg, GO_ON))[0] == 0
+    assert medusa_train(command(cfg, RESUME))[0] == 0
     assert_same(tmp_path / "run", whole)

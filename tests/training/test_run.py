@@ -16,14 +16,14 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
-from medusa_train.training import run as whole
+from medusa_train.training import run as run_module
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import metrics
 
 
 def train(cfg, console):
-    return whole.train(cfg, console, console)
+    return run_module.train(cfg, console, console)
 
 
 def losses(run):
@@ -230,7 +230,7 @@ def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(make_config, c
         assert result.read_text() == "mine"
 
 
-def test_a_resume_without_results_starts_anew(make_config, console, tmp_path):
+def test_a_resume_without_results_starts_a_new_run(make_config, console, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert train(make_config(resume_from_checkpoint="auto", max_steps=1), console) == 0
@@ -278,7 +278,7 @@ def test_a_failing_start_leaves_the_earlier_run_alone(make_config, console, tmp_
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_other_heads_cannot_go_on(make_config, console):
+def test_other_heads_cannot_resume(make_config, console):
     train(make_config(max_steps=1), console)
     with pytest.raises(CheckpointError, match="medusa_num_heads"):
         train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
@@ -337,3 +337,14 @@ def test_a_finished_run_is_finished_again_without_training(make_config, console,
     assert losses(tmp_path / "run") == before
     assert (tmp_path / "run" / "tree.json").exists()
     assert "held-out text" in console.file.getvalue()
+
+
+def test_the_closing_table_tells_the_tokens_per_step_apart_and_names_a_bench_that_fits(make_config, console, tmp_path):
+    assert train(make_config(calibration_tokens=80), console) == 0
+    text = " ".join(console.file.getvalue().split())
+    assert "tokens per step: teacher-forced on held-out text, with a fixed tree of" in text
+    assert "greedy tokens of the model itself, with the chosen tree of" in text
+    for phase in ("loading data", "loading the model", "training", "validation", "checkpoints", "timing trees"):
+        assert f"{phase} " in text.partition(" time ")[2]
+    assert "medusa-eval --bench mtbench" in text
+    assert run_module._is_embedded("data/tiny")

@@ -1,4 +1,4 @@
-"""Random generators draw the same numbers again after their state went through a checkpoint."""
+"""Counters, random generators and the plan of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from medusa_train.training.state import (
     seed_all,
     set_rng_state,
 )
-from medusa_train.training.step_metrics import StepTotals, Window
+from medusa_train.training.step_metrics import Window
 
 
 def test_round_trip_through_json_keeps_every_bit():
@@ -42,21 +42,6 @@ def test_best_and_patience():
     assert (state.best_step, state.evals_since_best) == (3, 0)
 
 
-def test_window_adds_per_head():
-    def totals(correct, counts, known):
-        return StepTotals(1.0, 10, 0.0, 0.0, 0, correct, counts, known)
-
-    window = Window()
-    window.add(totals([1, 0], [4, 0], [4, 0]), 0.5, 2.0)
-    window.add(totals([2, 0], [2, 0], [2, 0]), 1.5, 2.0)
-    means = window.means()
-    assert means["head_top1"] == [pytest.approx(0.5), 0.0]
-    assert (means["loss"], means["grad_norm"], means["tokens_per_s"]) == (1.0, 1.0, 5.0)
-    assert not {"outside_vocabulary", "lm_loss", "lm_kl", "overscaled_steps"} & set(means)
-    window.add(totals([0, 0], [3, 1], [1, 0]), 1.0, 1.0)
-    assert window.means()["outside_vocabulary"] == pytest.approx(0.3)
-
-
 def draw() -> list[float]:
     return [
         *torch.rand(3).tolist(),
@@ -68,7 +53,7 @@ def draw() -> list[float]:
     ]
 
 
-def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_all_random_generators_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)

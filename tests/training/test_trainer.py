@@ -13,12 +13,11 @@ import torch
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.batch import Batch
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.objective import LMSums, Objective
+from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
-from medusa_train.training.step_metrics import MicroBatchResult, StepTotals
 from medusa_train.training.strategy import LocalStrategy
 from medusa_train.training.trainer import NonFiniteLossError, Trainer, non_finite_error
 from tests.training.conftest import metrics
@@ -133,23 +132,6 @@ def test_the_message_tells_loss_from_gradient() -> None:
         assert message.startswith(f"step 7: {reason}; the weights are those before this step.\n")
         assert "Records in this step: a:1, b:2.\nThere is no checkpoint yet." in message
         assert "skipped before" not in message
-
-
-def micro(loss, correct, counts, lm=None):
-    counts = torch.tensor(counts)
-    return MicroBatchResult(["a"], torch.tensor(loss), torch.tensor(correct), counts, counts - 1, 7, lm)
-
-
-def test_rows_add_up_to_the_step():
-    ce, kl, count = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(4)
-    rows = [micro(0.25, [1, 0], [3, 2]).to_row(), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count)).to_row()]
-    sums = StepTotals.from_row(torch.stack(rows).sum(dim=0))
-    assert sums == StepTotals(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
-
-
-def test_counts_beyond_float32_stay_whole():
-    row = micro(1.0, [2**40 + 1], [2**41 + 1]).to_row()
-    assert StepTotals.from_row(row).counts == [2**41 + 1]
 
 
 def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):

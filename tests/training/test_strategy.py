@@ -1,3 +1,5 @@
+"""Steps of one process: clipping, skipped steps, resuming, and loss scaling for float16."""
+
 import copy
 import math
 
@@ -6,10 +8,10 @@ import torch
 from torch import nn
 
 from medusa_train.training.optim import build_scheduler
-from medusa_train.training.strategy import LocalStrategy
+from medusa_train.training.strategy import LocalStrategy, LossScale
 
 
-def make_engine(model, max_grad_norm=1.0, momentum=0.9):
+def make_strategy(model, max_grad_norm=1.0, momentum=0.9):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     return LocalStrategy(
         list(model.parameters()), optimizer, build_scheduler("cosine", optimizer, 2, 10), max_grad_norm
@@ -23,7 +25,7 @@ def linear():
 
 def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
     model = linear()
-    strategy = make_engine(model, max_grad_norm=0.5, momentum=0.0)
+    strategy = make_strategy(model, max_grad_norm=0.5, momentum=0.0)
     strategy.backward(model(torch.ones(1, 3)).sum())
     strategy.step()  # warm-up begins at zero
     before = [p.detach().clone() for p in model.parameters()]
@@ -38,14 +40,14 @@ def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
 
 def test_zero_clips_nothing():
     model = linear()
-    strategy = make_engine(model, max_grad_norm=0)
+    strategy = make_strategy(model, max_grad_norm=0)
     strategy.backward(100 * model(torch.ones(1, 3)).sum())
     assert strategy.step() == pytest.approx(100 * math.sqrt(8))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     model = linear()
-    strategy = make_engine(model)
+    strategy = make_strategy(model)
     before, lr = [p.detach().clone() for p in model.parameters()], strategy.lr
     strategy.backward(model(torch.full((1, 3), float("inf"))).sum())
     assert not math.isfinite(strategy.step())
@@ -56,7 +58,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 @pytest.mark.filterwarnings("error")
 def test_a_skipped_step_moves_the_schedule_alone():
     model, other = linear(), linear()
-    strategy, plain = make_engine(model, momentum=0.0), make_engine(other, momentum=0.0)
+    strategy, plain = make_strategy(model, momentum=0.0), make_strategy(other, momentum=0.0)
     before = [p.detach().clone() for p in model.parameters()]
     strategy.backward(model(torch.full((1, 3), float("nan"))).sum())
     strategy.skip()
@@ -74,12 +76,12 @@ def test_state_goes_on_to_the_bit():
             strategy.step()
 
     whole = linear()
-    strategy = make_engine(whole)
+    strategy = make_strategy(whole)
     steps(strategy, whole, 3)
     saved, weights = copy.deepcopy((strategy.state_dict(), whole.state_dict()))
     second = linear()
     second.load_state_dict(weights)
-    resumed = make_engine(second)
+    resumed = make_strategy(second)
     resumed.load_state_dict(saved)
     steps(strategy, whole, 3)
     steps(resumed, second, 3)
@@ -113,7 +115,7 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     assert resumed.scheduler.base_lrs == [0.5, 1.0]
     for strategy in (resumed, wanted):
         strategy.scheduler.step()
-    assert settings(resumed) == settings(wanted)  # the schedule goes on from there
+    assert settings(resumed) == settings(wanted)  # the schedule continues from there
     moments = [next(iter(strategy.optimizer.state.values()))["exp_avg"] for strategy in (before, resumed)]
     assert torch.equal(*moments)
 
@@ -127,4 +129,60 @@ def test_state_holds_no_functions():
         return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
 
     model = linear()
-    assert plain(make_engine(model).state_dict())
+    assert plain(make_strategy(model).state_dict())
+
+
+def test_the_scale_falls_at_an_overflow_and_grows_after_a_while():
+    scale = LossScale(8.0)
+    assert scale.update(overflowed=True)
+    assert scale.value == 4.0
+    for _ in range(LossScale.WINDOW - 1):
+        assert not scale.update(overflowed=False)
+    assert scale.value == 4.0
+    scale.update(overflowed=False)
+    assert scale.value == 8.0
+
+
+def test_an_overflow_without_scaling_is_not_the_scales_fault():
+    scale = LossScale(2.0)
+    assert [scale.update(overflowed=True) for _ in range(3)] == [True, False, False]
+    assert scale.value == 1.0
+
+
+def test_its_state_goes_on():
+    scale = LossScale(4.0, 17)
+    other = LossScale()
+    other.load_state_dict(scale.state_dict())
+    assert other == scale
+
+
+def make_scaled(loss_scale):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = build_scheduler("constant", optimizer, 0, 10)
+    return model, LocalStrategy(list(model.parameters()), optimizer, scheduler, 0.5, loss_scale)
+
+
+def test_scaled_steps_are_the_plain_ones_to_the_bit():
+    (plain, one), (scaled, two) = make_scaled(None), make_scaled(LossScale())
+    for step in range(3):
+        for model, strategy in ((plain, one), (scaled, two)):
+            strategy.backward(model(torch.full((1, 3), 1.0 + step)).square().sum())
+        assert one.step() == two.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True))
+    assert not two.found_inf
+
+
+def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
+    model, strategy = make_scaled(LossScale())
+    before = [p.detach().clone() for p in model.parameters()]
+    strategy.backward(model(torch.full((1, 3), 1e36)).sum())  # times 65536: infinite in float32 too
+    assert not math.isfinite(strategy.step())
+    assert strategy.found_inf
+    strategy.skip()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    strategy.backward(model(torch.ones(1, 3)).sum())
+    assert math.isfinite(strategy.step())
+    assert not strategy.found_inf
+    assert strategy.state_dict()["loss_scale"] == {"value": 32768.0, "good": 1}

@@ -1,0 +1,83 @@
+"""The attention kernel of a run, and heads to start from in every supported layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from medusa_train.checkpoint.heads import save_heads, write_vllm
+from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
+from medusa_train.training import backbone_recipe as attention
+from medusa_train.training.backbone_recipe import choose_attention, find_initial_adapter, find_initial_heads
+from medusa_train.training.load_data import TrainingData
+from medusa_train.training.setup import build_heads
+from tests.families import random_backbone
+from tests.varlen import APART, LEAKING
+
+
+def test_on_a_cpu_a_mask_is_used_whatever_is_asked_for() -> None:
+    for wanted, reason in (("auto", "needs a GPU"), (True, "needs a GPU"), (False, "false")):
+        backbone = random_backbone("llama")
+        line = choose_attention(backbone, wanted, packed=True)
+        assert line.startswith("attention: torch sdpa with a block-diagonal mask")
+        assert reason in line
+        assert not backbone.varlen
+
+
+def test_rows_of_one_conversation_need_neither() -> None:
+    assert "causal" in choose_attention(random_backbone("llama"), True, packed=False)
+
+
+def test_where_nothing_stands_in_the_way_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
+    monkeypatch.setattr(attention, "FLASH", APART)
+    backbone = random_backbone("llama")
+    assert "varlen kernel" in choose_attention(backbone, "auto", packed=True)
+    assert backbone.varlen
+    assert "flash_attention: false" in choose_attention(random_backbone("llama"), False, packed=True)
+
+
+@pytest.mark.parametrize("kernel", [LEAKING, "flash_attention_2"])
+def test_a_kernel_that_leaks_or_cannot_be_loaded_leaves_the_mask(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
+    monkeypatch.setattr(attention, "FLASH", kernel)
+    backbone = random_backbone("llama")
+    line = choose_attention(backbone, "auto", packed=True)
+    assert line.startswith("attention: torch sdpa with a block-diagonal mask for packed rows (")
+    assert not backbone.varlen
+    assert backbone.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])
+def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untyped-def]
+    make_config, console, tmp_path: Path, backbone_dir: Path, form: str
+) -> None:
+    backbone = load_backbone(str(backbone_dir))
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += torch.randn_like(parameter)
+    earlier = tmp_path / "earlier"
+    heads = HeadTensors(3, 1, dict(draft.state_dict()), "m")
+    if form == "vllm":
+        write_vllm(heads, earlier)
+    else:
+        where = save_heads(draft, earlier / "heads" if form == "run" else earlier, "m")
+        if form == "pt":
+            from safetensors.torch import load_file
+
+            torch.save(load_file(where / "medusa_lm_head.safetensors"), where / "medusa_lm_head.pt")
+            (where / "medusa_lm_head.safetensors").unlink()
+    cfg = make_config(lora_model_dir=str(earlier))
+    assert find_initial_heads(cfg) == (earlier / "heads" if form == "run" else earlier)
+    assert find_initial_adapter(cfg) is None
+    taken = build_heads(cfg, cast(TrainingData, None), backbone, console)  # data are read for new heads only
+    ours, theirs = draft.state_dict(), taken.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert find_initial_heads(make_config()) is None
