@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from rich.console import Console  # noqa: E402
 from shared import (  # noqa: E402
-    FAVOURS_MEDUSA,
+    backbone_note,
     machine_facts,
     machine_line,
     rounded,
@@ -61,6 +61,7 @@ from medusa_train.evaluation.metrics import accepted_lengths, summarize  # noqa:
 from medusa_train.evaluation.output_equality import compare_timed_answers  # noqa: E402
 from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnLog, TurnRecord  # noqa: E402
+from medusa_train.evaluation.run_metadata import short_path  # noqa: E402
 from medusa_train.evaluation.speed import Answerer, LoopAnswerer, SpeedTest  # noqa: E402
 from medusa_train.inference.generate import Decoder  # noqa: E402
 from medusa_train.inference.traces import trace_answer  # noqa: E402
@@ -251,6 +252,7 @@ def describe(case: Case, args: argparse.Namespace) -> Record:
         return {
             "name": case.name,
             "title": case.title,
+            "base_model": paths.base_model,
             "kind": draft_name(draft),
             "depth": draft.num_heads,
             "parameters": sum(parameter.numel() for parameter in draft.parameters()),
@@ -626,10 +628,11 @@ def markdown(record: Mapping[str, Any]) -> str:
     if record["quick"]:
         parts.append("**Made with --quick: the drafts are not trained. It shows that everything runs, and no more.**")
     parts.append(
-        f"{FAVOURS_MEDUSA} Kangaroo's default has an MLP of ours (`kangaroo.mlp_size`), `kangaroo-published` has none. "
-        "Tokens per step, CTAR and accuracy: counts in greedy float32. *equal tree*: as many nodes for all, "
-        "always filled. *own tree*: sized by measured latency. *chain*: first guesses alone, never stopped early. "
-        "*speedup*: over the faster of plain decoding and `generate`, own tree. Brackets: 95 % bootstrap."
+        f"{backbone_note(record['base_model'])} Kangaroo's default has an MLP of ours (`kangaroo.mlp_size`), "
+        "`kangaroo-published` has none. Tokens per step, CTAR and accuracy: counts in greedy float32. *equal tree*: as "
+        "many nodes for all, always filled. *own tree*: sized by measured latency. *chain*: first guesses alone, never "
+        "stopped early (with Kangaroo's early stop: drafts.json). *speedup*: over the faster of plain decoding and "
+        "`generate`, own tree. Brackets: 95 % bootstrap."
     )
     for name, bench in benches.items():
         line = f"{name}: {bench['questions']} questions, {bench['answers']} answers, "
@@ -663,6 +666,7 @@ def write_report(
         "machine": machine,
         "quick": args.quick,
         "epochs": args.epochs,
+        "base_model": short_path(drafts[0]["base_model"]),
         "backbone_parameters": drafts[0]["backbone_parameters"],
         "benches": benches,
         "drafts": summary(drafts, results),

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from rich.console import Console  # noqa: E402
-from shared import FAVOURS_MEDUSA, machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
+from shared import backbone_note, machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
 
 from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
@@ -200,7 +200,7 @@ def markdown(
     what = (
         f"{run['model']} on {run['bench']}: {run['questions']} questions, {run['turns']} answers of up to "
         f"{run['max_new_tokens']} tokens in {run['rounds']} rounds, greedy, {run['dtype']}. Tokens over wall time, "
-        f"prefill included. {FAVOURS_MEDUSA}"
+        f"prefill included. {backbone_note(run['base_model'])}"
     )
     parts = ["# Against other decoders", machine_line(machine), what, table(titles, rows)]
     return "\n\n".join([*parts, *(["\n".join(f"- {line}" for line in notes)] if notes else [])]) + "\n"
@@ -256,6 +256,7 @@ def run(args: argparse.Namespace, machine: Mapping[str, Any]) -> None:
             print(f"round {number + 1} of {args.rounds}: {len(records)} turns", flush=True)
     about = {
         "model": short_path(paths.name or paths.base_model),
+        "base_model": short_path(paths.base_model),
         "bench": bench.name,
         "questions": len(bench.questions),
         "turns": len(records),

@@ -15,10 +15,15 @@ from medusa_train.io import replace_text
 
 MAX_JSON_BYTES = 20_000  # of a result file; raw measurements stay under runs/
 BUSY_LOAD = 0.25  # load average per core above which the machine counts as busy
-FAVOURS_MEDUSA = (
-    "The tiny backbone (`data/tiny`) was trained with Medusa-shaped lookahead heads, which flatters Medusa against "
-    "other drafts."
-)
+
+
+def backbone_note(base_model: str) -> str:
+    """Return what must be said wherever drafts are compared on the tiny backbone; empty for other backbones."""
+    if Path(base_model).name != "tiny":
+        return ""
+    return (
+        "The tiny backbone was trained with Medusa-shaped lookahead heads: that flatters Medusa against other drafts."
+    )
 
 
 def machine_facts(script: str, arguments: Sequence[str] | None) -> dict[str, Any]:
