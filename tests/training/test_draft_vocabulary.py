@@ -93,7 +93,7 @@ def test_stage_two_takes_the_vocabulary_of_stage_one(make_config, console, tmp_p
 
 @pytest.mark.parametrize("size", [300, 5000])
 def test_a_vocabulary_that_is_not_reduced_is_refused_before_weights_are_loaded(make_config, console, size) -> None:
-    with pytest.raises(ConfigError, match="not less than the 300 tokens"):
+    with pytest.raises(ConfigError, match="must be less than the 300 tokens"):
         load_data(make_config(medusa_vocab_size=size), console)
 
 
