@@ -1,1 +1,1 @@
-"""Losses that never hold a [tokens, V] tensor, and the recipes' weighted sums of them."""
+"""Losses that never materialize [tokens, V] logits, and the training objectives."""

@@ -1,4 +1,4 @@
-"""What a recipe minimises: the language model's loss and the heads'. Knows no model class, optimizer or process."""
+"""Training objectives: the weighted sum of the language model's loss and the draft heads' losses."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from medusa_train.losses.schedules import head_weight, lambda0
 
 
 class DraftHeads(Protocol):
-    """A draft, as far as a loss is concerned."""
+    """The interface of a draft that the objective needs."""
 
     @property
     def trained_heads(self) -> int:
-        """K, the number of heads that have a loss of their own."""
+        """K, the number of heads with a loss."""
 
     def head_states(self, feats: Any, batch: Any) -> Iterator[Tensor]:
-        """For k = 1..K the state [B, T, d] that head k's unembedding reads."""
+        """For k = 1..K the state [B, T, d] that head k's lm_head reads."""
 
     def lm_head(self, k: int) -> LMHeadLike:
         """Head k's matrix and logit transform, k = 1..K."""
 
 
 class BackboneStates(Protocol):
-    """A backbone's features, as far as a loss is concerned."""
+    """The interface of backbone features that the objective needs."""
 
     @property
     def hidden(self) -> Tensor:
-        """[B, T, d], what the backbone's own unembedding reads: position t predicts the token t + 1."""
+        """[B, T, d], what the backbone's own lm_head reads: position t predicts the token t + 1."""
 
 
 class LabelledBatch(Protocol):
-    """A batch, as far as a loss is concerned: right-padded rows of tokens."""
+    """The interface of a batch that the objective needs: right-padded rows of tokens."""
 
     @property
     def labels(self) -> Tensor:
@@ -46,16 +46,19 @@ class LabelledBatch(Protocol):
 
     @property
     def segments(self) -> Tensor:
-        """Long [B, T]: which document a position belongs to; -1 is padding."""
+        """Long [B, T]: the document of each position; -1 is padding."""
 
 
 @dataclass(frozen=True)
 class LMSums:
-    """The language model's sums over one micro-batch's valid targets; detached scalars, nats.
+    """The language model's sums over the valid targets of one micro-batch; detached scalars, in nats.
 
     Attributes:
-        loss: what is minimised. ce: cross-entropy against the labels. kl: KL to the teacher, 0 without one.
-        correct: top-1 hits. count: valid targets.
+        loss: the minimized loss.
+        ce: cross-entropy against the labels.
+        kl: KL to the teacher, 0 without one.
+        correct: top-1 hits.
+        count: valid targets.
     """
 
     loss: Tensor
@@ -67,17 +70,16 @@ class LMSums:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """One micro-batch's share of the loss over the whole global batch.
+    """One micro-batch's contribution to the loss of the global batch.
 
     Attributes:
-        loss: scalar, differentiable, all terms in one. The shares of all micro-batches add up to the global batch's
-            loss.
-        head_sums: [K], sum of cross-entropies against the labels in nats, soft targets or not; detached.
-        head_kl_sums: [K], sum of KL to the teacher in nats, 0 where the heads have none; detached.
+        loss: differentiable scalar; the contributions of all micro-batches add up to the loss of the global batch.
+        head_sums: [K], summed cross-entropy against the labels in nats, also with soft targets; detached.
+        head_kl_sums: [K], summed KL to the teacher in nats, 0 without one; detached.
         head_correct: long [K], top-1 hits.
-        head_counts: long [K], valid targets in this micro-batch, each a hit or a miss.
-        head_in_vocab: long [K], those among them that the head's vocabulary holds: what has a loss.
-        lm: the language model's, None where it is not trained.
+        head_counts: long [K], valid targets in this micro-batch.
+        head_in_vocab: long [K], valid targets in the head's vocabulary; only these have a loss.
+        lm: sums of the language model, None if it is frozen.
     """
 
     loss: Tensor
@@ -90,17 +92,17 @@ class ObjectiveOutput:
 
 
 class Objective:
-    """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its own valid targets (Medusa, section 2.2).
+    """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa, Training Strategies).
 
-    The means are over the whole global batch, and only the target's label decides whether a position counts: the
-    hidden state itself may lie in the prompt. Head k at position t learns the label at t + k + 1, the language model
-    that at t + 1. Targets never cross a document's end; nor does a teacher's position t + k, which lies between.
+    Means are over the global batch. Head k at position t predicts the label at t + k + 1, the language model the one at
+    t + 1; a position counts if that label is supervised, even if t itself is in a prompt. Targets, and the teacher's
+    position t + k before them, never cross a document boundary.
 
-    Without a language model's loss (the backbone frozen) lambda0 does not apply: Medusa-1's is L = sum_k c^k * L_k.
+    With a frozen backbone there is no L_LM and no lambda0: Medusa-1 minimizes L = sum_k c^k * L_k.
 
-    A head over a reduced vocabulary S has no loss where its target y is not in S, and divides by the targets that are:
-    `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S. With a share s of the
-    teacher `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S
+    A head over a reduced vocabulary S has no loss for targets y outside S, and averages over those in S:
+    `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S. With teacher
+    weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S
     is the teacher's distribution restricted to S.
     """
 
@@ -116,25 +118,26 @@ class Objective:
         soft_heads: float = 0.0,
         weight: float = 1.0,
     ) -> None:
-        """Choose the terms.
+        """Configure the terms.
 
         Args:
             draft: the heads.
             decay: c, `medusa_decay_coefficient`.
-            lm: the language model's loss: None (it is frozen), "ce" against the labels, or "kl" from the teacher
+            lm: the language model's loss: None (frozen), "ce" against labels, or "kl" to the teacher
                 (`medusa_self_distillation`).
-            rho: the teacher's share of the target of "ce" (`medusa_distillation_regularization`); "kl" ignores it.
-            heads_coefficient: lambda0's peak, `medusa_heads_coefficient`. schedule: lambda0's, `medusa_scheduler`.
-            soft_heads: the teacher's share of the heads' targets: head k at t against the teacher at t + k.
-            weight: factor on the heads' loss while the backbone is frozen, where lambda0 does not apply.
+            rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`); unused by "kl".
+            heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
+            schedule: of lambda0, `medusa_scheduler`.
+            soft_heads: weight of the teacher in the heads' targets: head k at t against the teacher at t + k.
+            weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
 
         Raises:
-            ValueError: no such schedule, or a share outside [0, 1].
+            ValueError: unknown schedule, or a weight outside [0, 1].
         """
         for name, share in (("rho", rho), ("soft_heads", soft_heads)):
             if not 0.0 <= share <= 1.0:
-                raise ValueError(f"{name} is the teacher's share of a target, a number in [0, 1], not {share}")
-        lambda0(schedule, 0.0)  # refuses unknown schedules before the first step
+                raise ValueError(f"{name} is the teacher's weight in a target and must be in [0, 1], got {share}")
+        lambda0(schedule, 0.0)  # raises for unknown schedules
         self.draft = draft
         self.decay = decay
         self.lm = lm
@@ -146,19 +149,19 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether `loss` wants a teacher's features and unembedding."""
+        """Whether `loss` needs a teacher's features and lm_head."""
         return self.lm == "kl" or self.rho > 0.0 or self.soft_heads > 0.0
 
     def heads_weight(self, progress: float) -> float:
-        """Factor on the heads' loss after the share `progress` of the run."""
+        """Return the factor on the heads' loss at `progress`, the completed fraction of the run."""
         return self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
 
     def target_counts(self, batch: LabelledBatch) -> Tensor:
-        """Targets of each term that have a loss, long: [K] the heads', or [1 + K] with the language model's first.
+        """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the language model's.
 
-        Summed over a global batch (micro-batches and processes) they are `loss`'s `counts_total`.
+        Their sum over the global batch (micro-batches and processes) is the argument `counts_total` of `loss`.
         """
-        heads = [self._known(batch, k, self.draft.lm_head(k)) for k in range(1, self.draft.trained_heads + 1)]
+        heads = [self._target_rows(batch, k, self.draft.lm_head(k)) for k in range(1, self.draft.trained_heads + 1)]
         own = [] if self.lm is None else [self._targets(batch, 0)]
         return torch.stack([(target != IGNORE_INDEX).sum() for target in (*own, *heads)])
 
@@ -173,42 +176,42 @@ class Objective:
         teacher: BackboneStates | None = None,
         teacher_lm_head: LMHeadLike | None = None,
     ) -> ObjectiveOutput:
-        """One micro-batch's share of L.
+        """Compute one micro-batch's contribution to L.
 
         Args:
-            feats: the backbone's features of this batch, as the draft reads them; with a graph where the backbone is
-                trained. With a language model's loss it has `hidden` [B, T, d].
-            batch: labels and segments [B, T]; all that the draft reads of it besides.
-            counts_total: `counts` summed over the global batch; a term with no target contributes 0.
+            feats: the backbone's features of this batch for the draft, with a graph if the backbone is trained. The
+                language model's loss needs `hidden` [B, T, d].
+            batch: labels and segments [B, T], and what the draft reads besides.
+            counts_total: `target_counts` summed over the global batch; a term without targets contributes 0.
             progress: step / max_steps, for lambda0.
-            lm_head: the backbone's own, LoRA branch included; needed for a language model's loss.
-            teacher, teacher_lm_head: features of the same batch, and the matrix they belong to; needed where
-                `needs_teacher`. In Medusa-1 the frozen backbone is the teacher: `feats` and its unembedding.
+            lm_head: of the backbone, with its LoRA branch; required for the language model's loss.
+            teacher, teacher_lm_head: features of the same batch, and the lm_head to apply to them; required if
+                `needs_teacher`. In Medusa-1 the frozen backbone is the teacher: `feats` and its lm_head.
 
         Raises:
-            ValueError: an argument that this objective needs is missing.
+            ValueError: a required argument is missing.
         """
-        judge: _Judge | None = None
+        teacher_states: _TeacherStates | None = None
         if teacher is not None and teacher_lm_head is not None:
-            judge = _Judge(teacher.hidden, teacher_lm_head)
+            teacher_states = _TeacherStates(teacher.hidden, teacher_lm_head)
         elif self.needs_teacher:
-            raise ValueError("this objective compares with a teacher: pass teacher and teacher_lm_head")
+            raise ValueError("this objective needs a teacher: pass teacher and teacher_lm_head")
         terms: list[LossSums] = []
         if self.lm is not None:
             if lm_head is None:
                 raise ValueError("this objective trains the language model: pass lm_head")
             target = self._targets(batch, 0)
-            terms.append(_term(feats.hidden, lm_head, target, 0, judge, self.rho, self.lm == "kl"))
+            terms.append(_term(feats.hidden, lm_head, target, 0, teacher_states, self.rho, self.lm == "kl"))
         for k, hidden in enumerate(self.draft.head_states(feats, batch), start=1):
             head = self.draft.lm_head(k)
-            terms.append(_term(hidden, head, self._known(batch, k, head), k, judge, self.soft_heads))
+            terms.append(_term(hidden, head, self._target_rows(batch, k, head), k, teacher_states, self.soft_heads))
         valid = [(self._targets(batch, k) != IGNORE_INDEX).sum() for k in range(1, self.draft.trained_heads + 1)]
         return self._weigh(terms, torch.stack(valid), self.target_counts(batch), counts_total, progress)
 
     def _weigh(
         self, terms: list[LossSums], valid: Tensor, counts: Tensor, totals: Tensor, progress: float
     ) -> ObjectiveOutput:
-        first = 0 if self.lm is None else 1  # where the heads begin
+        first = 0 if self.lm is None else 1  # index of the first head
         scale = self.heads_weight(progress)
         weights = [1.0] * first + [scale * head_weight(k, self.decay) for k in range(1, self.draft.trained_heads + 1)]
         sums = torch.stack([term.loss_sum for term in terms])
@@ -228,33 +231,33 @@ class Objective:
     def _targets(batch: LabelledBatch, k: int) -> Tensor:
         return shift_labels(batch.labels, k, batch.segments)
 
-    def _known(self, batch: LabelledBatch, k: int, head: LMHeadLike) -> Tensor:
-        """Head k's targets [B, T] as rows of its matrix, IGNORE_INDEX where there is none."""
+    def _target_rows(self, batch: LabelledBatch, k: int, head: LMHeadLike) -> Tensor:
+        """Return head k's targets [B, T] as rows of its lm_head, IGNORE_INDEX where there is none."""
         target = self._targets(batch, k)
         if head.token_map is None:
             return target
-        places = head.rows_of(target)
-        return torch.where(places < 0, IGNORE_INDEX, places)
+        rows = head.rows_of(target)
+        return torch.where(rows < 0, IGNORE_INDEX, rows)
 
 
 class Medusa1Objective(Objective):
-    """`L1 = sum_k c^k * CE_k`: the backbone frozen, the heads alone (Medusa, section 2.2.1, Eq. 1)."""
+    """`L = sum_k c^k * CE_k`, with a frozen backbone (Medusa, Medusa-1: Frozen Backbone)."""
 
     def __init__(self, draft: DraftHeads, decay: float, *, soft_heads: float = 0.0) -> None:
-        """`decay` is c, `medusa_decay_coefficient`; `soft_heads` the frozen backbone's share of the targets."""
+        """Configure the terms; see `Objective`. The teacher of `soft_heads` is the frozen backbone."""
         super().__init__(draft, decay, soft_heads=soft_heads)
 
 
-class _Judge:
-    """A teacher's states [B, T, d] with the unembedding that they belong to."""
+class _TeacherStates:
+    """A teacher's hidden states [B, T, d] and its lm_head."""
 
-    def __init__(self, hidden: Tensor, unembedding: LMHeadLike) -> None:
+    def __init__(self, hidden: Tensor, lm_head: LMHeadLike) -> None:
         self.hidden = hidden
-        self._whole = self._part = unembedding
-        self._tokens: Tensor | None = None  # that _part is over
+        self._whole = self._part = lm_head
+        self._tokens: Tensor | None = None  # the vocabulary of _part
 
-    def over(self, tokens: Tensor | None) -> LMHeadLike:
-        """Its unembedding over these tokens alone; None: all. The rows are copied once for all heads."""
+    def lm_head_for(self, tokens: Tensor | None) -> LMHeadLike:
+        """Return its lm_head restricted to `tokens` (None for all). The copy is shared by all heads."""
         if tokens is not self._tokens:
             self._part = self._whole if tokens is None else self._whole.restrict_to(tokens)
             self._tokens = tokens
@@ -263,22 +266,22 @@ class _Judge:
 
 def _term(
     hidden: Tensor,
-    unembedding: LMHeadLike,
+    lm_head: LMHeadLike,
     target: Tensor,
     k: int,
-    judge: _Judge | None,
+    teacher_states: _TeacherStates | None,
     share: float,
     divergence: bool = False,
 ) -> LossSums:
-    """Sums of the predictor of t + k + 1: states [B, T, d] against targets [B, T] (rows) and the teacher at t + k.
+    """Return the sums of the predictor of token t + k + 1: `hidden` [B, T, d], `target` [B, T] (rows of the lm_head).
 
-    The rows of a batch are laid end to end, so t + k may seem to reach into the next one; where t + k + 1 is a valid
-    target it does not, for that lies in the same row and document.
+    The batch is flattened, so that t + k may reach the next row; not where t + k + 1 is a valid target, which is in the
+    same row and document.
     """
     hidden, target = hidden.flatten(0, -2), target.flatten()
-    if judge is None or not (divergence or share):
-        return linear_cross_entropy(hidden, unembedding, target)
-    states, theirs = judge.hidden.flatten(0, -2), judge.over(unembedding.token_map)
+    if teacher_states is None or not (divergence or share):
+        return linear_cross_entropy(hidden, lm_head, target)
+    states, theirs = teacher_states.hidden.flatten(0, -2), teacher_states.lm_head_for(lm_head.token_map)
     if divergence:
-        return linear_kl(hidden, unembedding, states, theirs, target, ahead=k)
-    return linear_soft_cross_entropy(hidden, unembedding, states, theirs, target, share, ahead=k)
+        return linear_kl(hidden, lm_head, states, theirs, target, ahead=k)
+    return linear_soft_cross_entropy(hidden, lm_head, states, theirs, target, share, ahead=k)

@@ -1,4 +1,4 @@
-"""What a loss asks of an unembedding, and its products and logit transform in place; knows no loss and no model."""
+"""The lm_head interface that losses need, and its products and logit transform in place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LMHeadLike(Protocol):
 
     @property
     def token_map(self) -> Tensor | None:
-        """Which token each row stands for, long [V], where that is not its number."""
+        """Token id of each row, long [V], for a reduced vocabulary; None if row = id."""
 
     def restrict_to(self, tokens: Tensor) -> LMHeadLike:
         """The rows of `tokens` (long [N]) alone, in that order."""
@@ -62,7 +62,7 @@ class LMHeadLike(Protocol):
 
 
 def product_dtype(matrix: Tensor) -> torch.dtype:
-    """In which dtype products with a matrix run: its own, or autocast's where that is on."""
+    """Return the dtype in which products with a matrix run: autocast's if enabled, else the matrix's."""
     device = matrix.device.type
     if torch.is_autocast_enabled(device) and matrix.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -70,41 +70,42 @@ def product_dtype(matrix: Tensor) -> torch.dtype:
 
 
 class Projection:
-    """An unembedding ready to multiply: outside the graph, in the dtype of the products.
+    """The products and logit transform of an lm_head, detached from the graph and cast to the products' dtype.
 
     Attributes:
-        weight: [V, d] and up (LoRA's B): [V, r] or None, in the products' dtypes.
-        buffer_dtype: of what holds W h: the products', the wider one where the two differ.
-        dtype: of the logits, bias and all that follows: float32 (float64 for float64 weights).
+        weight: [V, d], in the dtype of its products.
+        up: LoRA's B, [V, r], in the dtype of its products, or None.
+        buffer_dtype: dtype of the buffer for W h: the wider of the two.
+        dtype: dtype of logits, bias, softmax and loss: float32 (float64 for float64 weights).
     """
 
     weight: Tensor
 
-    def __init__(self, unembedding: LMHeadLike, sharing: Projection | None = None) -> None:
-        """`sharing`: another one, whose weight is taken as it is where both are made from the same tensor."""
-        self.source = unembedding.weight
+    def __init__(self, lm_head: LMHeadLike, shared: Projection | None = None) -> None:
+        """With `shared`, reuse its cast weight if both have the same source tensor."""
+        self.source = lm_head.weight
         self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32
-        if sharing is not None and sharing.source is self.source:
-            self.weight = sharing.weight
+        if shared is not None and shared.source is self.source:
+            self.weight = shared.weight
         else:
             self.weight = self.source.detach().to(product_dtype(self.source))
-        self.bias = None if unembedding.bias is None else unembedding.bias.detach().to(self.dtype)
-        low_rank = unembedding.low_rank
+        self.bias = None if lm_head.bias is None else lm_head.bias.detach().to(self.dtype)
+        low_rank = lm_head.low_rank
         self.up = None if low_rank is None else low_rank.b.detach().to(product_dtype(low_rank.b))
-        # what holds W h, and later the gradient that goes back through both matrices
+        # the buffer holds W h, and later the gradient that goes through both matrices
         self.buffer_dtype = torch.promote_types(self.weight.dtype, (self.weight if self.up is None else self.up).dtype)
-        self.scale = unembedding.scale
-        self.softcap = unembedding.softcap
+        self.scale = lm_head.scale
+        self.softcap = lm_head.softcap
 
     def product(self, states: Tensor, out: Tensor) -> None:
-        """Write W h of states [C, d] into `out` [C, V], of the weight's dtype or (LoRA in a wider one) LoRA's."""
+        """Write W h of states [C, d] into `out` [C, V] of `buffer_dtype`."""
         if out.dtype == self.weight.dtype:
             torch.mm(states, self.weight.t(), out=out)
         else:
             out.copy_(states @ self.weight.t())
 
     def raw_logits(self, product: Tensor, z: Tensor | None) -> Tensor:
-        """Logits [C, V] from the product W h and LoRA's z [C, r], before scale and soft cap; may use up `product`."""
+        """Return logits [C, V] before scale and soft cap, from W h (which may be overwritten) and LoRA's z [C, r]."""
         logits = product.to(self.dtype)
         if self.bias is not None:
             logits += self.bias
@@ -117,7 +118,7 @@ class Projection:
         return logits
 
     def transform_(self, logits: Tensor) -> Tensor:
-        """Scale and soft-cap in place."""
+        """Apply scale and soft cap in place."""
         if self.scale != 1.0:
             logits *= self.scale
         if self.softcap is not None:
@@ -125,7 +126,7 @@ class Projection:
         return logits
 
     def transform_grad_(self, grad: Tensor, logits: Tensor) -> None:
-        """Turn `grad` into the raw logits' gradient in place; uses up the transformed `logits`."""
+        """Turn `grad` into the raw logits' gradient in place; overwrites the transformed `logits`."""
         if self.softcap is not None:
             slope = logits.div_(self.softcap).square_()
             grad.addcmul_(grad, slope, value=-1.0)  # tanh' = 1 - tanh^2

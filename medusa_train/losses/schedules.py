@@ -1,4 +1,4 @@
-"""How strongly the heads' losses count: per head, and over a run; pure functions of numbers."""
+"""Weights of the heads' losses: by head, and over the course of training."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 
 
 def head_weight(k: int, decay: float) -> float:
-    """Weight of head k's loss, `c^k` for k = 1..K (Medusa, section 2.2.1; c = `medusa_decay_coefficient`)."""
+    """Return head k's loss weight `c^k`, k = 1..K (Medusa, Training Strategies); c is `medusa_decay_coefficient`."""
     return decay**k
 
 
 def lambda0(schedule: str, progress: float) -> float:
-    """Factor on the heads' loss in joint training, to be multiplied by `medusa_heads_coefficient`.
+    """Return the factor on the heads' loss in joint training, relative to `medusa_heads_coefficient`.
 
     Args:
         schedule: `constant` 1, `linear` s, `sine` sin(pi/2 s), `sine_R` sin(pi/2 s/R) until s = R and then 1.
-        progress: s = step / max_steps, 0 at the start and 1 at the end; values beyond are held at the ends.
+        progress: s = step / max_steps, 0 at the start and 1 at the end; clamped to [0, 1].
 
     Raises:
-        ValueError: no such schedule, or R is not a number in (0, 1].
+        ValueError: unknown schedule, or R is not in (0, 1].
     """
     s = min(max(progress, 0.0), 1.0)
     if schedule == "constant":
@@ -29,7 +29,7 @@ def lambda0(schedule: str, progress: float) -> float:
         return math.sin(math.pi / 2 * s)
     if schedule.startswith("sine_"):
         return math.sin(math.pi / 2 * min(s / _ramp(schedule), 1.0))
-    raise ValueError(f"no schedule {schedule!r}: constant, linear, sine or sine_R (as sine_0.5)")
+    raise ValueError(f"unknown schedule {schedule!r}: use constant, linear, sine or sine_R, for example sine_0.5")
 
 
 def _ramp(schedule: str) -> float:
@@ -38,5 +38,5 @@ def _ramp(schedule: str) -> float:
     except ValueError:
         ramp = math.nan
     if not 0.0 < ramp <= 1.0:
-        raise ValueError(f"schedule {schedule!r}: R in sine_R is the share of the run, a number in (0, 1]")
+        raise ValueError(f"schedule {schedule!r}: R in sine_R is a fraction of the run, a number in (0, 1]")
     return ramp

@@ -263,9 +263,9 @@ def test_a_row_beyond_the_teachers_is_refused(ahead: int) -> None:
 
 def test_a_teacher_that_does_not_fit_is_refused() -> None:
     case = make(torch.float64, {})
-    with pytest.raises(ValueError, match=f"{N - 1} rows and {V} tokens beside {N} rows"):
+    with pytest.raises(ValueError, match=f"{N - 1} rows and {V} tokens, the student {N} rows"):
         case._replace(teacher_hidden=case.teacher_hidden[1:]).kl()
-    with pytest.raises(ValueError, match=f"{V - 1} tokens beside"):
+    with pytest.raises(ValueError, match=f"{V - 1} tokens, the student"):
         case._replace(teacher=LMHead(case.teacher.weight[1:])).kl()
     for rho in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="rho"):
