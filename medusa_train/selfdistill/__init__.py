@@ -1,1 +1,1 @@
-"""Self-distillation: the model answers prompts itself, and its answers become training data."""
+"""Generation of training data with the target model itself (Medusa, Self-Distillation)."""

@@ -1,4 +1,4 @@
-"""Requests -> prompts, generated tokens -> answers, by the chat template, for both roles. Knows no model."""
+"""Prompts for either speaker by the chat template, and answers from generated tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from medusa_train.inference.generate import FinishReason
 from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
 
 _REASONS: dict[FinishReason, AnswerFinishReason] = {"eos": "stop", "length": "length", "context": "context"}
-_MARK = "\ue000words\ue001"  # characters for private use: no template holds them
+_MARK = "\ue000words\ue001"  # private use characters, which no template contains
 
 
 class ChatPrompting:
-    """Lets a model speak as the assistant or as the user.
+    """Builds prompts for an assistant or user message, and parses the generated tokens.
 
-    The assistant's turn begins with the template's generation prompt and ends with eos. The user's (in self-talk)
-    begins with the template's header of a user's turn; it ends with what the template puts behind the user's words,
-    which is eos in many templates and the assistant's header in others (Vicuna's), so special tokens are looked at
-    before they are taken out of the text (SPEC 2).
+    An assistant message follows the generation prompt and ends with EOS. A user message (self-talk) follows the
+    template's user header, and ends with whatever the template writes after user contents: EOS in many templates, the
+    assistant header in others (Vicuna). So it is split at these texts before special tokens are removed.
 
     Args:
-        tokenizer: the model's. template: by name; None for the tokenizer's own.
+        tokenizer: of the model.
+        template: name of a built-in chat template; None for the tokenizer's.
 
     Raises:
-        ConfigError: no template of that name.
+        ConfigError: unknown template.
         DataError: the tokenizer has no chat template, and none was named.
     """
 
@@ -37,51 +37,54 @@ class ChatPrompting:
         self._encoder = ChatEncoder(tokenizer, template)
 
     def text(self, request: Request) -> str:
-        """The chat as the model reads it, up to the header of the turn that is wanted. Raises as `prompt` does."""
+        """Return the prompt as text: the chat and the header of the requested message. Raises as `prompt` does."""
         if request.speaker == "assistant":
             return self._render(request.messages)
         # A space that ends the header belongs to the first word's token.
         return self._around_user(request)[0].rstrip(" ")
 
     def prompt(self, request: Request) -> list[int]:
-        """The same as token ids.
+        """Return the prompt as token ids.
 
         Raises:
-            DataError: the template does not take this chat.
-            ConfigError: self-talk by a template that does not write out the user's words.
+            DataError: the template does not support this chat.
+            ConfigError: self-talk with a template that does not render user contents verbatim.
         """
         if request.speaker == "assistant":
             return self._encoder.prompt(request.messages)
         return list(self.tokenizer(self.text(request), add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason) -> Answer:
-        """What was said, from the generated `tokens`, a closing eos included."""
+        """Parse the generated `tokens` (a final EOS included) into an answer."""
         kept = tokens[:-1] if finish == "eos" else tokens
         if request.speaker == "assistant":
             text = self._decode(kept, skip_special_tokens=True)
             return Answer(text, _REASONS[finish], prompt_tokens, len(tokens))
-        said, ended = self._users_words(request, self._decode(kept, skip_special_tokens=False))
-        return Answer(said, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))
+        text, ended = self._split_user_message(request, self._decode(kept, skip_special_tokens=False))
+        return Answer(text, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))
 
     def _decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         return str(
             self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
 
-    def _users_words(self, request: Request, text: str) -> tuple[str, bool]:
-        """The user's words at the beginning of `text`, and whether they end within it."""
-        behind = self._around_user(request)[1].strip().split("\n")[0].strip()
-        ends = [mark for mark in (behind, *self.tokenizer.all_special_tokens) if mark]
-        said, *rest = re.split("|".join(map(re.escape, ends)), text, maxsplit=1)
-        return said.strip(), bool(rest)
+    def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
+        """Return the user message at the start of `text`, and whether it ends within it."""
+        after = self._around_user(request)[1].strip().split("\n")[0].strip()
+        ends = [mark for mark in (after, *self.tokenizer.all_special_tokens) if mark]
+        message, *rest = re.split("|".join(map(re.escape, ends)), text, maxsplit=1)
+        return message.strip(), bool(rest)
 
     def _around_user(self, request: Request) -> tuple[str, str]:
-        """The chat before the words of a user's turn that follows it, and what the template puts behind them."""
-        outline = self._render((*request.messages, Message("user", _MARK)))
-        before, mark, behind = outline.rpartition(_MARK)
+        """Return the text that the template renders before and after the content of the next user message."""
+        rendered = self._render((*request.messages, Message("user", _MARK)))
+        before, mark, after = rendered.rpartition(_MARK)
         if not mark:
-            raise ConfigError("the chat template hides the user's words; self-talk needs one that writes them out")
-        return before, behind
+            raise ConfigError(
+                "the chat template does not render user messages verbatim, which self-talk needs; "
+                "set another chat_template"
+            )
+        return before, after
 
     def _render(self, messages: tuple[Message, ...]) -> str:
         try:

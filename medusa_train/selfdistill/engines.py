@@ -1,6 +1,6 @@
-"""Who answers: what an engine is asked and what it says. Knows no model, no server, no seeds and no files.
+"""The interface of engines that generate answers.
 
-An engine keeps nothing between answers, so that a conversation comes out the same whenever it is made.
+Engines keep no state between requests: an answer depends on its request only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ AnswerFinishReason = Literal["stop", "length", "context", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A turn that is wanted.
+    """A request for the next message of a chat.
 
     Attributes:
-        messages: the chat so far. seed: decides everything that is drawn at random.
-        speaker: whose turn it is. The user's own words are asked for in self-talk alone.
+        messages: the chat so far.
+        seed: random seed for sampling.
+        speaker: who writes the message; "user" in self-talk only.
     """
 
     messages: tuple[Message, ...]
@@ -30,13 +31,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One turn of the model's.
+    """A generated message.
 
     Attributes:
-        text: without the token that ends it.
-        reason: "stop" (the model ended it), "length" (max_new_tokens), "context" (the model's positions are used
-            up; `text` is empty when not even the prompt fits) or "refused" (a server does not take the chat).
-        prompt_tokens, completion_tokens: what it was made from and of, the end token included.
+        text: without its end token.
+        finish_reason: "stop" (end token), "length" (max_new_tokens), "context" (maximum context; `text` is empty if the
+            prompt alone exceeds it) or "refused" (the template or server rejects the chat).
+        prompt_tokens, completion_tokens: token counts, the end token included.
     """
 
     text: str
@@ -46,20 +47,20 @@ class Answer:
 
 
 class Engine(Protocol):
-    """Something that continues chats, several at a time."""
+    """Generates answers to several requests at a time."""
 
     @property
     def capacity(self) -> int:
-        """How many requests it wants to have at hand, answered ones left out."""
+        """Number of unanswered requests to keep submitted."""
 
     def submit(self, request_id: int, request: Request) -> None:
-        """Take a request; returns at once."""
+        """Submit a request without waiting for its answer."""
 
     def next(self) -> tuple[int, Answer]:
-        """Wait for the answer to any request that was submitted, and say by `request_id` to which."""
+        """Wait for the next answer, in any order; return its request id and the answer."""
 
     def stats(self) -> Mapping[str, str]:
-        """What is worth telling at the end, by name."""
+        """Return statistics for the summary, by name."""
 
     def close(self) -> None:
-        """Nothing more is asked; answers that are on their way are given up."""
+        """Release resources; pending requests are cancelled."""

@@ -1,4 +1,4 @@
-"""The engine that runs the backbone in this process, one conversation or many at a time. Knows no seeds, no files."""
+"""The engine that runs the backbone in this process, with batches or with draft heads."""
 
 from __future__ import annotations
 

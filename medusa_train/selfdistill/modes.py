@@ -1,7 +1,7 @@
-"""What comes of a seed: the conversation so far, and when an answer is not kept. Knows no engine's inside, no file.
+"""The two modes of self-distillation, replay and self-talk, and the rules for dropping answers.
 
-A mode (`replay`, `selftalk`) is a generator that yields `Request`s, is sent the `Answer`s and returns a
-`GeneratedChat`: so any number of conversations can be under way, whoever answers and in whatever order.
+A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`. So any number of
+conversations can be in progress at once, with any engine and in any order.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ DropReason = Literal["length", "context", "refused", "empty", "looping", "repeat
 
 @dataclass(frozen=True)
 class DropRules:
-    """Which answers are not kept: those that a limit cut off (`drop_truncated`), and looping ones (`drop_looping`).
+    """Which answers to drop: truncated (`drop_truncated`) and looping (`drop_looping`) ones.
 
-    A blank answer is never kept: nothing is learnt from it, and chat formats refuse it.
+    Refused and blank answers are always dropped; there is nothing to train on.
     """
 
     drop_truncated: bool = True
     drop_looping: bool = False
 
-    def why_dropped(self, answer: Answer) -> DropReason | None:
-        """Why `answer` is dropped, with all later turns; None if it is kept."""
+    def drop_reason(self, answer: Answer) -> DropReason | None:
+        """Return why `answer` is dropped, or None if it is kept."""
         if answer.finish_reason == "refused":
             return "refused"
         if answer.finish_reason != "stop" and self.drop_truncated:
@@ -43,16 +43,18 @@ class DropRules:
 
 @dataclass
 class GeneratedChat:
-    """A conversation as far as the model came.
+    """A conversation with generated answers.
 
     Attributes:
-        messages: system prompt, user and assistant in turn; no answer is missing at the end.
-        reasons: why each answer ended. prompt_tokens, completion_tokens: per answer.
-        looping: answers among them that loop.
-        dropped: why an answer was dropped with all later turns, or None; dropped_turns: how many that were.
+        prompt: what it was generated from.
+        messages: system message, then user and assistant messages in turn, each question with its answer.
+        finish_reasons, prompt_tokens, completion_tokens: per answer.
+        looping: number of looping answers.
+        dropped: why an answer, and all turns after it, were dropped; None if none was.
+        dropped_turns: number of turns dropped.
     """
 
-    seed: Prompt
+    prompt: Prompt
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[AnswerFinishReason] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
@@ -62,83 +64,83 @@ class GeneratedChat:
     dropped_turns: int = 0
 
     def __post_init__(self) -> None:
-        if self.seed.system is not None and not self.messages:
-            self.messages.append(Message("system", self.seed.system))
+        if self.prompt.system is not None and not self.messages:
+            self.messages.append(Message("system", self.prompt.system))
 
     @property
     def turns(self) -> int:
-        """How many answers there are."""
+        """Number of answers."""
         return len(self.finish_reasons)
 
-    def add(self, asked: Message, answer: Answer) -> None:
-        """Keep a question with its answer."""
-        self.messages += [asked, Message("assistant", answer.text)]
+    def add(self, question: Message, answer: Answer) -> None:
+        """Append a question and its answer."""
+        self.messages += [question, Message("assistant", answer.text)]
         self.finish_reasons.append(answer.finish_reason)
         self.prompt_tokens.append(answer.prompt_tokens)
         self.completion_tokens.append(answer.completion_tokens)
         self.looping += is_looping(answer.text)
 
-    def drop(self, why: DropReason, turns: int) -> None:
-        """Note why it ends early, and how many turns that costs."""
-        self.dropped, self.dropped_turns = why, turns
+    def drop(self, reason: DropReason, turns: int) -> None:
+        """Record that `turns` turns were dropped."""
+        self.dropped, self.dropped_turns = reason, turns
 
 
 ChatSteps = Generator[Request, Answer, GeneratedChat]
 
 
-def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
-    """The random seed of one turn: a hash of the run's seed, the conversation's id and the turn's number or name."""
-    digest = hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: what torch's generators take
+def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
+    """Answer the user turns of `prompt` one after the other (Medusa, Self-Distillation).
 
-
-def replay(seed: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
-    """Answer the turns of `seed` (SPEC 2, replay; the reference's defaults).
-
-    An answer that `rules` drop ends the conversation: it goes with all later turns, and earlier turns stay.
+    An answer dropped by `rules` ends the conversation; earlier turns are kept.
     """
-    talk = GeneratedChat(seed)
-    for number, text in enumerate(seed.turns):
-        asked = Message("user", text)
-        answer = yield Request((*talk.messages, asked), turn_seed(random_seed, seed.id, number))
-        why = rules.why_dropped(answer)
-        if why is not None:
-            talk.drop(why, len(seed.turns) - number)
+    chat = GeneratedChat(prompt)
+    for number, text in enumerate(prompt.turns):
+        question = Message("user", text)
+        answer = yield Request((*chat.messages, question), turn_seed(random_seed, prompt.id, number))
+        reason = rules.drop_reason(answer)
+        if reason is not None:
+            chat.drop(reason, len(prompt.turns) - number)
             break
-        talk.add(asked, answer)
-    return talk
+        chat.add(question, answer)
+    return chat
 
 
-def selftalk(seed: Prompt, *, random_seed: int, rules: DropRules, rounds: int) -> ChatSteps:
-    """Answer the first turn of `seed`, then ask on in the user's name (SPEC 2, self-talk).
+def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int) -> ChatSteps:
+    """Answer the first turn of `prompt`, then let the model write the user's turns as well (Medusa, Self-Distillation).
 
-    It ends after `rounds` answers, with an answer that `rules` drop, with a user's turn that is blank or cut off
-    by a limit, or with a turn that its speaker has said before. A question that is left without an answer is
-    removed.
+    It ends after `rounds` answers, with an answer dropped by `rules`, with a blank or truncated user turn, or when a
+    speaker repeats one of its messages. A question without an answer is removed.
     """
-    talk = GeneratedChat(seed)
-    asked = Message("user", seed.turns[0])
+    chat = GeneratedChat(prompt)
+    question = Message("user", prompt.turns[0])
     while True:
-        answer = yield Request((*talk.messages, asked), turn_seed(random_seed, seed.id, talk.turns))
-        why = rules.why_dropped(answer) or _repeats(talk, "assistant", answer.text)
-        if why is not None:
-            talk.drop(why, 1)
-            return talk
-        talk.add(asked, answer)
-        if talk.turns == rounds:
-            return talk
-        name = f"user {talk.turns}"
-        said = yield Request(tuple(talk.messages), turn_seed(random_seed, seed.id, name), speaker="user")
-        if said.finish_reason != "stop" or not said.text.strip() or _repeats(talk, "user", said.text):
-            return talk  # nothing that was asked for is lost: the model has no more to say
-        asked = Message("user", said.text)
+        answer = yield Request((*chat.messages, question), turn_seed(random_seed, prompt.id, chat.turns))
+        reason = rules.drop_reason(answer) or _repeats(chat, "assistant", answer.text)
+        if reason is not None:
+            chat.drop(reason, 1)
+            return chat
+        chat.add(question, answer)
+        if chat.turns == rounds:
+            return chat
+        name = f"user {chat.turns}"
+        user_turn = yield Request(tuple(chat.messages), turn_seed(random_seed, prompt.id, name), speaker="user")
+        text = user_turn.text
+        if user_turn.finish_reason != "stop" or not text.strip() or _repeats(chat, "user", text):
+            return chat  # no dropped turn: the model has ended the conversation
+        question = Message("user", text)
 
 
-def _repeats(talk: GeneratedChat, role: str, text: str) -> DropReason | None:
-    """Whether `role` has said so before, white space and case apart."""
-    earlier = {_plain(message.content) for message in talk.messages if message.role == role}
-    return "repeated" if _plain(text) in earlier else None
+def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
+    """Return the random seed of one turn: 63 bits of a hash of the run's seed, conversation id and turn."""
+    digest = hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _plain(text: str) -> str:
+def _repeats(chat: GeneratedChat, role: str, text: str) -> DropReason | None:
+    """Return "repeated" if an earlier message of `role` is equal up to case and white space."""
+    earlier = {_normalized(message.content) for message in chat.messages if message.role == role}
+    return "repeated" if _normalized(text) in earlier else None
+
+
+def _normalized(text: str) -> str:
     return " ".join(text.split()).casefold()

@@ -1,4 +1,4 @@
-"""The engine that asks a chat server, many requests at a time. Knows no model, no seeds, no files and no torch."""
+"""The engine that sends concurrent requests to an OpenAI-compatible server."""
 
 from __future__ import annotations
 

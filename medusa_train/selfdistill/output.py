@@ -1,7 +1,7 @@
-"""The output file: one JSON line per conversation, appended whole, and resumed after any kind of end.
+"""The output file of self-distillation: append-only JSON Lines that a run can resume.
 
-Knows nothing of models or seeds. Beside `NAME.jsonl` stand `NAME.settings.json`, how it was made, and
-`NAME.dropped.jsonl`, the conversations of which nothing was left, so that they are not tried again.
+Beside `NAME.jsonl` are `NAME.settings.json`, the settings that it was generated with, and `NAME.dropped.jsonl`, the ids
+of conversations without any kept answer, which a resumed run does not try again.
 """
 
 from __future__ import annotations
@@ -49,33 +49,34 @@ def _index(path: Path) -> dict[str, tuple[int, int]]:
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}:{number}: not a conversation (a JSON object with an id); "
-                "fix or delete the file, or select_prompts another output"
+                "fix or delete the file, or choose another output"
             ) from None
     return index
 
 
 class OutputWriter:
-    """Appends conversations to `output`; knows which ones an earlier run has finished.
+    """Appends conversations to an output file, and tracks those of earlier runs.
 
     Args:
-        output: the JSONL file. settings: everything that the conversations depend on.
+        output: the JSONL file.
+        settings: everything that the conversations depend on.
 
     Attributes:
         done: ids of the finished conversations, dropped ones included.
         lines, dropped: the two files.
 
     Raises:
-        ConfigError: `output` was made with other settings, or holds lines and no settings stand beside it.
-        DataError: it holds lines that are not ours, or another process writes to it.
+        ConfigError: `output` was generated with other settings, or its settings file is missing.
+        DataError: a line is not a conversation, or another process has the file open.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
-        _are_stored(output, settings)  # before a file that may be somebody else's is opened and mended
+        _check_settings(output, settings)  # before opening, which truncates an incomplete last line
         self.lines = IndexedLines(output)
         try:
-            # again, and stored, while no other process can begin or go on with other ones
-            if not _are_stored(output, settings):
+            # check again under the lock
+            if not _check_settings(output, settings):
                 write_settings(output, settings)
             self.dropped = IndexedLines(dropped_path(output))
         except BaseException:
@@ -89,14 +90,14 @@ class OutputWriter:
         self.lines.append(record)
 
     def drop(self, record: Mapping[str, Any]) -> None:
-        """Note a conversation of which nothing is left."""
+        """Append the id of a conversation without any kept answer."""
         self._mark(record)
         self.dropped.append(record)
 
     def _mark(self, record: Mapping[str, Any]) -> None:
         name = str(record["id"])
         if name in self.done:
-            raise ValueError(f"conversation {name} is written already")
+            raise ValueError(f"conversation {name} was already written")
         self.done.add(name)
 
     def __enter__(self) -> OutputWriter:
@@ -105,7 +106,7 @@ class OutputWriter:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.lines.close()
         self.dropped.close()
-        if not self.done:  # nothing was made, so nothing is worth keeping settings for
+        if not self.done:  # nothing was generated
             settings_path(self.output).unlink(missing_ok=True)
         for file in (self.lines, self.dropped):
             if file.path.stat().st_size == 0:
@@ -113,69 +114,70 @@ class OutputWriter:
 
 
 def settings_path(output: Path) -> Path:
-    """The file beside `output` that says how it was made."""
+    """Return the path of the settings of `output`."""
     return output.with_suffix(".settings.json")
 
 
 def dropped_path(output: Path) -> Path:
-    """The file beside `output` that names the conversations of which nothing was left."""
+    """Return the path of the file of conversations without any kept answer."""
     return output.with_suffix(".dropped.jsonl")
 
 
 def has_conversations(output: Path) -> bool:
-    """Whether any conversation is finished in `output`, written or dropped."""
+    """Return whether any conversation of `output` is finished, written or dropped."""
     return any(file.exists() and file.stat().st_size for file in (output, dropped_path(output)))
 
 
 def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Store the settings beside `output`, whole or not at all."""
+    """Write the settings of `output` atomically."""
     replace_text(settings_path(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n")
 
 
-def _are_stored(output: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether `settings` stand beside `output`, as they have to before its first line is written.
+def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
+    """Check `settings` against the stored ones; return whether these exist and are equal.
 
     Raises:
-        ConfigError: `output` was made with others, or nobody knows how, or it has not the name of a JSONL file.
+        ConfigError: `output` holds conversations generated with other settings or without a settings file, or has
+            another suffix than .jsonl.
     """
     if output.suffix != ".jsonl":
-        raise ConfigError(f"output {output}: its name has to end with .jsonl")
+        raise ConfigError(f"output {output}: the file name has to end with .jsonl")
     path = settings_path(output)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         stored = None
     except ValueError:
-        raise ConfigError(f"{path}: not valid JSON; mend it, or name another output") from None
-    made = has_conversations(output)
-    if made and stored is None:
-        raise ConfigError(f"output {output}: it exists, and no {path.name} says how it was made; name another output")
+        raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
+    generated = has_conversations(output)
+    if generated and stored is None:
+        raise ConfigError(f"output {output}: the file exists without its settings {path.name}; choose another output")
     if stored is not None and (differing := _differing(stored, settings)):
-        if made:
+        if generated:
             raise ConfigError(_differences(output, differing, stored, settings))
-        return False  # nothing was made with them
+        return False  # no conversation depends on them
     return stored is not None
 
 
 def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Names of the settings that are not the same; one that is not there says no more than None."""
+    """Return the names of settings that differ; a missing one equals None."""
     return [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
 
 
 def _differences(output: Path, differing: Sequence[str], stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    lines = [f"  {name}: {stored.get(name)!r} there, {settings.get(name)!r} now" for name in differing]
+    lines = [f"  {name}: {stored.get(name)!r} in the file, {settings.get(name)!r} now" for name in differing]
     return "\n".join(
         [
-            f"output {output}: it holds conversations made with other settings",
+            f"output {output}: it holds conversations generated with other settings",
             *lines,
-            "Name another output=FILE.jsonl, or delete this one and the files beside it.",
+            "Choose another output=FILE.jsonl, or delete this one with its settings and dropped files.",
         ]
     )
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a union holds: `conversations`, those `dropped` whole, seeds still `missing`, from `parts` files."""
+    """Counts of a merge: input files, conversations, conversations without a kept answer, unanswered prompts."""
 
     parts: int
     conversations: int
@@ -184,29 +186,29 @@ class MergeResult:
 
 
 def shard_output(output: Path, shard: Shard | None) -> Path:
-    """Where a part's conversations go: `NAME.shard-1-of-4.jsonl` beside `NAME.jsonl`."""
+    """Return the output file of a shard, `NAME.shard-1-of-4.jsonl` beside `NAME.jsonl`."""
     if shard is None:
         return output
     return output.with_name(f"{output.stem}.shard-{shard.index}-of-{shard.count}{output.suffix}")
 
 
 def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) -> MergeResult:
-    """Write the conversations of all shards beside `output`, and those in it, to `output`, in the order of the seeds.
+    """Merge the outputs of all shards, and `output` itself, into `output`, in the order of the prompts.
 
-    A conversation that several files hold is taken once. The shards stay, and merging again after they went on is
-    fine. A later run without a shard goes on with what is missing.
+    Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a run without a shard
+    generates what is missing.
 
     Raises:
-        DataError: there is nothing to merge, or a process still writes to a part.
-        ConfigError: a part was made with other settings.
+        DataError: there is nothing to merge, or a process still writes to a shard.
+        ConfigError: a shard was generated with other settings.
     """
     parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
     if not parts:
-        raise DataError(f"{output}: nothing to merge, there is no {shard_output(output, Shard(1, 2)).name} or the like")
+        raise DataError(f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}")
     with ExitStack() as stack:
         writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
-        written = _first_places(writer.lines for writer in writers)
-        dropped = _first_places(writer.dropped for writer in writers)
+        written = _index_lines(writer.lines for writer in writers)
+        dropped = _index_lines(writer.dropped for writer in writers)
         lines = [written[name] for name in _ordered(written, seed_ids)]
         notes = [dropped[name] for name in _ordered(dropped, seed_ids) if name not in written]
         write_settings(output, settings)
@@ -218,35 +220,35 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
 
 
 def _shards_of(output: Path) -> list[Path]:
-    """The outputs of shards beside `output`, known by their settings: one may hold dropped conversations alone."""
+    """Return the shards of `output`, found by their settings: a shard may have dropped conversations only."""
     pattern = re.compile(re.escape(output.stem) + r"\.shard-\d+-of-\d+\.settings\.json")
-    found = [path for path in sorted(output.parent.glob("*.settings.json")) if pattern.fullmatch(path.name)]
-    return [path.with_name(path.name.removesuffix(".settings.json") + output.suffix) for path in found]
+    settings = [path for path in sorted(output.parent.glob("*.settings.json")) if pattern.fullmatch(path.name)]
+    return [path.with_name(path.name.removesuffix(".settings.json") + output.suffix) for path in settings]
 
 
-_Place = tuple[Path, int, int]
+_Line = tuple[Path, int, int]
 
 
-def _first_places(files: Iterable[IndexedLines]) -> dict[str, _Place]:
-    """(file, offset, length) of each line by its id; where several files hold it, the first."""
-    places: dict[str, _Place] = {}
+def _index_lines(files: Iterable[IndexedLines]) -> dict[str, _Line]:
+    """Return (file, offset, length) of each line by its id; of duplicates, the first."""
+    lines: dict[str, _Line] = {}
     for file in files:
         for name, (offset, length) in file.index.items():
-            places.setdefault(name, (file.path, offset, length))
-    return places
+            lines.setdefault(name, (file.path, offset, length))
+    return lines
 
 
 def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:
-    """`names` in the order of the seeds, then those that are none of the seeds (any more)."""
-    known = set(seed_ids)
-    return [*(name for name in seed_ids if name in names), *(name for name in names if name not in known)]
+    """Sort ids by the order of the prompts; ids that are no longer among the prompts come last."""
+    prompt_ids = set(seed_ids)
+    return [*(name for name in seed_ids if name in names), *(name for name in names if name not in prompt_ids)]
 
 
-def _read(places: Iterable[_Place]) -> Iterator[bytes]:
-    """The lines at `places`, one after the other."""
+def _read(lines: Iterable[_Line]) -> Iterator[bytes]:
+    """Yield the bytes of each line."""
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
-        for path, offset, length in places:
+        for path, offset, length in lines:
             if path not in files:
                 files[path] = stack.enter_context(path.open("rb"))
             files[path].seek(offset)

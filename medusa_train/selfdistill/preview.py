@@ -1,4 +1,4 @@
-"""What `--dry-run` shows: the first prompts as whoever answers would get them. Loads no weights, asks no server."""
+"""Output for the terminal: first prompts (`--dry-run`), progress and summary."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from medusa_train.selfdistill.run import RunStats, build_mode, model_name, resol
 SHOWN = 3
 
 
-def preview(cfg: SelfDistillConfig, seeds: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
-    """(title, text) of the first request of each of the first seeds.
+def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of the first request of each of the first prompts.
 
     Raises:
-        BackboneError, DataError, ConfigError: there is no such model, or no chat template that takes the chat.
+        BackboneError, DataError, ConfigError: the model does not exist, or has no suitable chat template.
     """
-    requests = [(seed, next(build_mode(cfg)(seed))) for seed in seeds[:SHOWN]]
+    requests = [(prompt, next(build_mode(cfg)(prompt))) for prompt in prompts[:SHOWN]]
     if cfg.engine == "openai":
-        yield from ((_title(seed), _body(cfg, request)) for seed, request in requests)
+        yield from ((_title(prompt), _body(cfg, request)) for prompt, request in requests)
         return
     from transformers import AutoTokenizer
 
@@ -37,14 +37,14 @@ def preview(cfg: SelfDistillConfig, seeds: Sequence[Prompt]) -> Iterator[tuple[s
     tokenizer = AutoTokenizer.from_pretrained(
         where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_unreachable()
     )
-    speakers = ChatPrompting(tokenizer, paths.chat_template)
-    for seed, request in requests:
-        yield f"{_title(seed)}, {len(speakers.prompt(request))} tokens", speakers.text(request)
+    prompting = ChatPrompting(tokenizer, paths.chat_template)
+    for prompt, request in requests:
+        yield f"{_title(prompt)}, {len(prompting.prompt(request))} tokens", prompting.text(request)
 
 
-def _title(seed: Prompt) -> str:
-    turns = f"{len(seed.turns)} turns" if len(seed.turns) > 1 else "1 turn"
-    return f"{seed.id} ({seed.source}), {turns}"
+def _title(prompt: Prompt) -> str:
+    turns = f"{len(prompt.turns)} turns" if len(prompt.turns) > 1 else "1 turn"
+    return f"{prompt.id} ({prompt.source}), {turns}"
 
 
 def _body(cfg: SelfDistillConfig, request: Request) -> str:
@@ -62,27 +62,27 @@ def describe(stats: RunStats) -> str:
     return ", ".join(parts)
 
 
-def summary(stats: RunStats, figures: Mapping[str, str] | None = None) -> Table:
-    """The table at the end of a run, with the `figures` of its engine below."""
+def summary(stats: RunStats, engine_stats: Mapping[str, str] | None = None) -> Table:
+    """Return the table at the end of a run, with the statistics of its engine in the last rows."""
     table = Table(title="self-distillation", title_justify="left", show_header=False)
-    table.add_column("what")
-    table.add_column("how many", justify="right")
-    rows: list[tuple[str, str]] = [("seed conversations", f"{stats.total:,}")]
+    table.add_column("name")
+    table.add_column("value", justify="right")
+    rows: list[tuple[str, str]] = [("prompts", f"{stats.total:,}")]
     if stats.earlier:
         rows.append(("done by an earlier run", f"{stats.earlier:,}"))
     rows += [("conversations written", f"{stats.written:,}"), ("answers in them", f"{stats.turns:,}")]
     if stats.cut:
-        rows.append(("of them shorter than their seed", f"{stats.cut:,}"))
+        rows.append(("of them with dropped turns", f"{stats.cut:,}"))
     if stats.looping:
-        rows.append(("answers that loop", f"{stats.looping:,}"))
+        rows.append(("looping answers", f"{stats.looping:,}"))
     if stats.empty:
-        rows.append(("conversations with no answer left", f"{stats.empty:,}"))
+        rows.append(("conversations without kept answers", f"{stats.empty:,}"))
     rows += [(f"dropped turns: {why}", f"{count:,}") for why, count in sorted(stats.dropped.items())]
     rows += [
         ("tokens generated", f"{stats.tokens:,}"),
         ("time", duration(stats.seconds)),
         ("tokens per second", f"{stats.tokens_per_s:,.0f}"),
-        *(figures or {}).items(),
+        *(engine_stats or {}).items(),
     ]
     for row in rows:
         table.add_row(*row)

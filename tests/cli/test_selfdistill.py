@@ -62,8 +62,8 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
 
     result = runner.invoke(app, [*flags, "seed=1", "--chat-template", "zephyr"])
     assert result.exit_code == 2
-    assert "seed: 42 there, 1 now" in result.output
-    assert "chat_template: None there, 'zephyr' now" in result.output
+    assert "seed: 42 in the file, 1 now" in result.output
+    assert "chat_template: None in the file, 'zephyr' now" in result.output
 
 
 def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

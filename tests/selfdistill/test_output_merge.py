@@ -80,7 +80,7 @@ def test_other_settings_no_shards_and_running_shards_are_refused(tmp_path: Path)
     fill(shard_output(tmp_path / "out.other.jsonl", Shard(1, 2)), ["c9"], settings={"model": "x"})
     with OutputWriter(shard_output(out, Shard(1, 2)), SETTINGS), pytest.raises(DataError, match="another process"):
         merge(out, SETTINGS, SEEDS)
-    with pytest.raises(ConfigError, match="model: 'm' there, 'n' now"):
+    with pytest.raises(ConfigError, match="model: 'm' in the file, 'n' now"):
         merge(out, {"model": "n"}, SEEDS)
     assert not out.exists()
     assert merge(out, SETTINGS, SEEDS).conversations == 1
