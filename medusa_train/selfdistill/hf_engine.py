@@ -20,12 +20,12 @@ from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.trees.tree import Tree
 
-POOL = 4  # batches of requests at hand, so that those of like lengths can be picked
-JOIN = 4  # as many places as this share of a batch are free before others join: each time costs a pass over the prompts
+POOL_BATCHES = 4  # batches of requests to keep waiting, so that prompts of similar length can be batched
+REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Pending:
     request_id: int
     request: Request
     prompt: list[int]
@@ -43,32 +43,34 @@ class _Speed:
 
     @property
     def ratio(self) -> float:
-        """How many times faster the heads make it."""
+        """Speedup by the heads."""
         return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
 
 
 class HFEngine:
-    """The backbone itself.
+    """Generates answers with a backbone loaded in this process.
 
-    Without a draft a batch stays full: as answers are done, requests that wait take their places. With one, a batch is
-    answered to its end before the next one begins.
+    Without a draft, batching is continuous: waiting requests replace finished ones. With a draft, a batch is completed
+    before the next one starts.
 
-    In float32 and float64 an answer does not depend on the batch that it is made in: one that hangs on rounding (see
-    `exactness`) is made again alone. Sampled answers come from a generator of their own, by the request's seed.
+    In float32 and float64 an answer does not depend on its batch: one that rounding may have changed (see `is_certain`)
+    is generated again alone. Every request has its own random generator, seeded by the request.
 
     Args:
-        backbone: who answers. max_new_tokens: longest answer.
-        temperature: 0 for greedy decoding. top_p, top_k: of sampling; 1 and 0 for all tokens.
-        chat_template: name of the template that chats are written in; None for the tokenizer's own.
-        batch_size: conversations in one pass; with 1 answers come in the order of the requests.
-        draft, tree: heads that speculate, if any. Their greedy answers are the backbone's own up to rounding; sampled
-            ones follow its distribution, but are other draws than without heads.
-        exact: make answers again that hang on rounding, where answers are made in batches without a draft.
-        compare: so many of the first answers are made without heads too, to tell how much faster these are.
+        backbone: the model.
+        max_new_tokens: maximum length of an answer.
+        temperature: 0 for greedy decoding.
+        top_p, top_k: sampling filters; 1 and 0 disable them.
+        chat_template: name of a built-in template; None for the tokenizer's.
+        batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
+        draft, tree: heads for speculative decoding. Greedy answers equal the backbone's up to rounding; sampled ones
+            follow its distribution, but differ from those without heads.
+        exact: generate answers again that rounding may have changed, in batches without a draft.
+        compare: number of first answers that are also generated without heads, to measure the speedup.
 
     Raises:
-        ConfigError: no template of that name.
-        DataError: the backbone's tokenizer has no chat template, and none was named.
+        ConfigError: unknown template.
+        DataError: the tokenizer has no chat template, and none was named.
     """
 
     def __init__(
@@ -102,48 +104,48 @@ class HFEngine:
         self._warm = False
         self._steps = self._stepped = 0
         self._again = 0
-        self._waiting: list[_Asked] = []
-        self._underway: dict[int, _Asked] = {}
+        self._waiting: list[_Pending] = []
+        self._underway: dict[int, _Pending] = {}
         self._finished: deque[tuple[int, Answer]] = deque()
 
     @property
     def capacity(self) -> int:
-        """A few batches, of which requests of like lengths are picked; a single one where there are no batches."""
-        return 1 if self.batch_size == 1 else POOL * self.batch_size
+        """A few batches of requests, from which prompts of similar length are batched; 1 for batch size 1."""
+        return 1 if self.batch_size == 1 else POOL_BATCHES * self.batch_size
 
     def submit(self, request_id: int, request: Request) -> None:
-        """Keep a request until `next` answers it."""
+        """Queue a request; `next` generates its answer."""
         try:
             prompt = self._prompting.prompt(request)
         except DataError:
-            # a chat that the template does not take must not end the run
+            # a chat that the template rejects must not end the run
             self._finished.append((request_id, Answer("", "refused", 0, 0)))
             return
         if len(prompt) > self.backbone.max_context:
             self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
         else:
-            self._waiting.append(_Asked(request_id, request, prompt))
+            self._waiting.append(_Pending(request_id, request, prompt))
 
     def next(self) -> tuple[int, Answer]:
-        """The next answer; where none is ready, makes those of a batch or takes one on until some are."""
+        """Return the next answer, generating until one is finished."""
         while not self._finished:
             if self._batch is None:
-                asked = self._pick(self.batch_size)
-                made = self._make(asked)
+                requests = self._pick(self.batch_size)
+                outputs = self._complete_batch(requests)
             else:
-                asked, made = self._go_on(self._batch)
-            for one, out in zip(asked, made, strict=True):
-                answer = self._prompting.answer(one.request, len(one.prompt), out.tokens, out.finish)
-                self._finished.append((one.request_id, answer))
+                requests, outputs = self._step(self._batch)
+            for pending, out in zip(requests, outputs, strict=True):
+                answer = self._prompting.answer(pending.request, len(pending.prompt), out.tokens, out.finish)
+                self._finished.append((pending.request_id, answer))
         return self._finished.popleft()
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Verification passes so far, and the steps of answers that were taken in them."""
+        """Forward passes so far, and decoding steps of answers in them."""
         return self._decoder.passes, self._steps
 
     def stats(self) -> Mapping[str, str]:
-        """What the heads were worth, and how many answers of a batch hung on rounding."""
+        """Return the heads' speedup, and the number of answers generated again."""
         figures = {}
         if self._steps and self._decoder is not self._plain:
             figures["tokens per step"] = f"{self._stepped / self._steps:.2f}"
@@ -154,10 +156,10 @@ class HFEngine:
         return figures
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there are no resources to release."""
 
-    def _pick(self, count: int) -> list[_Asked]:
-        """The oldest request and those whose prompts are nearest to its in length, in the order of asking."""
+    def _pick(self, count: int) -> list[_Pending]:
+        """Take the oldest request and those with the most similar prompt lengths from the queue, in order."""
         oldest, *others = self._waiting
         others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
         picked = {asked.request_id for asked in (oldest, *others[: count - 1])}
@@ -165,10 +167,10 @@ class HFEngine:
         self._waiting = [asked for asked in self._waiting if asked.request_id not in picked]
         return found
 
-    def _go_on(self, batch: Batch) -> tuple[list[_Asked], list[Generation]]:
-        """Let requests that wait join where there is room, take all rows a step on: those that are done by now."""
+    def _step(self, batch: Batch) -> tuple[list[_Pending], list[Generation]]:
+        """Refill free rows, run one decoding step, and return the requests that are finished."""
         free = self.batch_size - len(batch.active)
-        if self._waiting and free * JOIN >= self.batch_size:
+        if self._waiting and free * REFILL_FRACTION >= self.batch_size:
             joining = self._pick(free)
             generators = [self._generator(asked) if self.sampling else None for asked in joining]
             batch.add_requests(
@@ -180,10 +182,10 @@ class HFEngine:
         made = [out for _, out in done]
         self._steps += sum(out.steps for out in made)
         if self._exact:
-            made = [self._certain(one, out) for one, out in zip(asked, made, strict=True)]
+            made = [self._verified(one, out) for one, out in zip(asked, made, strict=True)]
         return asked, made
 
-    def _make(self, batch: Sequence[_Asked]) -> list[Generation]:
+    def _complete_batch(self, batch: Sequence[_Pending]) -> list[Generation]:
         started = time.perf_counter()
         made = self._generate(self._decoder, batch)
         seconds = time.perf_counter() - started
@@ -193,17 +195,17 @@ class HFEngine:
             self._compare_with_plain(batch, made, seconds)
         return made
 
-    def _generate(self, decoder: BatchDecoder, batch: Sequence[_Asked]) -> list[Generation]:
+    def _generate(self, decoder: BatchDecoder, batch: Sequence[_Pending]) -> list[Generation]:
         generators = [self._generator(asked) for asked in batch] if self.sampling else None
         prompts = [asked.prompt for asked in batch]
         return decoder.generate_batch(prompts, self.max_new_tokens, rule=self.sampling, generators=generators)
 
-    def _generator(self, asked: _Asked) -> torch.Generator:
-        """Of the CPU, so that the same numbers come on every device."""
+    def _generator(self, asked: _Pending) -> torch.Generator:
+        """Return a CPU generator, for the same numbers on every device."""
         return torch.Generator().manual_seed(asked.request.seed)
 
-    def _certain(self, asked: _Asked, made: Generation) -> Generation:
-        """The answer, or the one made alone where rounding may have decided a token of it."""
+    def _verified(self, asked: _Pending, made: Generation) -> Generation:
+        """Return the answer, or one generated alone if rounding may have changed a token."""
         generator = self._generator(asked) if self.sampling else None
         if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
             return made
@@ -212,8 +214,8 @@ class HFEngine:
         self._steps += again.steps
         return again
 
-    def _compare_with_plain(self, batch: Sequence[_Asked], made: Sequence[Generation], seconds: float) -> None:
-        """Make a batch without heads too; the first one warms up and is not counted."""
+    def _compare_with_plain(self, batch: Sequence[_Pending], made: Sequence[Generation], seconds: float) -> None:
+        """Generate a batch without heads too; the first one is warm-up and not counted."""
         started = time.perf_counter()
         plain = self._generate(self._plain, batch)
         plain_seconds = time.perf_counter() - started
@@ -227,10 +229,10 @@ class HFEngine:
         self._speed.plain_seconds += plain_seconds
 
 
-#: How far rounding may move a logit, relative to the largest: ten times what was seen. Other dtypes promise nothing.
+#: Bound on the rounding error of a logit, relative to the largest: ten times the largest error observed.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
-_SUMS = 1e-12  # how far rounding may move a sum of probabilities in double precision
-_ROWS = 256  # positions whose logits are in memory at a time
+_SUMS = 1e-12  # bound on the rounding error of a sum of probabilities in float64
+_ROWS = 256  # positions per chunk of logits
 
 
 @torch.inference_mode()
@@ -241,22 +243,23 @@ def is_certain(
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
 ) -> bool:
-    """Whether no token of an answer hangs on rounding.
+    """Return whether rounding errors cannot have changed any token of an answer.
 
     Args:
-        prompt, tokens: what was continued, and with what. sampling: None for greedy decoding.
-        generator: in the state in which the answer was begun, one number having been drawn for each token.
+        prompt, tokens: the prompt and the answer.
+        sampling: None for greedy decoding.
+        generator: in its state before the answer, from which one number was drawn per token.
 
     Raises:
-        KeyError: the backbone computes in a dtype of which nothing is promised.
+        KeyError: there is no bound (`ROUNDING`) for the backbone's dtype.
     """
     read = torch.tensor([[*prompt, *tokens[:-1]]], device=backbone.device)
     hidden = backbone.run(read).hidden[0, len(prompt) - 1 :]
     chosen = torch.tensor(tokens, device=backbone.device)
     u = None
     if sampling is not None:
-        assert generator is not None  # whoever samples has one
-        # One by one, as they were drawn: a generator gives other numbers when asked for many at once.
+        assert generator is not None  # required for sampling
+        # one by one, as in generation: drawing many at once gives other numbers
         numbers = [torch.rand(1, generator=generator, dtype=torch.float64, device=generator.device) for _ in tokens]
         u = torch.cat(numbers).to(backbone.device)
     for start in range(0, len(tokens), _ROWS):
@@ -273,13 +276,13 @@ def is_certain(
 
 
 def _surely_best(logits: Tensor, tokens: Tensor, error: Tensor) -> Tensor:
-    """Whether each token [N] is the argmax of logits [N, V] by more than twice `error` [N, 1]."""
+    """Return whether each token [N] is the argmax of logits [N, V] by more than twice `error` [N, 1]."""
     best, place = logits.topk(2)
     return (place[:, 0] == tokens) & (best[:, 0] - best[:, 1] > 2 * error[:, 0])
 
 
 def _surely_drawn(logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling, error: Tensor) -> Tensor:
-    """Whether inversion at `u` [N] gives the tokens [N], however the logits are moved within `error` [N, 1]."""
+    """Return whether inversion sampling at `u` [N] gives the tokens [N] for all logits within `error` [N, 1]."""
     warped = sampling.warp(logits)
     shift = error / sampling.temperature
     mass = warped.softmax(-1).cumsum(-1)
@@ -293,16 +296,15 @@ def _surely_drawn(logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling,
 
 
 def _moved(mass: Tensor, shift: Tensor) -> Tensor:
-    """How far probabilities of sets of tokens may move when each logit / T moves by `shift` at most.
+    """Bound the change of probabilities `mass` of token sets when each logit / T changes by at most `shift`.
 
-    Odds change by a factor between exp(-2 shift) and exp(2 shift), so that sets that are nearly sure, or nearly
-    impossible, hardly move.
+    Odds change by a factor between exp(-2 shift) and exp(2 shift), so probabilities near 0 or 1 hardly change.
     """
     return mass * (1 - mass) * torch.expm1(2 * shift) + _SUMS
 
 
 def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor) -> Tensor:
-    """Whether the same tokens fall to top-k and top-p however logits / T are moved within `shift` [N, 1]."""
+    """Return whether top-k and top-p keep the same tokens for all logits / T within `shift` [N, 1]."""
     sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     scaled = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -313,7 +315,7 @@ def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor) -> Tensor:
         rising = scaled.sort(-1).values
         mass = rising.softmax(-1).cumsum(-1)
         sure &= ((mass - (1 - sampling.top_p)).abs() > _moved(mass, shift)).all(-1)
-        # What is left or cut must not change places either: the least kept and the best cut are told apart.
+        # the least probable kept token and the most probable cut one must not swap either
         kept = (mass > 1 - sampling.top_p).int().argmax(-1, keepdim=True)
         edge = rising.gather(-1, kept) - rising.gather(-1, (kept - 1).clamp(min=0))
         sure &= ((kept == 0) | (edge > 2 * shift))[:, 0]

@@ -13,14 +13,14 @@ from medusa_train.errors import ServerError
 from medusa_train.openai_client import OpenAIClient, RequestRejected
 from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
 
-_IN_A_ROW = 50  # refusals without an answer between them: then it is no matter of single chats
+_MAX_REJECTIONS = 50  # in a row; more of them cannot be due to single chats
 
 _Outcome = Answer | BaseException
 
 
 @dataclass(frozen=True)
 class ServerSampling:
-    """How the server draws; `top_p` 1 and `top_k` None are left unsaid, as not every server knows them."""
+    """Sampling parameters; `top_p` 1 and `top_k` None are not sent, since not every server supports them."""
 
     temperature: float
     max_new_tokens: int
@@ -28,7 +28,7 @@ class ServerSampling:
     top_k: int | None = None
 
     def body(self, model: str, request: Request) -> dict[str, Any]:
-        """The request as the server reads it. Seeds have 31 bits, which every server takes."""
+        """Return the request body. The seed is reduced to 31 bits, which every server accepts."""
         body: dict[str, Any] = {
             "model": model,
             "messages": [message.as_dict() for message in request.messages],
@@ -44,13 +44,14 @@ class ServerSampling:
 
 
 class OpenAIEngine:
-    """Any server with `/chat/completions`; requests are answered in whatever order it answers them.
+    """Generates answers with a server that has `/chat/completions`, in the order in which it responds.
 
     Args:
-        server: whom to ask. model: the name that it knows the model by. concurrency: requests at a time.
+        server: the client.
+        model: the model's name on the server.
+        concurrency: maximum number of concurrent requests.
 
-    Raises:
-        ServerError (from `next`): the server takes no request, or gives no answer for too long.
+    `next` raises ServerError if the server rejects all requests, or does not respond within the retry time.
     """
 
     def __init__(self, server: OpenAIClient, model: str, sampling: ServerSampling, concurrency: int) -> None:
@@ -68,15 +69,15 @@ class OpenAIEngine:
 
     @property
     def capacity(self) -> int:
-        """One request for each connection, so that none waits while another conversation could go on."""
+        """One request per connection."""
         return self.concurrency
 
     def submit(self, request_id: int, request: Request) -> None:
-        """Queue a request; the first ones start the threads that serve the queue."""
+        """Queue a request; the first ones start the worker threads."""
         self._open += 1
         self._todo.put((request_id, request))
         if len(self._threads) < self.concurrency:
-            # Daemons: an interrupted run does not wait for answers that may take minutes.
+            # daemons: an interrupted run does not wait for responses
             thread = threading.Thread(target=self._serve, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -105,7 +106,7 @@ class OpenAIEngine:
 
     def _check_refusals(self) -> None:
         nothing_else = not self._takes_some and len(self._held) == self._open
-        if self._refusals and (nothing_else or len(self._refusals) >= _IN_A_ROW):
+        if self._refusals and (nothing_else or len(self._refusals) >= _MAX_REJECTIONS):
             raise ServerError(
                 f"server {self.server.url}: it refused {len(self._refusals)} requests and answered none in between, "
                 f"the last: {self._refusals[-1]}"
@@ -116,7 +117,7 @@ class OpenAIEngine:
         return {"requests repeated": f"{self.server.retries:,}"} if self.server.retries else {}
 
     def close(self) -> None:
-        """Let go of the server."""
+        """Close the connections."""
         self.server.close()
 
     def _serve(self) -> None:
@@ -127,15 +128,15 @@ class OpenAIEngine:
     def _ask(self, request: Request) -> _Outcome:
         try:
             return _answer(self.server.complete(self.sampling.body(self.model, request)))
-        except BaseException as error:  # raised again by `next`, in the thread that somebody watches
+        except BaseException as error:  # `next` raises it in the main thread
             return error
 
 
 def _answer(content: Mapping[str, Any]) -> Answer:
-    """A chat completion as an answer; usage may be missing, then no tokens are counted."""
+    """Convert a chat completion; without `usage` the token counts are 0."""
     choice = content["choices"][0]
     text = choice["message"].get("content") or ""
-    # Half of a surrogate pair, which JSON can spell and UTF-8 cannot, becomes a question mark.
+    # replace lone surrogates, which JSON can escape and UTF-8 cannot encode
     text = str(text).encode("utf-8", "replace").decode("utf-8")
     usage = content.get("usage") or {}
     return Answer(
@@ -147,7 +148,7 @@ def _answer(content: Mapping[str, Any]) -> Answer:
 
 
 def _reason(finish: object) -> AnswerFinishReason:
-    """OpenAI's finish reasons; what is neither an end nor a limit (content_filter, tool_calls) is nothing to learn."""
+    """Map OpenAI's finish reasons; others than an end or limit (content_filter, tool_calls) count as refused."""
     if finish in ("stop", "eos", None):
         return "stop"
     return "length" if finish == "length" else "refused"
