@@ -8,10 +8,10 @@ from medusa_train.data.targets import IGNORE_INDEX
 from medusa_train.data.tokenize import Example
 
 
-def example(first: int, length: int, learnt: int) -> Example:
-    """Tokens first, first + 1, ...; the last `learnt` of them are supervised."""
+def example(first: int, length: int, supervised: int) -> Example:
+    """Tokens first, first + 1, ...; the last `supervised` of them are supervised."""
     tokens = torch.arange(first, first + length, dtype=torch.int32)
-    return Example(tokens, torch.arange(length) >= length - learnt, "", "", f"from {first}")
+    return Example(tokens, torch.arange(length) >= length - supervised, "", "", f"from {first}")
 
 
 def test_rows_of_one_document_each() -> None:

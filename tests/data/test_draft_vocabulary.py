@@ -1,4 +1,4 @@
-"""The draft vocabulary: what occurs most among the tokens that are learnt, and every end of a turn."""
+"""The draft vocabulary: what occurs most among the supervised tokens, and every end of a turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medusa_train.errors import ConfigError
 
 
 def text(*rows: tuple[list[int], str]) -> EncodedDataset:
-    """Conversations; of each token whether it is learnt (+) or only read (-)."""
+    """Conversations; of each token whether it is supervised (+) or not (-)."""
     examples = [
         Example(torch.tensor(ids, dtype=torch.int32), torch.tensor([c == "+" for c in mask]), str(i), str(i), "x")
         for i, (ids, mask) in enumerate(rows)
@@ -21,7 +21,7 @@ def text(*rows: tuple[list[int], str]) -> EncodedDataset:
     return EncodedDataset(examples, 0, DataReport(64))
 
 
-def test_only_what_is_learnt_counts() -> None:
+def test_only_supervised_tokens_count() -> None:
     counts = token_counts(text(([5, 5, 7, 1], "--++"), ([7, 2, 2], "-++")), 9)
     assert counts.tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0]
 

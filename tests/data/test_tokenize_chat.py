@@ -1,4 +1,4 @@
-"""The loss mask, shown as text: what is learnt stands in double brackets."""
+"""The loss mask, shown as text: supervised text is in double brackets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,16 +38,16 @@ EXPECTED = {
 
 
 def masked(encoder: ChatEncoder, conversation: Conversation) -> str:
-    """The tokens as text, those to be learnt in double brackets."""
+    """The tokens as text, supervised ones in double brackets."""
     encoded = encoder.encode(conversation)
     assert len(encoded.ids) == len(encoded.supervised)
     runs: list[tuple[bool, list[int]]] = []
-    for token, learnt in zip(encoded.ids, encoded.supervised, strict=True):
-        if not runs or runs[-1][0] != learnt:
-            runs.append((learnt, []))
+    for token, supervised in zip(encoded.ids, encoded.supervised, strict=True):
+        if not runs or runs[-1][0] != supervised:
+            runs.append((supervised, []))
         runs[-1][1].append(token)
-    texts = [(learnt, encoder.tokenizer.decode(ids)) for learnt, ids in runs]
-    return "".join(f"[[{text}]]" if learnt else text for learnt, text in texts)
+    texts = [(supervised, encoder.tokenizer.decode(ids)) for supervised, ids in runs]
+    return "".join(f"[[{text}]]" if supervised else text for supervised, text in texts)
 
 
 def unmarked(source: str) -> str:
@@ -55,7 +55,7 @@ def unmarked(source: str) -> str:
 
 
 @pytest.mark.parametrize("name", [None, *TEMPLATES])
-def test_only_answers_and_their_end_token_are_learnt(name: str | None, tokenizer: Any, chat: Chat) -> None:
+def test_only_answers_and_their_end_token_are_supervised(name: str | None, tokenizer: Any, chat: Chat) -> None:
     conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
     assert masked(ChatEncoder(tokenizer, name), conversation) == EXPECTED[name]
 
@@ -89,7 +89,7 @@ def test_the_other_templates_need_no_system_message(tokenizer: Any, chat: Chat) 
     assert masked(ChatEncoder(tokenizer, "mistral"), chat("Ask", "B")) == "<s>[INST] Ask [/INST][[ B</s>]]"
 
 
-def test_a_last_turn_of_the_users_is_not_learnt(tokenizer: Any, chat: Chat) -> None:
+def test_a_last_turn_of_the_users_is_not_supervised(tokenizer: Any, chat: Chat) -> None:
     encoder = ChatEncoder(tokenizer)
     text = "<s><user>Ask</s><|assistant|>[[B</s>]]<user>More</s>"
     assert masked(encoder, chat("Ask", "B", "More")) == text
@@ -99,7 +99,7 @@ def test_a_last_turn_of_the_users_is_not_learnt(tokenizer: Any, chat: Chat) -> N
     assert encoder.encode(chat("Ask")).trimmed().ids == []
 
 
-def test_a_token_across_the_border_is_learnt_with_its_word(make_tokenizer: Make, chat: Chat) -> None:
+def test_a_token_across_the_border_is_supervised_with_its_word(make_tokenizer: Make, chat: Chat) -> None:
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     encoder = ChatEncoder(make_tokenizer(source))

@@ -15,7 +15,7 @@ from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_d
 
 
 def reference(heads: Heads, feats: Features, batch: Rows, ahead: int = 1) -> Tensor:
-    """SPEC 1 on stacked logits [K, B, T, V]; `ahead` = 1 is right: head k predicts t + k + 1."""
+    """The Medusa-1 loss on stacked logits [K, B, T, V]; `ahead` = 1 is right: head k predicts t + k + 1."""
     stacked = torch.stack([hidden @ heads.outer[k].t() for k, hidden in enumerate(heads.head_states(feats, batch))])
     return sum(DECAY**k * mean_term(stacked[k - 1], batch, k, ahead=ahead) for k in range(1, K + 1))
 

@@ -60,7 +60,7 @@ class Joint:
         )
 
     def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, ahead: int = 1) -> Tensor:
-        """The two parts of SPEC 1's L; lambda0 is linear and the run half done."""
+        """The two terms of the Medusa-2 loss; lambda0 is linear and the run half done."""
         theirs = self.teacher.logits(self.teacher_feats.hidden)
         rho = 1.0 if recipe["lm"] == "kl" else recipe.get("rho", 0.0)
         total = mean_term(
