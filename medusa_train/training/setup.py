@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_layout import prepare_output_dir, write_config, writing
@@ -28,9 +30,18 @@ from medusa_train.training.backbone_recipe import (
     choose_attention,
     find_initial_heads,
 )
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.deepspeed_config import DEFAULT, complete_config, read_deepspeed, stage_of
+from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.load_data import TrainingData, validation_batches, with_template
-from medusa_train.training.optim import count_warmup_steps, warmup_warning
+from medusa_train.training.optim import (
+    EIGHT_BIT,
+    build_optimizer,
+    build_scheduler,
+    count_warmup_steps,
+    parameter_groups,
+    warmup_warning,
+)
+from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.state import (
     Plan,
     TrainState,
@@ -41,7 +52,7 @@ from medusa_train.training.state import (
     rng_states,
     seed_all,
 )
-from medusa_train.training.strategy import build_strategy
+from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
 from medusa_train.training.trainer import Trainer
 
 
@@ -225,3 +236,61 @@ def _describe_run(
     )
     if warning := warmup_warning(cfg.lr_scheduler, warmup, plan.total_steps):
         console.print(warning, style="yellow", highlight=False)
+
+
+def build_strategy(
+    cfg: TrainConfig,
+    draft: nn.Module,
+    recipe: BackboneRecipe,
+    total_steps: int,
+    warmup: int,
+    world: World,
+    console: Console,
+) -> Strategy:
+    """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
+
+    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
+    weights are partitioned from here on and must be read through `Strategy.gathered_params`.
+    """
+    configured = read_deepspeed(cfg)
+    config = DEFAULT if configured is None else configured
+    use_deepspeed = world.size > 1 or configured is not None
+    stage = stage_of(config)
+    name = cfg.optimizer
+    if name in EIGHT_BIT and use_deepspeed and stage > 0:
+        console.print(f"optimizer: ZeRO cannot partition the 8-bit states of {name}; using adamw_torch, partitioned")
+        name = "adamw_torch"
+    trained = list(recipe.parameters.values())
+    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
+    optimizer, notice = build_optimizer(name, groups, recipe.precision.device)
+    if notice:
+        console.print(notice)
+    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
+    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
+    if not use_deepspeed:
+        return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
+
+    from medusa_train.training.deepspeed import DeepSpeedStrategy
+
+    if world.size == 1:
+        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
+    default = " (default, deepspeed is not set)" if configured is None else ""
+    console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage}{default}")
+    backbone = recipe.backbone
+    return DeepSpeedStrategy(
+        draft,
+        backbone.model,
+        [*draft.parameters(), *backbone.output_embeddings.parameters()],
+        optimizer,
+        scheduler,
+        complete_config(config, cfg, world.size, backbone.hidden_size),
+        world,
+        loss_scale,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

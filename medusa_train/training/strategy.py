@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,17 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.objective import ObjectiveOutput
-from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.deepspeed_config import DEFAULT, complete_config, read_deepspeed, stage_of
-from medusa_train.training.distributed import World, init_distributed
-from medusa_train.training.optim import EIGHT_BIT, build_optimizer, build_scheduler, parameter_groups
-from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
@@ -245,61 +237,3 @@ def load_schedule_state(
     scheduler.load_state_dict({**state["scheduler"], **current})
     if loss_scale is not None and "loss_scale" in state:  # absent if the checkpoint was trained in another precision
         loss_scale.load_state_dict(state["loss_scale"])
-
-
-def build_strategy(
-    cfg: TrainConfig,
-    draft: nn.Module,
-    recipe: BackboneRecipe,
-    total_steps: int,
-    warmup: int,
-    world: World,
-    console: Console,
-) -> Strategy:
-    """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
-
-    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
-    weights are partitioned from here on and must be read through `Strategy.gathered_params`.
-    """
-    configured = read_deepspeed(cfg)
-    config = DEFAULT if configured is None else configured
-    use_deepspeed = world.size > 1 or configured is not None
-    stage = stage_of(config)
-    name = cfg.optimizer
-    if name in EIGHT_BIT and use_deepspeed and stage > 0:
-        console.print(f"optimizer: ZeRO cannot partition the 8-bit states of {name}; using adamw_torch, partitioned")
-        name = "adamw_torch"
-    trained = list(recipe.parameters.values())
-    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
-    optimizer, notice = build_optimizer(name, groups, recipe.precision.device)
-    if notice:
-        console.print(notice)
-    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
-    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
-    if not use_deepspeed:
-        return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
-
-    from medusa_train.training.deepspeed import DeepSpeedStrategy
-
-    if world.size == 1:
-        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
-    default = " (default, deepspeed is not set)" if configured is None else ""
-    console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage}{default}")
-    backbone = recipe.backbone
-    return DeepSpeedStrategy(
-        draft,
-        backbone.model,
-        [*draft.parameters(), *backbone.output_embeddings.parameters()],
-        optimizer,
-        scheduler,
-        complete_config(config, cfg, world.size, backbone.hidden_size),
-        world,
-        loss_scale,
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
