@@ -48,7 +48,7 @@ quality: install ## ruff, mypy and the import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: install ## let ruff mend what it can
+format: install ## format with ruff and apply its fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

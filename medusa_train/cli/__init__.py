@@ -1,1 +1,1 @@
-"""The four commands; thin, and everything heavy is imported inside the command."""
+"""The commands. Heavy imports happen inside the functions, so that usage errors appear at once."""

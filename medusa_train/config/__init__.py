@@ -1,1 +1,1 @@
-"""Configuration: the keys (schema.py), reading them (load.py) and finding files (paths.py). No torch in here."""
+"""The configuration of every command: keys, loading, constraints and generated documentation."""

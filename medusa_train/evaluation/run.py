@@ -105,7 +105,7 @@ def evaluate(
 
 @dataclass
 class ReportFiles:
-    """The files of the report, written anew whenever a further part is measured.
+    """The files of the report, rewritten whenever another part has been measured.
 
     Attributes:
         meta, extra: parts of report.json, filled in as they become known.

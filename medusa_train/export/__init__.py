@@ -1,1 +1,1 @@
-"""What a run trained, as directories that other programs load; knows no training and no decoding."""
+"""Export of trained heads and backbones to directories that other programs load."""

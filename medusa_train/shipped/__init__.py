@@ -1,1 +1,1 @@
-"""Where `configs/` and `data/` of the project lie in an installed wheel (pyproject.toml puts them here); else empty."""
+"""In a wheel this package holds `configs/` and `data/` (pyproject.toml); in a clone it is empty."""

@@ -1,1 +1,1 @@
-"""Training: the loop, its optimizer, its place in the data, and what a finished run leaves behind."""
+"""Training: setup, the training loop, distributed strategies, validation and the state of a run."""
