@@ -44,7 +44,7 @@ from shared import (  # noqa: E402
 )
 
 from medusa_train.checkpoint.heads import load_draft, read_heads  # noqa: E402
-from medusa_train.checkpoint.load import LoadedModel, load_tree, load_with_draft  # noqa: E402
+from medusa_train.checkpoint.load_model import LoadedModel, load_tree, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, heads_files, resolve_model  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.config.load import load_config  # noqa: E402

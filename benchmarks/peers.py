@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 from rich.console import Console  # noqa: E402
 from shared import backbone_note, machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
 
-from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E402
+from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from shared import machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
 
-from medusa_train.checkpoint.load import LoadedModel, load_with_draft  # noqa: E402
+from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.data.sources import open_seed_dataset  # noqa: E402
 from medusa_train.selfdistill.engines import Engine  # noqa: E402

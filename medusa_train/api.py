@@ -53,7 +53,7 @@ def load(
 
 def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    from medusa_train.checkpoint.load import load_with_draft
+    from medusa_train.checkpoint.load_model import load_with_draft
     from medusa_train.inference.model import Model
 
     loaded = load_with_draft(paths, dtype, compiled=compiled)

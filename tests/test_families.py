@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import TrainConfig
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
-from medusa_train.losses.fused_linear import linear_cross_entropy
+from medusa_train.losses.fused_losses import linear_cross_entropy
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.training.run import train
 from medusa_train.trees.tree import Tree

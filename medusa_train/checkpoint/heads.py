@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.reference import HeadTensors, from_reference, to_reference
+from medusa_train.checkpoint.reference_layout import HeadTensors, from_reference, to_reference
 from medusa_train.checkpoint.resolve import CONFIG, DRAFT, PICKLED, PREFIXES, SAFETENSORS, heads_files, heads_layout
 from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
-from medusa_train.checkpoint.vllm import from_vllm, to_vllm
+from medusa_train.checkpoint.vllm_layout import from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, write_failure
 from medusa_train.models.backbone import Backbone

@@ -27,7 +27,16 @@ from medusa_train.data.tokenize import ChatEncoder, Example, Outcome, encode_exa
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
-_CODE = ("cache", "chat_template", "conversation", "record_files", "records", "sources", "templates", "tokenize")
+_CODE = (
+    "builtin_templates",
+    "cache",
+    "chat_template",
+    "conversation",
+    "record_files",
+    "records",
+    "sources",
+    "tokenize",
+)
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, Span
 from medusa_train.data.conversation import Conversation, Message, Role
-from medusa_train.data.templates import TEMPLATES, get_template
 from medusa_train.errors import DataError
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
@@ -44,7 +44,7 @@ class ChatEncoder:
         tokenizer: a fast Hugging Face tokenizer.
         template: a name of `TEMPLATES`, or None for the tokenizer's own template.
         roles: whose words are supervised. The assistant's include the token that ends an answer.
-        everything: supervise every token, whoever wrote it.
+        train_on_inputs: supervise every token, whoever wrote it.
 
     Raises:
         ConfigError: unknown template.

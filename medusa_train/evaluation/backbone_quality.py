@@ -19,7 +19,7 @@ from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.validation_data import run_config, validation_conversations
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
+from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter

@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from medusa_train.checkpoint.load import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from medusa_train.checkpoint.load import load_base_model
+from medusa_train.checkpoint.load_model import load_base_model
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from medusa_train.checkpoint.load import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import TurnRecord, Verdict
 from medusa_train.inference.generate import Decoder

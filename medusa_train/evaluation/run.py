@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load import LoadedModel, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder

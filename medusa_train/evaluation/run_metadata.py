@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from medusa_train.checkpoint.load import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig
 
-from medusa_train.checkpoint.load import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError

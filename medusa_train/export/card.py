@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
 

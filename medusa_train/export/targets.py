@@ -13,8 +13,8 @@ import torch
 
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.serialize import read_json, read_tensors
-from medusa_train.checkpoint.vllm import loader_problems
-from medusa_train.data.templates import TEMPLATES
+from medusa_train.checkpoint.vllm_layout import loader_problems
+from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, write_failure

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
-from medusa_train.checkpoint.reference import HeadTensors, shared_block_warning
+from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.checkpoint.vllm import copy_lm_head
+from medusa_train.checkpoint.vllm_layout import copy_lm_head
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.export.card import model_card

@@ -99,10 +99,10 @@ def accept_rejection(
 
     The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals recursive rejection
     sampling (accept a child with probability min(1, p / q), else continue with the residual distribution; SpecInfer,
-    Multi-Step Speculative Sampling). The children are not drawn from the heads' softmax but are its top-k guesses, so q
-    = 1 at the child's token: the first child passes with probability p(x1), the next with p(x2) / (1 - p(x1)), and the
-    residual after all of them is p without them, which is the law of a single draw. With the heads' softmax as q the
-    tokens would not follow p; drawing children from the heads would only give fewer distinct ones.
+    Multi-Step Speculative Sampling). The children are the heads' top-k guesses and are not sampled, so q is 1 at
+    each child's token. The first child is accepted with probability p(x1), the next with p(x2) / (1 - p(x1)), and the
+    residual distribution is p without the children. Drawing y once from p gives the same probabilities. Using the
+    heads' softmax as q for children that were not sampled from it would change the output distribution.
 
     A token is drawn at every node although only those of the path are used: draws at different nodes are independent,
     and the host synchronises once.

@@ -219,7 +219,7 @@ class DecodingSession:
         return accepted
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order; see `BatchCache.take`."""
+        """Keep these rows only, in this order; see `BatchCache.select_rows`."""
         assert isinstance(self.cache, BatchCache)
         self.cache.select_rows(rows)
         if self._draft is not None:

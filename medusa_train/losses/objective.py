@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.targets import IGNORE_INDEX, shift_labels
-from medusa_train.losses.fused_linear import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
-from medusa_train.losses.projection import LMHeadLike
+from medusa_train.losses.fused_losses import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
+from medusa_train.losses.logits import LMHeadLike
 from medusa_train.losses.schedules import head_weight, lambda0
 
 
@@ -240,14 +240,6 @@ class Objective:
         return torch.where(rows < 0, IGNORE_INDEX, rows)
 
 
-class Medusa1Objective(Objective):
-    """`L = sum_k c^k * CE_k`, with a frozen backbone (Medusa, Medusa-1: Frozen Backbone)."""
-
-    def __init__(self, draft: DraftHeads, decay: float, *, soft_heads: float = 0.0) -> None:
-        """Configure the terms; see `Objective`. The teacher of `soft_heads` is the frozen backbone."""
-        super().__init__(draft, decay, soft_heads=soft_heads)
-
-
 class _TeacherStates:
     """A teacher's hidden states [B, T, d] and its lm_head."""
 
@@ -275,8 +267,8 @@ def _term(
 ) -> LossSums:
     """Return the sums of the predictor of token t + k + 1: `hidden` [B, T, d], `target` [B, T] (rows of the lm_head).
 
-    The batch is flattened, so that t + k may reach the next row; not where t + k + 1 is a valid target, which is in the
-    same row and document.
+    Rows are flattened, so t + k can point into the next row. That happens only where t + k + 1 is not a valid target,
+    and such positions are ignored.
     """
     hidden, target = hidden.flatten(0, -2), target.flatten()
     if teacher_states is None or not (divergence or share):

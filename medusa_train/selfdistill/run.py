@@ -93,7 +93,7 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
     """
     if cfg.engine == "openai":
         return _openai_engine(cfg)
-    from medusa_train.checkpoint.load import load_with_draft
+    from medusa_train.checkpoint.load_model import load_with_draft
     from medusa_train.selfdistill.hf_engine import HFEngine
 
     assert dtype is not None  # only a server has none

@@ -260,9 +260,10 @@ class DeepSpeedStrategy:
                 self._set_optimizer_state(parameter, key, saved[number][key])
 
     def _link_optimizer_state(self) -> None:
-        """Let parameters find their slices of the current optimizer state.
+        """Link every parameter to its slice of the current flat optimizer state (ZeRO 1 and 2).
 
-        ZeRO 1 and 2 do so themselves only once, when only the first parameter group has a state.
+        DeepSpeed creates these links only once, when only the first parameter group has a state, so they are created
+        again here.
         """
         if self._stage < 3:
             for parameters, flat in zip(self._groups, self._flat_groups(), strict=True):

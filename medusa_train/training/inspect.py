@@ -19,7 +19,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.data.tokenize import Example
-from medusa_train.losses.fused_linear import block_rows, chunk_rows
+from medusa_train.losses.fused_losses import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import LM_HEAD, linear_names

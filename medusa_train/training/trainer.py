@@ -161,7 +161,7 @@ class Trainer:
 
         Args:
             batch: the micro-batch, on this process's device.
-            counts: valid targets of the global batch per loss term, see `Objective.counts`.
+            counts: valid targets of the global batch per loss term, see `Objective.target_counts`.
         """
         feats = self.recipe.features(batch, self.draft.needs)
         teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else (None, None)

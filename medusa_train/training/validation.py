@@ -17,7 +17,7 @@ from medusa_train.data.dataset import Batch
 from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.inference.traces import MAX_RANK, Trace, rank_of, tokens_per_step
 from medusa_train.inference.tree_fit import fit_tree
-from medusa_train.losses.fused_linear import linear_cross_entropy, linear_kl
+from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
 from medusa_train.losses.objective import Objective
 from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.base import Draft

@@ -12,7 +12,7 @@ from typing import Any
 import peers
 import pytest
 
-from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa_train.checkpoint.heads import CONFIG, PICKLED, SAFETENSORS, load_heads, read_heads, save_heads, write_heads
-from medusa_train.checkpoint.reference import to_reference
+from medusa_train.checkpoint.reference_layout import to_reference
 from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft, write_heads, write_vllm
-from medusa_train.checkpoint.reference import from_reference
-from medusa_train.checkpoint.vllm import config_as_loaded, from_vllm, loader_problems, to_vllm
+from medusa_train.checkpoint.reference_layout import from_reference
+from medusa_train.checkpoint.vllm_layout import config_as_loaded, from_vllm, loader_problems, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import D, V, vllm_config, vllm_tensors

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.templates import TEMPLATES
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 from transformers import LlamaConfig
 
-from medusa_train.checkpoint.load import load_base_model
+from medusa_train.checkpoint.load_model import load_base_model
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation import choose_dtype as module
@@ -134,7 +134,7 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, dtype, quantization, trust_remote_code))
         return SimpleNamespace()
 
-    monkeypatch.setattr("medusa_train.checkpoint.load.load_backbone", load)
+    monkeypatch.setattr("medusa_train.checkpoint.load_model.load_backbone", load)
     over_4bit = ModelPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
     load_base_model(over_4bit, "bfloat16")
     folded = ModelPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_train.checkpoint.load import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.evaluation.output_equality import (
     compare_answers,
     compare_regenerated_answers,

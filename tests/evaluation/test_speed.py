@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.checkpoint.load import LoadedModel, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError

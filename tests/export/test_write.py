@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_heads, read_heads
-from medusa_train.checkpoint.load import load_with_draft
-from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.vllm import loader_problems
+from medusa_train.checkpoint.vllm_layout import loader_problems
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run, warnings_for

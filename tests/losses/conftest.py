@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses import fused_linear as linear
+from medusa_train.losses import fused_losses as linear
 from medusa_train.models.features import Features
 from tests.losses.toy import B, Rows, T, V, features
 

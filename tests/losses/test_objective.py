@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.objective import Medusa1Objective, ObjectiveOutput
+from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_document, part
@@ -22,7 +22,7 @@ def reference(heads: Heads, feats: Features, batch: Rows, ahead: int = 1) -> Ten
 
 def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Features) -> None:
     heads = Heads()
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     out = objective.loss(feats, batch, objective.target_counts(batch))
     wanted = reference(heads, feats, batch)
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
@@ -36,7 +36,7 @@ def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Fea
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_shift_that_is_off_by_one_is_a_different_loss(batch: Rows, feats: Features, ahead: int) -> None:
     heads = Heads()
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     out = objective.loss(feats, batch, objective.target_counts(batch))
     assert abs(out.loss.item() - reference(heads, feats, batch, ahead).item()) > 1e-3
 
@@ -52,7 +52,7 @@ def test_a_copying_task_pins_the_target() -> None:
             outer[:D] = 50 * torch.eye(D)
     feats = Features(functional.one_hot(states.roll(-2, dims=1), D).double())
     rows = one_document(states)
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     out = objective.loss(feats, rows, objective.target_counts(rows))
     assert out.head_counts.tolist() == [T - 2, T - 3, T - 4]
     assert out.head_correct[0] == T - 2
@@ -60,7 +60,7 @@ def test_a_copying_task_pins_the_target() -> None:
     assert all(out.head_sums[1:] > 10)
 
 
-def run(objective: Medusa1Objective, feats: Features, batch: Rows, parts: list[slice]) -> list[ObjectiveOutput]:
+def run(objective: Objective, feats: Features, batch: Rows, parts: list[slice]) -> list[ObjectiveOutput]:
     rows = [batch.part(place) for place in parts]
     total = torch.stack([objective.target_counts(micro) for micro in rows]).sum(dim=0)
     return [objective.loss(part(feats, place), micro, total) for place, micro in zip(parts, rows, strict=True)]
@@ -69,7 +69,7 @@ def run(objective: Medusa1Objective, feats: Features, batch: Rows, parts: list[s
 def test_two_micro_batches_are_one_batch(batch: Rows, feats: Features) -> None:
     """With the counts of the global batch; the halves hold unequal numbers of targets."""
     heads = Heads()
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     (whole,) = run(objective, feats, batch, [slice(0, B)])
     halves = run(objective, feats, batch, [slice(0, 1), slice(1, B)])
     assert halves[0].head_counts.tolist() != halves[1].head_counts.tolist()
@@ -91,7 +91,7 @@ def test_a_head_without_targets_counts_nothing(feats: Features) -> None:
     labels[0, 3] = 5
     rows = one_document(labels)
     heads = Heads()
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     counts = objective.target_counts(rows)
     assert counts.tolist() == [1, 1, 0]
     out = objective.loss(feats, rows, counts)
@@ -107,7 +107,7 @@ def test_a_prompt_position_may_predict_a_supervised_token(feats: Features) -> No
     labels = torch.full((B, T), IGNORE_INDEX)
     labels[:, 5:] = 1
     rows = one_document(labels)
-    objective = Medusa1Objective(Heads(), DECAY)
+    objective = Objective(Heads(), DECAY)
     # head k sees targets 5..T-1 from t = 4-k onwards
     assert objective.target_counts(rows).tolist() == [B * (T - 5)] * K
 
@@ -115,7 +115,7 @@ def test_a_prompt_position_may_predict_a_supervised_token(feats: Features) -> No
 def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
     labels = torch.full((B, T), IGNORE_INDEX)
     heads = Heads()
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     rows = one_document(labels)
     out = objective.loss(feats, rows, objective.target_counts(rows))
     assert out.loss.item() == 0.0
@@ -125,7 +125,7 @@ def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
 
 def test_nothing_of_joint_training_acts_here(batch: Rows, feats: Features) -> None:
     """lambda0 belongs to joint training: under `sine` a first step without loss would be the fork's mistake."""
-    objective = Medusa1Objective(Heads(), DECAY)
+    objective = Objective(Heads(), DECAY)
     counts = objective.target_counts(batch)
     first, last = (objective.loss(feats, batch, counts, progress=s) for s in (0.0, 1.0))
     assert first.loss.item() == last.loss.item() > 0
@@ -137,7 +137,7 @@ def test_nothing_of_joint_training_acts_here(batch: Rows, feats: Features) -> No
 def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features) -> None:
     heads = Heads()
     share = 0.7
-    objective = Medusa1Objective(heads, DECAY, soft_heads=share)
+    objective = Objective(heads, DECAY, soft_heads=share)
     own = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
     out = objective.loss(feats, batch, objective.target_counts(batch), teacher=feats, teacher_lm_head=own)
 
@@ -149,6 +149,6 @@ def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features)
     theirs = torch.autograd.grad(wanted, parameters)
     for mine, other in zip(torch.autograd.grad(out.loss, parameters), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
-    hard = Medusa1Objective(heads, DECAY).loss(feats, batch, objective.target_counts(batch))
+    hard = Objective(heads, DECAY).loss(feats, batch, objective.target_counts(batch))
     torch.testing.assert_close(out.head_sums, hard.head_sums)  # both are told against the labels
     assert torch.equal(out.head_correct, hard.head_correct)

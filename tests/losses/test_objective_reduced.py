@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.objective import Medusa1Objective
+from medusa_train.losses.objective import Objective
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from tests.losses.toy import DECAY, B, D, K, Rows, T, V, one_document, part
@@ -69,7 +69,7 @@ def plain(heads: Heads, feats: Features, batch: Rows, teacher: LMHead, share: fl
 def test_value_and_gradients_are_the_formula_s(batch: Rows, feats: Features, share: float) -> None:
     heads = Heads()
     teacher = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
-    objective = Medusa1Objective(heads, DECAY, soft_heads=share)
+    objective = Objective(heads, DECAY, soft_heads=share)
     counts = objective.target_counts(batch)
     out = objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher)
     wanted, numbers = plain(heads, feats, batch, teacher, share)
@@ -85,7 +85,7 @@ def test_value_and_gradients_are_the_formula_s(batch: Rows, feats: Features, sha
 
 
 def test_micro_batches_add_up(batch: Rows, feats: Features) -> None:
-    objective = Medusa1Objective(Heads(), DECAY)
+    objective = Objective(Heads(), DECAY)
     halves = [slice(0, 1), slice(1, B)]
     total = sum(objective.target_counts(batch.part(rows)) for rows in halves)
     parts = [objective.loss(part(feats, rows), batch.part(rows), total).loss for rows in halves]
@@ -95,7 +95,7 @@ def test_micro_batches_add_up(batch: Rows, feats: Features) -> None:
 def test_a_batch_that_knows_none_of_its_targets_has_no_loss(feats: Features) -> None:
     heads = Heads()
     rows = one_document(torch.full((B, T), 1))
-    objective = Medusa1Objective(heads, DECAY)
+    objective = Objective(heads, DECAY)
     out = objective.loss(feats, rows, objective.target_counts(rows))
     out.loss.backward()
     assert out.loss.item() == 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.heads import save_heads, write_vllm
-from medusa_train.checkpoint.reference import HeadTensors
+from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.training import backbone_recipe as attention

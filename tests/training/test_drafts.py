@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft, read_heads
-from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.cli.train import headline
 from medusa_train.config.load import load_config

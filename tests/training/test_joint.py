@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_heads
-from medusa_train.checkpoint.load import load_with_draft
+from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-from medusa_train.checkpoint.load import compile_cache_dir, load_tree, load_with_draft
+from medusa_train.checkpoint.load_model import compile_cache_dir, load_tree, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.trees.tree import Tree

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.fused_linear import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
+from medusa_train.losses.fused_losses import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
 from medusa_train.models.lm_head import LMHead
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
 

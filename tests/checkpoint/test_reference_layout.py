@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.reference import from_reference, shared_block_warning, to_reference
+from medusa_train.checkpoint.reference_layout import from_reference, shared_block_warning, to_reference
 from medusa_train.errors import CheckpointError
 
 D, V = 4, 9

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import log_softmax
 
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.projection import LMHeadLike, Projection, product_dtype
+from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _MIN_ROWS = 512

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.reference import TOKEN_MAP, HeadTensors, checked_heads
+from medusa_train.checkpoint.reference_layout import TOKEN_MAP, HeadTensors, checked_heads
 from medusa_train.errors import CheckpointError
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")

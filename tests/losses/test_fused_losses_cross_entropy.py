@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.fused_linear import block_rows, chunk_rows, linear_cross_entropy
+from medusa_train.losses.fused_losses import block_rows, chunk_rows, linear_cross_entropy
 from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
 
