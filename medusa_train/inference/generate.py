@@ -166,7 +166,8 @@ class Decoder:
 class DecodingSession:
     """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `Batch` share.
 
-    Rows differ between the two in the cache, in the mask, and in that only a single row's pass may be compiled.
+    `Decoder` and `Batch` differ in three things: the class of the cache, how the mask is built, and that only
+    `Decoder`'s single row may run the compiled pass.
 
     Args:
         tree: from `check_tree`. cache: empty; a `BatchCache` where there may be several rows.

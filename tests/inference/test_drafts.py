@@ -30,9 +30,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     "amphista": {"num_heads": 4, "auto_blocks": 1, "adaptation_layers": 2, "sampled_token": True},
     "kangaroo": {"num_heads": 3, "exit_layer": 1, "threshold": 0.3},
 }
-KINDS = [name for name in SETTINGS if name.strip("+") in DRAFTS]
+KINDS = list(SETTINGS)
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])
+
+
+def test_every_draft_is_tested() -> None:
+    assert {name.strip("+") for name in SETTINGS} == set(DRAFTS)
 
 
 def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:

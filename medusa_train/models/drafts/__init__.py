@@ -1,4 +1,4 @@
-"""The draft architectures. To add one: a file here, a line in `DRAFTS`, and its keys in `config/drafts.py`."""
+"""The table of drafts. docs/architecture.md lists what a new one needs."""
 
 from __future__ import annotations
 

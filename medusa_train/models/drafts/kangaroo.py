@@ -26,9 +26,9 @@ class KangarooDraft(Draft):
 
     The adapter A is a norm, causal attention with a residual, and a final norm, without an MLP (but see `mlp_size`);
     lm_head is the backbone's. A is initialised from layer l, which it replaces, and from the backbone's final norm.
-    (The paper does not say how; on the tiny backbone random weights need more than twice the tokens.) At position t it
-    predicts the token t + 1, as the backbone does, so one head drafts to any depth; as head k of this project's
-    interface it is its own output at t + k.
+    (The paper does not say how; on the tiny backbone random weights need more than twice the tokens.) At position t the
+    adapter predicts the token t + 1, as the backbone does, so one adapter drafts to any depth. In `Draft`, head k at
+    position t predicts the token t + k + 1; here that is the adapter's output at position t + k.
 
     Drafting runs the first l layers once for every token and leaves their keys and values in the backbone's cache;
     verification continues from these states (`Proposal.early`).
