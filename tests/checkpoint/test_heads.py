@@ -19,7 +19,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import BACKBONE, reference_tensors
-from tests.checkpoint.test_vllm import same
+from tests.checkpoint.test_vllm_layout import same
 from tests.families import random_backbone
 from tests.full_disk import full_disk
 

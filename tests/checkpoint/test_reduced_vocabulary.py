@@ -16,7 +16,7 @@ from medusa_train.checkpoint.vllm_layout import config_as_loaded, from_vllm, loa
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import D, V, vllm_config, vllm_tensors
-from tests.checkpoint.test_vllm import same
+from tests.checkpoint.test_vllm_layout import same
 from tests.families import random_backbone
 
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
