@@ -28,7 +28,7 @@ from medusa_train.evaluation.run import load_model
 from medusa_train.evaluation.validation_data import run_config, validation_conversations
 from medusa_train.inference.traces import Trace, head_accuracy, tokens_per_step, trace_answers
 from medusa_train.inference.tree_fit import SEARCHES, compare_searches, joint_trees, shallower_trees
-from medusa_train.inference.tree_search import LATENCY_ROUNDS, SIZES, measure_step_latency, median_prompt
+from medusa_train.inference.tree_search import LATENCY_ROUNDS, SIZES, TreeCandidate, measure_step_latency, median_prompt
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
@@ -136,24 +136,14 @@ def trace_conversations(
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NamedCandidate(TreeCandidate):
     """A tree that was timed side by side with others.
 
     Attributes:
         name: the search that found it, or "named" for the user's tree.
-        tokens_per_step: simulated on conversations that the tree was not fitted to.
-        step_ms: measured latency of a decoding step.
     """
 
     name: str
-    tree: Tree
-    tokens_per_step: float
-    step_ms: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Expected tokens per second, without prefill."""
-        return 1000 * self.tokens_per_step / self.step_ms
 
 
 @dataclass(frozen=True)
@@ -175,7 +165,7 @@ class CalibrationResult:
     curves: Mapping[str, Mapping[int, float]]
     latency: Mapping[int, float]
     nodes: int
-    candidates: Sequence[Candidate]
+    candidates: Sequence[NamedCandidate]
     accuracy: Sequence[Sequence[float]]
     accepted: Sequence[float] | None
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -277,7 +267,7 @@ def search(
     if named is not None:
         rivals.append(("named", named, tokens_per_step(traces, named)))
     steps = _time_steps(model, [tree for _, tree, _ in rivals], prompt, progress)
-    candidates = [Candidate(name, tree, rate, ms) for (name, tree, rate), ms in zip(rivals, steps, strict=True)]
+    candidates = [NamedCandidate(tree, rate, ms, name) for (name, tree, rate), ms in zip(rivals, steps, strict=True)]
     joint = max((one for one in candidates if one.name == "joint"), key=lambda one: one.tokens_per_s)
     candidates = [joint, *(one for one in candidates if one.name != "joint")]
     trees["joint"][nodes], curves["joint"][nodes] = joint.tree, joint.tokens_per_step

@@ -10,7 +10,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation import calibrate as calibration
-from medusa_train.evaluation.calibrate import CalibrationResult, Candidate, calibrate, interpolate
+from medusa_train.evaluation.calibrate import CalibrationResult, NamedCandidate, calibrate, interpolate
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.tree_fit import SEARCHES
 from medusa_train.progress import RunProgress
@@ -30,7 +30,7 @@ def small_result() -> CalibrationResult:
     trees = {name: {n: Tree.from_paths([(i,) for i in range(n)]) for n in sizes} for name in ("joint", "independent")}
     trees["chain"] = {n: Tree.chain(min(n, 1)) for n in sizes}
     curves = {name: {n: 1 + n / 2 for n in sizes} for name in trees}
-    side = [Candidate(name, trees[name][1], 1.5, 4.0) for name in trees]
+    side = [NamedCandidate(trees[name][1], 1.5, 4.0, name) for name in trees]
     about = {"conversations": 4, "answers": 5, "tokens": 600}
     return CalibrationResult(trees, curves, {0: 2.0, 2: 4.0}, 2, side, [[0.5, 0.75]], [0.5, 0.25], about)
 
