@@ -1,0 +1,95 @@
+"""Write conversations (user turns only) to prompt SmolLM2 with, composed from prompts.yaml.
+
+    python data/smollm2/make_prompts.py --count 6000 --output runs/smollm2_prompts.jsonl
+
+Every third conversation of a category has a follow-up turn. No first turn occurs twice, and none is in the bench. The
+same seed gives the same file on every Python.
+
+data/selfdistill/smollm2_greedy.jsonl holds the model's answers to 1,988 of the first 2,000 of these, smollm2_t03.jsonl
+its answers at temperature 0.3 to 1,003 from the 2,601st on. Both were made by this command, at their temperatures:
+
+    medusa-selfdistill --prompts runs/smollm2_prompts.jsonl --model models/smollm2-135m-instruct --temperature 0 \
+        --max-new-tokens 256 --dtype bfloat16 batch_size=32 drop_truncated=false --output runs/smollm2_greedy.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+BENCH = HERE.parent / "bench" / "smollm2" / "question.jsonl"
+SLOT = re.compile(r"\{([a-z]+)(\d?)\}")
+NUMBER = re.compile(r"\{n:(\d+):(\d+)\}")
+FOLLOW_UP = 3  # every third conversation of a category has a second turn
+
+
+def fill(template: str, slots: dict[str, list[str]], chosen: dict[str, str], rng: Random) -> str:
+    """Fill the slots of `template`; `chosen` remembers the entries of a conversation, and no slot repeats one."""
+
+    def entry(match: re.Match[str]) -> str:
+        key, slot = match[1] + match[2], match[1]
+        if key not in chosen:
+            used = {value for other, value in chosen.items() if other.rstrip("0123456789") == slot}
+            chosen[key] = rng.choice([option for option in slots[slot] if option not in used])
+        return chosen[key]
+
+    text = template
+    while SLOT.search(text):  # entries may have slots themselves
+        text = SLOT.sub(entry, text)
+    text = NUMBER.sub(lambda match: str(rng.randint(int(match[1]), int(match[2]))), text)
+    text = re.sub(r"\b([Aa]) (?=[aeio])(?!one\b)", r"\1n ", text)
+    return re.sub(r"(^|[.?!] )([a-z])", lambda match: match[1] + match[2].upper(), text)
+
+
+def make_prompts(count: int, seed: int, phrases: dict[str, Any], excluded: set[str]) -> list[dict[str, Any]]:
+    """Return `count` conversations in ShareGPT form; the categories take turns."""
+    categories = list(phrases["categories"])
+    records: list[dict[str, Any]] = []
+    seen = set(excluded)
+    attempt = 0
+    while len(records) < count:
+        number = len(records)
+        digest = hashlib.sha256(f"{seed}:{number}:{attempt}".encode()).digest()
+        rng = Random(int.from_bytes(digest[:8], "big"))
+        category = categories[number % len(categories)]
+        chosen: dict[str, str] = {}
+        turns = [fill(rng.choice(phrases["categories"][category]), phrases["slots"], chosen, rng)]
+        if turns[0] in seen:
+            attempt += 1
+            if attempt > 1000:
+                raise ValueError(f"{category}: no new prompt in 1,000 attempts after {number} conversations")
+            continue
+        attempt = 0
+        seen.add(turns[0])
+        if (number // len(categories)) % FOLLOW_UP == FOLLOW_UP - 1:
+            turns.append(fill(rng.choice(phrases["follow_ups"]), phrases["slots"], chosen, rng))
+        human = [{"from": "human", "value": text} for text in turns]
+        records.append({"id": f"smollm2-{number:05d}", "category": category, "conversations": human})
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=6000, help="number of conversations (default 6000)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    phrases = yaml.safe_load((HERE / "prompts.yaml").read_text(encoding="utf-8"))
+    bench = {turn for line in BENCH.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]}
+    records = make_prompts(arguments.count, arguments.seed, phrases, bench)
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(lines)} conversations -> {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
