@@ -133,6 +133,8 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         scale=lm_head.scale,
         shared=lm_head if heads.shared else None,
         token_map=heads.token_map,
+        markov_rank=heads.markov_rank,
+        markov_shared=heads.markov_shared,
         dtype=dtype or backbone.dtype,
     )
     draft.load_state_dict(heads.state)
@@ -148,7 +150,8 @@ def write_heads(
 ) -> Path:
     """Write Medusa heads in the public code's layout: medusa_lm_head.safetensors and config.json.
 
-    Heads with a reduced vocabulary are written with their token_map, which only this program reads.
+    Heads with a reduced vocabulary are written with their token_map, and a Markov bias with its matrices; only this
+    program reads them.
 
     Args:
         heads: what to write.
@@ -169,6 +172,8 @@ def write_heads(
     }
     if heads.token_map is not None:
         keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
+    if heads.markov_rank:
+        keys |= {"medusa_markov_rank": heads.markov_rank, "medusa_markov_shared": heads.markov_shared}
     try:
         replace_file(directory / SAFETENSORS, lambda path: write_tensors(path, tensors))
         if pickled:

@@ -5,27 +5,60 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.resolve import DYNAMIC, FIXED, ModelPaths
+from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.paths import resolve_path
+from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.base import Draft, Proposer
+from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.lookahead import LookaheadDraft
+from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
+from medusa_train.models.drafts.merged import MergedDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
+from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A backbone with its draft heads and tree; both are None in a baseline-only run."""
+    """A backbone with its draft heads and tree; both are None without heads.
+
+    Attributes:
+        lookup: a draft without training, alone or beside the heads.
+        dynamic: how the tree of every step is chosen in place of `tree`; None: `tree` is used.
+    """
 
     backbone: Backbone
     draft: Draft | None
     tree: Tree | None
+    lookup: LookupDraft | None = None
+    dynamic: DynamicTrees | None = None
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """What to decode with: heads, a draft without training, or both merged; None for plain decoding."""
+        if self.draft is None or self.dynamic is None:
+            return self.fixed_proposer
+        return self._with_lookup(DynamicDraft(self.draft, self.dynamic))
+
+    @property
+    def fixed_proposer(self) -> Proposer | None:
+        """The same with the fixed `tree`."""
+        return self.lookup if self.draft is None else self._with_lookup(self.draft)
+
+    def _with_lookup(self, heads: Proposer) -> Proposer:
+        return heads if self.lookup is None else MergedDraft(heads, self.lookup)
 
 
-def load_with_draft(paths: ModelPaths, dtype: str, *, prepack: bool = True, compiled: bool = False) -> LoadedModel:
+def load_with_draft(
+    paths: ModelPaths, dtype: str, *, prepack: bool = True, compiled: bool = False, rows: int = 1
+) -> LoadedModel:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
@@ -33,11 +66,13 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, prepack: bool = True, comp
         dtype: "float32", "bfloat16" or "float16".
         prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where that is measured
             to be faster. Floating-point sums are then rounded in another order.
-        compiled: compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
+        compiled: compile the decoding passes of `rows` rows, see `compile_backbone`.
 
     Raises:
         BackboneError: the backbone cannot be loaded.
-        CheckpointError: the heads or the tree cannot be read, or do not fit the backbone.
+        CheckpointError: the heads or the tree cannot be read, or do not fit the backbone. That dynamic trees are
+            missing is no error here, see `require_dynamic_trees`.
+        MedusaError: these heads can have no dynamic trees.
     """
     if paths.adapter is None:
         backbone = load_base_model(paths, dtype)
@@ -46,14 +81,31 @@ def load_with_draft(paths: ModelPaths, dtype: str, *, prepack: bool = True, comp
     if prepack:
         backbone.prepack_weights()
     if compiled:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
-        backbone.compile_passes()
+        compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
+    lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)
     if paths.heads is None:
-        return LoadedModel(backbone, None, None)
+        return LoadedModel(backbone, None, None, lookup)
     draft = load_draft(paths.heads, backbone, backbone.dtype)
     if prepack:
-        draft.prepack()
-    return LoadedModel(backbone, draft, load_tree(paths, draft.num_heads))
+        draft.prepack_weights()
+    model = LoadedModel(backbone, draft, load_tree(paths, draft.num_heads), lookup, load_dynamic_trees(paths))
+    assert model.proposer is not None  # refuses what does not go together
+    return model
+
+
+def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
+    """Create a draft without training; REST's datastore is read, tokenized and sorted.
+
+    Raises:
+        DataError: the datastore cannot be read.
+    """
+    if choice.kind == "lookahead":
+        return LookaheadDraft(**choice.settings)
+    if choice.datastore is None:
+        return PromptLookupDraft(**choice.settings)
+    settings = {name: value for name, value in choice.settings.items() if name != "datastore"}
+    path = resolve_path(choice.datastore) or Path(choice.datastore)
+    return RestDraft(read_datastore(path, tokenizer, settings["max_ngram"] + settings["max_tokens"]), **settings)
 
 
 def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
@@ -76,6 +128,34 @@ def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
     if tree.max_depth > num_heads:
         raise CheckpointError(f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads")
     return tree
+
+
+def load_dynamic_trees(paths: ModelPaths) -> DynamicTrees | None:
+    """Load how trees are chosen in every step; None if fixed ones are asked for, or the file has no such entry."""
+    return DynamicTrees.load(paths.tree) if paths.dynamic and paths.tree is not None else None
+
+
+def require_dynamic_trees(model: LoadedModel, paths: ModelPaths) -> None:
+    """Raise CheckpointError where dynamic trees were asked for, but there are none."""
+    if paths.dynamic and model.dynamic is None:
+        where = paths.home if paths.tree is None else paths.tree
+        raise CheckpointError(
+            f"tree {DYNAMIC}: {where} holds no confidences of these heads; fit the tree again with "
+            f"`medusa-eval --calibrate --model {paths.home}`, or use --tree {FIXED}"
+        )
+
+
+def compile_backbone(backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True) -> None:
+    """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
+
+    Args:
+        rows, trees: what will be decoded, see `Backbone.compile_passes`.
+
+    Raises:
+        BackboneError: the passes of this model or on this machine can't be compiled.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
+    backbone.compile_passes(rows, trees=trees)
 
 
 def compile_cache_dir(run: Path) -> Path:

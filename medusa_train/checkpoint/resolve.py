@@ -6,24 +6,29 @@ Reads no weights and imports no torch, so that a command refuses a wrong path wi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import yaml
 
+from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import BackboneError, CheckpointError, DataError
 
 if TYPE_CHECKING:
-    from medusa_train.models.quantization import Quantization
+    from medusa_train.models.loading import Quantization
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
+#: Values of the key `tree` that are no files: the tree of tree.json, or a tree chosen in every step.
+FIXED, DYNAMIC = "fixed", "dynamic"
+#: Kinds of heads whose guesses are all known before a tree is chosen.
+GUESSING_AT_ONCE = ("medusa", "amphista")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
@@ -45,6 +50,9 @@ class ModelPaths:
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
         trust_remote_code: whether Python code that ships with the backbone may run.
+        chat_template_kwargs: variables of the chat template.
+        lookup: a draft without training, alone (`heads is None`) or added to the heads.
+        dynamic: choose the tree of every step, by the entry `dynamic` of the tree.json.
     """
 
     home: Path
@@ -55,6 +63,51 @@ class ModelPaths:
     adapter: Path | None = None
     quantization: Quantization | None = None
     trust_remote_code: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    lookup: LookupChoice | None = None
+    dynamic: bool = False
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is anything to decode with beside the backbone."""
+        return self.heads is not None or self.lookup is not None
+
+    def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
+        """Return the paths with a draft without training: in place of the heads, or beside them if it names their kind.
+
+        Raises:
+            CheckpointError: it names another kind of heads than there are.
+            DataError: its datastore does not exist.
+        """
+        if lookup is None:
+            return self
+        if lookup.datastore is not None and resolve_path(lookup.datastore) is None:
+            raise DataError(f"rest.datastore {lookup.datastore}: no such file")
+        if lookup.heads is None:
+            return replace(self, heads=None, tree=None, lookup=lookup)
+        if self.heads is None:
+            raise CheckpointError(
+                f"draft {lookup.name}: {self.base_model} has no heads; name a run with --model, or set draft: "
+                f"{lookup.kind}"
+            )
+        if (kind := heads_kind(self.heads)) != lookup.heads:
+            raise CheckpointError(f"draft {lookup.name}: the heads in {self.heads} are {kind}; {_advice(kind, lookup)}")
+        return replace(self, lookup=lookup)
+
+    def with_dynamic_trees(self) -> ModelPaths:
+        """Return the paths with trees that are chosen in every step.
+
+        Raises:
+            CheckpointError: there are no heads, or heads that read the guesses before them.
+        """
+        if self.heads is None:
+            raise CheckpointError(f"tree {DYNAMIC}: {self.base_model} has no heads; name a run with --model")
+        if (kind := heads_kind(self.heads)) not in GUESSING_AT_ONCE:
+            raise CheckpointError(
+                f"tree {DYNAMIC}: chooses among the guesses of all heads, but those in {self.heads} are {kind}, which "
+                f"read the guesses before them; use --tree {FIXED}"
+            )
+        return replace(self, dynamic=True)
 
     @property
     def backbone_form(self) -> str:
@@ -72,11 +125,13 @@ class ModelPaths:
 def resolve_model(
     model: str | None,
     base_model: str | None,
-    tree: Path | None,
+    tree: str | Path | None,
     *,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     needs_backbone: bool = True,
+    lookup: LookupChoice | None = None,
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
@@ -87,24 +142,36 @@ def resolve_model(
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if `base_model` is
             given.
         base_model: directory or hub name; None: the backbone that the heads were trained with.
-        tree: tree file; None: tree.json beside the heads.
-        chat_template: name of a chat template.
+        tree: tree file; None or "fixed": tree.json beside the heads; "dynamic": a tree for every step.
+        chat_template: name of a chat template, or a Jinja file.
+        chat_template_kwargs: variables of the chat template.
         trust_remote_code: allow Python code of the backbone's repository.
         needs_backbone: check that a backbone named by a local path exists.
+        lookup: a draft without training, in place of the heads or beside them.
 
     Raises:
-        CheckpointError: no run, heads or tree there.
+        CheckpointError: no run, heads or tree there, or heads of another kind than `lookup` names or dynamic trees
+            take.
         BackboneError: the backbone's path does not exist.
     """
-    paths = _resolve(model, base_model, tree)
+    paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
+    if str(tree) == DYNAMIC and (lookup is None or lookup.heads is not None):
+        paths = paths.with_dynamic_trees()
+    paths = paths.with_lookup(lookup)
     if needs_backbone and resolve_path(paths.base_model) is None and looks_like_path(paths.base_model):
         advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
         raise BackboneError(f"base_model {paths.base_model}: no such directory{advice}")
     return replace(
         paths,
         chat_template=chat_template or paths.chat_template,
+        chat_template_kwargs=paths.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs,
         trust_remote_code=trust_remote_code or (paths.trust_remote_code and base_model is None),
     )
+
+
+def names_tree_file(tree: str | Path | None) -> TypeGuard[str | Path]:
+    """Return whether a value of the key `tree` is a file."""
+    return tree is not None and str(tree) not in (FIXED, DYNAMIC)
 
 
 def runs_directory() -> Path:
@@ -138,6 +205,19 @@ def heads_layout(directory: Path) -> Layout | None:
     if config.get("model_type") == "medusa" and any(directory.glob("*.safetensors")):
         return "vllm"
     return "model" if any(True for _ in _shards_with_heads(directory)) else None
+
+
+def heads_kind(directory: Path) -> str:
+    """Return the kind of the heads in `directory`, as in the key `draft`."""
+    if heads_layout(directory) != "draft":
+        return "medusa"
+    return str(_json_mapping(directory / CONFIG).get("draft"))
+
+
+def _advice(kind: str, lookup: LookupChoice) -> str:
+    if kind == "kangaroo":
+        return f"no other guesses can be added to these; set draft: {lookup.kind}, or remove draft"
+    return f"set draft: {kind}+{lookup.kind}"
 
 
 def heads_files(directory: Path) -> list[Path]:
@@ -192,7 +272,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
     elif config.get("load_in_4bit") or config.get("load_in_8bit"):
         # Heads over a quantised backbone were trained on its hidden states, not on those of the original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
-    template = config.get("chat_template")
+    template, template_kwargs = config.get("chat_template"), config.get("chat_template_kwargs")
     return ModelPaths(
         run,
         _local_or_hub(base),
@@ -202,6 +282,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None,
         quantization,
         config.get("trust_remote_code") is True,
+        template_kwargs if isinstance(template_kwargs, dict) else {},
     )
 
 

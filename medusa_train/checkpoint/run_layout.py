@@ -6,6 +6,7 @@ Imports no torch, so that a configuration is refused before anything loads.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,11 @@ def named_checkpoint(cfg: TrainConfig) -> Path | None:
             f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
             "`resume_from_checkpoint=auto` takes the newest one in output_dir"
         )
+    if re.fullmatch(r"best-\d+", path.name):
+        raise CheckpointError(
+            f"resume_from_checkpoint: {resume}: holds weights only, those of the best evaluation; resume from a "
+            f"checkpoint step-N{_list_checkpoints(path.parent.parent)}"
+        )
     return path
 
 
@@ -105,8 +111,8 @@ def check_nothing_is_lost(cfg: TrainConfig) -> None:
 def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
     """Create `output_dir` for a new run (`step` 0) or one resumed after `step`.
 
-    A new run deletes the files of the run that it overwrites; a resumed one deletes checkpoints of later steps. Other
-    files in the directory are kept.
+    A new run deletes the files of the run that it overwrites; a resumed one deletes checkpoints of later steps and
+    those that were not written completely. Other files in the directory are kept.
 
     Raises:
         CheckpointError: the directory cannot be written to.
@@ -114,7 +120,7 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
     out = Path(cfg.output_dir).expanduser()
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        stale = [out / name for name in RUN_FILES] if step == 0 else _later_checkpoints(out, step)
+        stale = [out / name for name in RUN_FILES] if step == 0 else _stale_checkpoints(out, step)
         for path in stale:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -155,9 +161,12 @@ def _absolute(name: str) -> str:
     return name if local is None else str(local.resolve())
 
 
-def _later_checkpoints(out: Path, step: int) -> list[Path]:
-    steps = {path: path.name.removeprefix("step-") for path in (out / CHECKPOINTS).glob("step-*")}
-    return [path for path, number in steps.items() if number.isdigit() and int(number) > step]
+def _stale_checkpoints(out: Path, step: int) -> list[Path]:
+    """List checkpoints and best weights of steps after `step`, and what a killed process had not written completely."""
+    checkpoints = out / CHECKPOINTS
+    numbers = {path: path.name.partition("-")[2] for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*"))}
+    later = [path for path, number in numbers.items() if number.isdigit() and int(number) > step]
+    return [*later, *checkpoints.glob(".tmp-*-*")]
 
 
 def _list_checkpoints(out: Path) -> str:
@@ -190,7 +199,8 @@ def missing_inputs(cfg: TrainConfig) -> list[str]:
         if resolve_path(entry.path) is None and is_data_file_name(entry.path):
             missing.append(f"datasets: {entry.path}: no such file or directory")
     if cfg.lora_model_dir is not None and resolve_path(cfg.lora_model_dir) is None:
-        missing.append(f"lora_model_dir: {cfg.lora_model_dir}: no such directory")
+        advice = "train these heads first, or leave lora_model_dir empty to start with new ones"
+        missing.append(f"lora_model_dir: {cfg.lora_model_dir}: no such directory; {advice}")
     if isinstance(cfg.deepspeed, str) and resolve_path(cfg.deepspeed) is None:
         missing.append(f"deepspeed: {cfg.deepspeed}: no such file")
     return missing

@@ -7,37 +7,90 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_train.errors import CheckpointError
 from medusa_train.io import sync
 
+#: Bytes that are read, or written and summed, at a time.
+_BLOCK = 1 << 20
+#: Names of dtypes in safetensors files.
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and flush it to disk. Tensors may be on any device, be views, or share storage."""
-    plain: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        # the format rejects shared storage, so that each name gets its own copy
-        if value.untyped_storage().data_ptr() in storages:
-            value = value.clone()
-        storages.add(value.untyped_storage().data_ptr())
-        plain[name] = value
-    save_file(plain, str(path), metadata={"format": "pt"})
-    path.chmod(0o666 & ~_umask())  # safetensors creates it readable for the owner only
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write a safetensors file and flush it to disk; return the CRC-32 of its bytes.
+
+    Tensors may be on any device, be views, or share storage: each name gets its values. They are written one after the
+    other, so that no more than one of them is copied at a time, and the checksum needs no second pass over the file.
+
+    Raises:
+        OSError: it cannot be written. KeyError: a dtype that the format lacks.
+    """
+    # the widest dtypes first keep every tensor aligned, since the header is padded to 8 bytes
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in ordered:
+        tensor, begin = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        shape = list(tensor.shape)
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    described = json.dumps(header, separators=(",", ":")).encode()
+    described += b" " * (-len(described) % 8)
+    with path.open("wb") as file:
+        value = _write(file, len(described).to_bytes(8, "little") + described, 0)
+        for name in ordered:
+            plain = tensors[name].detach().cpu().contiguous().reshape(-1)
+            value = _write(file, plain.view(torch.uint8).numpy().data, value)
+        file.flush()
+        os.fsync(file.fileno())
+    return value
+
+
+def write_json(path: Path, value: Any) -> int:
+    """Write JSON, NaN and Infinity in Python's notation, and flush it to disk; return the CRC-32 of its bytes."""
+    content = (json.dumps(value, indent=1) + "\n").encode()
+    path.write_bytes(content)
     sync(path)
+    return zlib.crc32(content)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, NaN and Infinity in Python's notation, and flush it to disk."""
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    sync(path)
+def _write(file: BinaryIO, content: bytes | memoryview, value: int) -> int:
+    """Write `content` and return the checksum `value` continued over it."""
+    view = memoryview(content)
+    for start in range(0, len(view), _BLOCK):
+        block = view[start : start + _BLOCK]  # summed while it is in the processor's cache
+        file.write(block)
+        value = zlib.crc32(block, value)  # releases the interpreter's lock, as writing does
+    return value
+
+
+def copy_to_cpu(state: Any) -> Any:
+    """Copy a nested state with all its tensors to CPU memory, where nothing else changes them."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        return {key: copy_to_cpu(item) for key, item in state.items()}
+    if isinstance(state, list | tuple):
+        items = [copy_to_cpu(item) for item in state]
+        return items if isinstance(state, list) else tuple(items)
+    return state
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
@@ -95,15 +148,9 @@ def checksum(path: Path) -> int:
     """Return the CRC-32 of a file's bytes."""
     value = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"

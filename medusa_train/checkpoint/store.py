@@ -4,11 +4,13 @@ OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 
                               state.json          the state without tensors
                               PART.safetensors    the tensors of each top-level entry
                               NAME                JSON for other programs, not part of the state (the run's tree.json)
+                       best-N/                    likewise: the weights alone, of the best evaluation
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import zlib
@@ -34,12 +36,14 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
+#: Parts of a run's state that hold trained weights: the heads', and the backbone's where they are trained.
+WEIGHTS = ("draft", "student")
 
 
 class CheckpointStore:
     """The checkpoints of one run, under OUTPUT_DIR/checkpoints.
 
-    A checkpoint is written to a temporary directory, flushed to disk and renamed, so that every `step-N` directory is
+    Files are written to `.tmp-step-N` or `.tmp-best-N`, flushed to disk and then renamed, so a `step-N` directory is
     complete even after a crash of the process or the machine.
 
     Args:
@@ -55,7 +59,7 @@ class CheckpointStore:
         self,
         step: int,
         state: Mapping[str, Any],
-        keep: Collection[int] = (),
+        best: int | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save the state after `step` optimizer steps, then delete the oldest checkpoints beyond the limit.
@@ -64,32 +68,68 @@ class CheckpointStore:
             step: names the checkpoint; an existing one is replaced.
             state: by part, nested dicts, lists, tuples, tensors and plain values (see `split_tensors`), for instance
                 `{"draft": draft.state_dict(), "engine": engine.state_dict(), "rng": rng_state(), "run": {...}}`.
-            keep: steps of checkpoints to keep in addition to the limit.
+            best: step of the best evaluation, whose weights stay until another one is the best. If it is `step`, they
+                are saved as `best-STEP` too, which takes no further space where the file system has hard links.
             beside: by file name, JSON values to write into the checkpoint for other programs; `load` ignores them.
 
         Raises:
             CheckpointError: writing failed (disk full, no permission); earlier checkpoints are unchanged.
             TypeError: the state holds something that cannot be saved without pickle.
         """
-        parts = {name: split_tensors(value) for name, value in state.items()}
-        final = self.root / f"step-{step}"
-        temporary = self.root / f".tmp-step-{step}"
+        path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}", beside or {})
+        if best == step:
+            self.save_best(step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path)
+        self._delete_old({step}, best)
+        return path
+
+    def save_best(
+        self, step: int, weights: Mapping[str, Any], keep: Collection[int] = (), linked: Path | None = None
+    ) -> Path:
+        """Save the weights of the best evaluation so far as `best-STEP`, then delete those of earlier ones.
+
+        Args:
+            step: after which it took place.
+            weights: the parts `WEIGHTS` of a state.
+            keep: steps of earlier ones to keep: the best one of the checkpoint that the run would be resumed from.
+            linked: a checkpoint with the same weights, whose files are linked in place of written again.
+
+        Raises:
+            CheckpointError: writing failed; earlier checkpoints are unchanged.
+        """
+        path = self._save(f"best-{step}", step, weights, f"the best weights, of step {step},", {}, linked)
+        self._delete_best({step, *keep})
+        return path
+
+    def _save(
+        self,
+        name: str,
+        step: int,
+        state: Mapping[str, Any],
+        what: str,
+        beside: Mapping[str, Any],
+        linked: Path | None = None,
+    ) -> Path:
+        parts = {part: split_tensors(value) for part, value in state.items()}
+        temporary = self.root / f".tmp-{name}"
         try:
             self._restore_replaced()
-            for stale in self.root.glob(".tmp-step-*"):  # of a killed process
-                shutil.rmtree(stale)
+            self.remove_unfinished()
             temporary.mkdir(parents=True)
-            _write(temporary, step, parts, beside or {})
-            self._publish(temporary, final)
+            _write(temporary, step, parts, beside, linked)
+            self._publish(temporary, self.root / name)
         except WRITE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)  # before free space is measured for the message
             needed = sum(tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values())
-            reason = write_failure(f"the checkpoint of step {step}", self.root, error, needed)
+            reason = write_failure(what, self.root, error, needed)
             raise CheckpointError(f"{reason}\n{self._last_good()}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._delete_old({step, *keep})
-        return final
+        return self.root / name
+
+    def remove_unfinished(self) -> None:
+        """Remove what a killed process had not written completely."""
+        for stale in self.root.glob(".tmp-*-*"):
+            shutil.rmtree(stale)
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints in ascending order."""
@@ -108,6 +148,15 @@ class CheckpointStore:
         """Return the checkpoint of `step`, or None."""
         self._restore_replaced()
         return self.root / f"step-{step}" if step in self.steps() else None
+
+    def best(self, step: int) -> Path | None:
+        """Return the weights of the best evaluation, after `step`; None if they are not there.
+
+        Runs of earlier versions kept a whole checkpoint for them, which holds the same parts.
+        """
+        self._restore_replaced()
+        path = self.root / f"best-{step}"
+        return path if (path / MANIFEST).is_file() else self.at(step)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Load the state that `save` was given, with tensors on the CPU.
@@ -134,21 +183,29 @@ class CheckpointStore:
 
     def _restore_replaced(self) -> None:
         """Restore checkpoints that a killed process moved aside before their replacement was in place."""
-        for path in self.root.glob(".old-step-*"):
+        for path in self.root.glob(".old-*-*"):
             final = self.root / path.name.removeprefix(".old-")
             if final.exists():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.rename(final)
 
-    def _delete_old(self, keep: Collection[int]) -> None:
+    def _delete_old(self, keep: Collection[int], best: int | None) -> None:
+        if best is not None:
+            self._delete_best({best})
+            if not (self.root / f"best-{best}" / MANIFEST).is_file():
+                keep = {*keep, best}  # saved whole by an earlier version
         if self.limit is None:
             return
         for step in self.steps()[: -self.limit]:
-            path = self.root / f"step-{step}"
             if step not in keep:
-                (path / MANIFEST).unlink(missing_ok=True)  # an incomplete deletion is not a checkpoint
-                shutil.rmtree(path, ignore_errors=True)
+                _delete(self.root / f"step-{step}")
+
+    def _delete_best(self, keep: Collection[int]) -> None:
+        kept = {f"best-{step}" for step in keep}
+        for path in self.root.glob("best-*"):
+            if path.name not in kept:
+                _delete(path)
 
     def _last_good(self) -> str:
         steps = self.steps()
@@ -162,18 +219,40 @@ class CheckpointStore:
 
 
 def _write(
-    directory: Path, step: int, parts: Mapping[str, tuple[dict[str, Tensor], Any]], beside: Mapping[str, Any]
+    directory: Path,
+    step: int,
+    parts: Mapping[str, tuple[dict[str, Tensor], Any]],
+    beside: Mapping[str, Any],
+    linked: Path | None,
 ) -> None:
-    for name, value in beside.items():
-        write_json(directory / name, value)
-    write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})
-    for name, (tensors, _) in parts.items():
-        if tensors:
-            write_tensors(directory / f"{name}.safetensors", tensors)
-    files = {path.name: {"bytes": path.stat().st_size, "crc32": checksum(path)} for path in sorted(directory.iterdir())}
+    """Write a checkpoint's files; those of tensors are links to the files of `linked`, if given."""
+    checksums = {name: write_json(directory / name, value) for name, value in beside.items()}
+    checksums[STATE] = write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})
+    present = {} if linked is None else _read_manifest(linked / MANIFEST)["files"]
+    for part, (tensors, _) in parts.items():
+        name = f"{part}.safetensors"
+        if tensors and linked is not None:
+            _link_or_copy(linked / name, directory / name)
+            checksums[name] = present[name]["crc32"]
+        elif tensors:
+            checksums[name] = write_tensors(directory / name, tensors)
+    files = {n: {"bytes": (directory / n).stat().st_size, "crc32": checksums[n]} for n in sorted(checksums)}
     manifest = {"format": _FORMAT, "step": step, "files": files}
     write_json(directory / MANIFEST, {**manifest, "crc32": _crc(manifest)})
     sync(directory)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, target)
+        sync(target)
+
+
+def _delete(path: Path) -> None:
+    (path / MANIFEST).unlink(missing_ok=True)  # an incomplete deletion is not a checkpoint
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _crc(manifest: Mapping[str, Any]) -> int:

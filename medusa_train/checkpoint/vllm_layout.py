@@ -4,8 +4,12 @@ blocks.{i}.layers.{j}.weight|bias   residual block j of head i
 lm_heads.{i}.weight                 lm_head of head i
 
 Heads that share the backbone's lm_head ("version 2") set `original_lm_head: true` and store that matrix once, as
-lm_heads.0.weight. Heads with a reduced vocabulary set `truncated_vocab_size: N` < `vocab_size`; they store matrices
-[N, d] and `token_map` [N].
+lm_heads.0.weight.
+
+vLLM 0.32 has code for a reduced vocabulary (`truncated_vocab_size: N` < `vocab_size`, `token_map` [N]) but cannot load
+one: its weight loader asserts V rows, and its check after loading reports token_map as uninitialized. Such heads are
+therefore written with V rows, see `expand_rows`; `medusa_vocab_size: N` and `token_map`, which vLLM ignores, restore
+them here.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _HEAD = re.compile(r"lm_heads\.(\d+)\.(weight|bias)")
 _OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 _SHARED = "lm_heads.0.weight"
+_REDUCED = "medusa_vocab_size"
+_OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Words in the path of a draft model by which vLLM chooses another method than the one that it was given."""
 
 
 def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Rename the tensors of heads to vLLM's names, and build its config.json.
 
-    Biases of the lm_heads are dropped, since vLLM cannot store them.
+    Biases of the lm_heads are dropped, since vLLM cannot store them. A reduced vocabulary is expanded.
 
     Args:
         heads: what to convert.
@@ -59,12 +66,14 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
             )
         else:
             vocab_size = heads.vocab_size
+        for name in [name for name in tensors if _HEAD.fullmatch(name)]:
+            tensors[name] = expand_rows(tensors[name], heads.token_map, vocab_size)
     config: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "hidden_size": heads.hidden_size,
         "vocab_size": vocab_size,
-        "truncated_vocab_size": tensors[_SHARED].shape[0],
+        "truncated_vocab_size": vocab_size,
         # no other key may contain "num" and "heads" (or "layers"): the loader would read it as one of these two
         "num_heads": heads.num_heads,
         "num_hidden_layers": heads.num_layers,
@@ -73,14 +82,29 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
     }
     if heads.shared:
         config["original_lm_head"] = True
+    if heads.token_map is not None:
+        config[_REDUCED] = len(heads.token_map)
     return tensors, config
+
+
+def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
+    """Expand an lm_head over a reduced vocabulary, [N, d], to [V, d] with the same argmax.
+
+    The row of every other token is the mean of the N rows. Its logit is the mean of their logits, which is never above
+    the greatest of them, whatever the hidden state; without a bias, rows of zeros or of large numbers have no such
+    bound.
+    """
+    mean = matrix.float().mean(0).to(matrix.dtype)
+    rows = mean.repeat(vocab_size, 1)
+    rows[token_map] = matrix
+    return rows
 
 
 def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> HeadTensors:
     """Rename tensors with vLLM's names to a `MedusaDraft`'s; heads and blocks are counted from the names.
 
-    Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros. A token_map is used only if
-    `truncated_vocab_size` is less than `vocab_size`; its rows are then selected from full matrices.
+    Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros. A token_map is used only if `medusa_vocab_size`
+    is set or `truncated_vocab_size` is less than `vocab_size`; its rows are then selected from full matrices.
 
     Args:
         tensors: by name, as read from the files.
@@ -118,7 +142,7 @@ def _apply_token_map(state: dict[str, Tensor], config: Mapping[str, Any], source
         return
     if tokens is None or len(tokens) != size:
         problem = "there is no token_map" if tokens is None else f"token_map has {len(tokens)} tokens"
-        raise CheckpointError(f"{source}: config.json says truncated_vocab_size: {size}, but {problem}")
+        raise CheckpointError(f"{source}: config.json says that the vocabulary has {size} tokens, but {problem}")
     for name in [name for name in state if _HEAD.fullmatch(name)]:
         if len(state[name]) > size:
             state[name] = state[name][tokens.long()]
@@ -127,15 +151,23 @@ def _apply_token_map(state: dict[str, Tensor], config: Mapping[str, Any], source
 
 def _reduced_size(config: Mapping[str, Any]) -> int | None:
     """Return N; None for the full vocabulary."""
-    size, full = config.get("truncated_vocab_size"), config.get("vocab_size")
+    size, full = config.get(_REDUCED, config.get("truncated_vocab_size")), config.get("vocab_size")
     return size if isinstance(size, int) and isinstance(full, int) and size < full else None
 
 
-def loader_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[str]:
+def loader_problems(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], backbone: Mapping[str, Any] | None = None
+) -> list[str]:
     """List what vLLM's loader would not load as intended; empty if it loads everything.
 
-    The rules are those of vLLM's `MedusaConfig.from_pretrained` and `Medusa.load_weights`: keys that contain "num" and
-    "heads" or "layers" are renamed, unknown tensors are dropped and missing ones stay uninitialized, without an error.
+    The rules are those of `MedusaConfig.from_pretrained`, `SpeculativeConfig` and `Medusa.load_weights` in vLLM 0.32:
+    keys that contain "num" and "heads" or "layers" are renamed, unknown tensors are dropped and missing matrices stay
+    uninitialized, without an error.
+
+    Args:
+        tensors: by name, as read from the files.
+        config: content of config.json.
+        backbone: content of the backbone's config.json, if known.
     """
     loaded = config_as_loaded(config)
     problems = []
@@ -145,6 +177,12 @@ def loader_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
     for key in ("num_heads", "num_hidden_layers"):
         if loaded.get(key) != config.get(key):
             problems.append(f"config.json: {key} becomes {loaded.get(key)!r} when a similar key is renamed")
+    for key in ("vocab_size", "hidden_size"):
+        target = (backbone or {}).get(key, config.get(key))
+        if target != config.get(key):
+            problems.append(f"config.json: {key} is {config.get(key)}, but the backbone's is {target}")
+    if loaded.get("truncated_vocab_size", 0) < loaded.get("vocab_size", 0):
+        problems.append("config.json: truncated_vocab_size is less than vocab_size: vLLM 0.32 cannot load that")
     if problems:
         return problems
     expected = expected_tensors(loaded)
@@ -179,9 +217,14 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                 expected[f"blocks.{i}.layers.{j}.bias"] = (width,)
         if i == 0 or not config.get("original_lm_head", False):
             expected[f"lm_heads.{i}.weight"] = (rows, width)
-    if rows < config["vocab_size"]:
-        expected[TOKEN_MAP] = (rows,)
+    if _REDUCED in config:
+        expected[TOKEN_MAP] = (config[_REDUCED],)  # ignored by vLLM, read here
     return expected
+
+
+def method_in_path(path: str) -> str | None:
+    """Return the method that vLLM would choose by the path or name of the heads alone; None if it takes `medusa`."""
+    return next((method for word, method in _OTHER_METHODS.items() if word in path.lower()), None)
 
 
 def copy_lm_head(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:

@@ -27,10 +27,11 @@ _LORA_KEYS = (
 _HEAD_KEYS = (
     "medusa_num_heads",
     "medusa_num_layers",
-    "medusa_decay_coefficient",
     "medusa_soft_targets",
     "medusa_share_lm_head",
     "medusa_vocab_size",
+    "medusa_markov_rank",
+    "medusa_markov_shared",
 )
 _JOINT_KEYS = (
     "adapter",
@@ -46,6 +47,12 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others; `cfg` must be resolved."""
     if cfg.draft != "medusa":
         yield from _HEAD_KEYS
+    elif not cfg.medusa_markov_rank:
+        yield "medusa_markov_shared"
+    if cfg.head_weights == "dpace" or (cfg.draft != "medusa" and cfg.head_weights is None):
+        yield "medusa_decay_coefficient"
+    if cfg.head_loss != "lk":
+        yield "lk_eta"
     if cfg.recipe == "medusa1":
         yield from _JOINT_KEYS
     elif cfg.adapter is not None:
@@ -168,9 +175,35 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "alignment_weight and label_weight are both 0, so there is no loss; set at least one of them",
     ),
     Constraint(
+        ("head_weights", "draft"),
+        lambda cfg: cfg.head_weights is not None and cfg.draft == "kangaroo",
+        "kangaroo trains one head, so there are no weights to choose; remove head_weights",
+    ),
+    *(
+        Constraint(
+            ("head_weights", name),
+            lambda cfg, name=name: (  # type: ignore[misc]
+                cfg.head_weights is not None and getattr(getattr(cfg, name), "decay_coefficient", 1.0) != 1.0
+            ),
+            f"replaces {name}.decay_coefficient; remove one of the two",
+        )
+        for name in SECTIONS
+    ),
+    Constraint(
         ("draft", *_RECIPE_KEYS),
         lambda cfg: cfg.draft != "medusa" and _is_joint(cfg),
         "can be trained on a frozen backbone only; remove the keys of joint training (recipe: medusa1)",
+    ),
+    Constraint(
+        ("cache_hidden_states", *_RECIPE_KEYS),
+        lambda cfg: cfg.cache_hidden_states and _is_joint(cfg),
+        "the hidden states of a backbone that is trained change with every step; set cache_hidden_states: false, or "
+        "recipe: medusa1",
+    ),
+    Constraint(
+        ("cache_hidden_states", "dataset_prepared_path"),
+        lambda cfg: cfg.cache_hidden_states and cfg.dataset_prepared_path is None,
+        "requires a directory for the hidden states; set dataset_prepared_path",
     ),
     Constraint(
         ("export", "draft"),
@@ -189,8 +222,16 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("export", "medusa_vocab_size"),
-        lambda cfg: cfg.medusa_vocab_size is not None and bool(set(cfg.export or ()) - {"vllm", "merged"}),
-        "only the vllm layout supports a reduced vocabulary (medusa_vocab_size); export to vllm",
+        lambda cfg: (
+            cfg.medusa_vocab_size is not None and bool(set(cfg.export or ()) - {"vllm", "transformers", "merged"})
+        ),
+        "only the vllm and transformers layouts support a reduced vocabulary (medusa_vocab_size); export to these",
+    ),
+    Constraint(
+        ("export", "medusa_markov_rank"),
+        lambda cfg: cfg.medusa_markov_rank > 0 and bool(set(cfg.export or ()) - {"merged"}),
+        "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses depend on the token "
+        "before; remove export, or train without it",
     ),
     Constraint(
         ("warmup_steps", "warmup_ratio"),
@@ -223,6 +264,137 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "too short: head k predicts the token at offset k + 1, so it must exceed medusa_num_heads + 1",
     ),
 )
+
+
+#: Why a bench of programming problems needs `allow_code_execution`.
+CODE_BENCH = (
+    "scoring this bench runs code that the model writes; set allow_code_execution=true (docs/evaluation.md, Quality), "
+    "or choose another bench"
+)
+
+
+def measures_server(cfg: Any) -> bool:
+    """Return whether `medusa-eval` measures a server."""
+    return bool(cfg.serve or cfg.server_url is not None)
+
+
+#: Arguments of `vllm serve` that medusa-eval sets itself, and secrets, which the report would contain.
+_REFUSED_SERVE_ARGS = frozenset(
+    ["--host", "--port", "--model", "--served-model-name", "--speculative-config", "--api-key", "--hf-token"]
+)
+
+#: Constraints of `medusa-eval`. Question files in HumanEval's format are checked when they have been read.
+EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
+    Constraint(
+        ("bench", "allow_code_execution", "serve", "server_url"),
+        lambda cfg: cfg.bench == "humaneval" and not cfg.allow_code_execution and not measures_server(cfg),
+        CODE_BENCH,
+    ),
+    Constraint(
+        ("temperature", "acceptance"),
+        lambda cfg: cfg.acceptance == "greedy" and bool(cfg.temperature),
+        "greedy decoding has no temperature; set acceptance: sampling or typical, or remove temperature",
+    ),
+    Constraint(
+        ("acceptance", "temperature"),
+        lambda cfg: cfg.acceptance != "greedy" and cfg.temperature == 0,
+        "at temperature 0 this is greedy decoding; set acceptance: greedy, or a temperature above 0",
+    ),
+    Constraint(
+        ("lookup", "draft"),
+        lambda cfg: cfg.lookup is not None and "prompt_lookup" not in (cfg.draft or ""),
+        "belongs to another draft; set draft: prompt_lookup, or medusa+prompt_lookup, or remove it",
+    ),
+    Constraint(
+        ("lookahead", "draft"),
+        lambda cfg: cfg.lookahead is not None and not (cfg.draft or "").endswith("lookahead"),
+        "belongs to another draft; set draft: lookahead, or medusa+lookahead, or remove it",
+    ),
+    Constraint(
+        ("rest", "draft"),
+        lambda cfg: cfg.rest is not None and not (cfg.draft or "").endswith("rest"),
+        "belongs to another draft; set draft: rest, or medusa+rest, or remove it",
+    ),
+    Constraint(
+        ("draft", "rest"),
+        lambda cfg: cfg.rest is None and (cfg.draft or "").endswith("rest"),
+        "copies from a datastore; set rest.datastore to a file of the model's answers or of any text",
+    ),
+    Constraint(
+        ("server_url", "serve"),
+        lambda cfg: cfg.serve and cfg.server_url is not None,
+        "is the address of a running server, and serve starts servers itself; remove one of the two",
+    ),
+    Constraint(
+        ("against", "server_url"),
+        lambda cfg: cfg.against is not None and cfg.server_url is None,
+        "requires the server with heads to compare it with; set server_url",
+    ),
+    Constraint(
+        ("against", "server_url"),
+        lambda cfg: cfg.against is not None and cfg.against == cfg.server_url,
+        "is the same server as server_url; start another one without heads",
+    ),
+    Constraint(
+        ("acceptance", "serve", "server_url"),
+        lambda cfg: cfg.acceptance == "typical" and measures_server(cfg),
+        "servers decode greedily or sample; set acceptance: greedy or sampling",
+    ),
+    Constraint(
+        ("chat_template", "server_url"),
+        lambda cfg: cfg.chat_template is not None and cfg.server_url is not None,
+        "the server applies its own chat template; remove chat_template",
+    ),
+    Constraint(
+        ("serve_args",),
+        lambda cfg: any(arg.split("=")[0].replace("_", "-") in _REFUSED_SERVE_ARGS for arg in cfg.serve_args or ()),
+        "--host, --port, --model, --served-model-name and --speculative-config are set by medusa-eval, and --api-key "
+        "or --hf-token would appear in the report (set HF_TOKEN instead); remove them",
+    ),
+)
+
+#: Keys of an evaluation in this process, which have no effect on a server.
+_EVAL_LOCAL_KEYS = (
+    "tree",
+    "draft",
+    "lookup",
+    "lookahead",
+    "rest",
+    "compile",
+    "batch_size",
+    "exactness",
+    "prompt_lookup",
+    "assistant_model",
+    "judge_base_url",
+    "judge_model",
+    "judge_concurrency",
+    "allow_code_execution",
+    "calibration_tokens",
+)
+_EVAL_SERVE_KEYS = ("serve_speculative_tokens", "serve_together", "serve_args", "serve_start_seconds")
+_EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key_env")
+
+
+def find_ineffective_eval_keys(cfg: Any) -> Iterator[str]:
+    """Yield the keys of `medusa-eval` that have no effect given the values of the others."""
+    if measures_server(cfg):
+        yield from _EVAL_LOCAL_KEYS
+    else:
+        yield from _EVAL_SERVER_KEYS
+    if not cfg.serve:
+        yield from _EVAL_SERVE_KEYS
+    if cfg.server_url is not None:
+        yield from ("dtype", "trust_remote_code")
+    if cfg.draft is not None and "+" not in cfg.draft:  # it chooses its trees itself
+        yield "tree"
+    if cfg.acceptance != "sampling":
+        yield from ("top_p", "top_k")
+    if cfg.acceptance != "typical":
+        yield from ("epsilon", "delta")
+    if cfg.acceptance != "greedy":
+        yield "exactness"
+    if cfg.batch_size > 1:  # transformers' assisted decoding takes a single row
+        yield from ("prompt_lookup", "assistant_model")
 
 
 def _uses_server(cfg: Any) -> bool:
@@ -260,6 +432,16 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         ("batch_size", "engine", "server_url"),
         lambda cfg: _uses_server(cfg) and cfg.batch_size is not None,
         "a server does its own batching; set concurrency instead",
+    ),
+    Constraint(
+        ("processes", "engine", "server_url"),
+        lambda cfg: _uses_server(cfg) and cfg.processes != "auto",
+        "the model is not run in processes of this command when a server is used; set concurrency instead",
+    ),
+    Constraint(
+        ("processes", "batch_size"),
+        lambda cfg: cfg.processes != "auto" and cfg.batch_size is not None and cfg.processes > cfg.batch_size,
+        "is greater than batch_size, the conversations of all processes together; raise batch_size, or set fewer",
     ),
     Constraint(
         ("chat_template", "engine", "server_url"),

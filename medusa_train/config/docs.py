@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from medusa_train.config.drafts import SECTIONS
+from medusa_train.config.drafts import LOOKUPS, SECTIONS
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
 from medusa_train.config.types import Config, format_value
@@ -142,6 +142,7 @@ def key_reference() -> str:
         **{f"medusa-train: section `{name}`": section for name, section in SECTIONS.items()},
         "medusa-selfdistill": SelfDistillConfig,
         "medusa-eval": EvalConfig,
+        **{f"medusa-eval: section `{name}`": section for section, name in LOOKUPS.values()},
         "medusa-export": ExportConfig,
     }
     return "\n\n".join([START, *(f"## {title}\n\n{key_table(cls)}" for title, cls in classes.items()), END])
@@ -165,7 +166,7 @@ def key_table(cls: type[BaseModel]) -> str:
 
 def _default(value: Any) -> str:
     """Format a default as in YAML."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(str, value))}]"
     return value if isinstance(value, str) else format_value(value)
 
@@ -180,7 +181,7 @@ def _type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         names = [_type_name(part) for part in get_args(annotation) if part is not type(None)]
         return " or ".join(dict.fromkeys(names))
-    if origin is list:
+    if origin in (list, tuple):
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
         return "mapping"

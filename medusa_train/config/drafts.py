@@ -6,23 +6,39 @@ Medusa's keys are flat (`medusa_*`), as in Axolotl's Medusa fork; `MedusaConfig`
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from medusa_train.config.types import Bool, Float, Int, key
+from medusa_train.config.types import Bool, Float, Int, Text, key
 
 
 class HeadsLoss(NamedTuple):
-    """Weights of the heads' losses on a frozen backbone: `weight * sum_k decay**k * L_k`.
+    """The heads' loss on a frozen backbone: `weight * sum_k decay**k * L_k`.
 
     Attributes:
         soft_targets: weight of the backbone's distribution in the target of L_k; the data's token has the rest.
+        lk_eta: eta of the LK loss (key `head_loss`); None: cross-entropy.
+        dpace: D-PACE's weights in place of decay**k (key `head_weights`).
     """
 
     decay: float
     soft_targets: float
     weight: float = 1.0
+    lk_eta: float | None = None
+    dpace: bool = False
+
+    def describe(self) -> str:
+        """Describe the loss in one phrase."""
+        soft, kind = self.soft_targets, "cross-entropy" if self.lk_eta is None else f"LK loss (eta {self.lk_eta:g})"
+        if soft in (0.0, 1.0):
+            text = f"{kind} against the {'distribution of the backbone' if soft else 'tokens of the data'}"
+        else:
+            text = f"{soft:.0%} {kind} against the distribution of the backbone, rest cross-entropy against the data"
+        if self.dpace:
+            return f"{text}; targets weighted by D-PACE"
+        return text if self.decay == 1.0 else f"{text}; head k weighted by {self.decay:g}^k"
 
 
 class DraftConfig(BaseModel):
@@ -40,7 +56,7 @@ class DraftConfig(BaseModel):
     prefix: ClassVar[str]
     title: ClassVar[str]
 
-    num_heads: Int = 5
+    num_heads: Int
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -63,17 +79,25 @@ class DraftConfig(BaseModel):
 
 
 class MedusaConfig(DraftConfig):
-    """Keys of Medusa heads, from the flat `medusa_*` keys (Medusa)."""
+    """Keys of Medusa heads (Medusa), from the flat `medusa_*` keys, which have the defaults."""
 
     prefix = "medusa_"
     title = "Medusa"
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
-    num_layers: Int = 1
-    share_lm_head: Bool = False
-    vocab_size: Int | None = None
-    decay_coefficient: Float = 0.8
-    soft_targets: Float = 0.0
+    num_layers: Int
+    share_lm_head: Bool
+    vocab_size: Int | None
+    markov_rank: Int
+    markov_shared: Bool
+    decay_coefficient: Float
+    soft_targets: Float
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of the draft's class; one head's Markov bias counts as shared, and so does none."""
+        shared = self.markov_shared or not self.markov_rank or self.num_heads == 1
+        return {**super().settings, "markov_shared": shared}
 
     @property
     def blocks_per_head(self) -> int:
@@ -86,9 +110,11 @@ class MedusaConfig(DraftConfig):
         return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
-        """Describe the draft by its heads, layers and reduced vocabulary."""
+        """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
         vocabulary = f" over {self.vocab_size:,} tokens" if self.vocab_size else ""
-        return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{vocabulary}"
+        each = "" if self.settings["markov_shared"] else " each"
+        markov = f" with a Markov bias of rank {self.markov_rank}{each}" if self.markov_rank else ""
+        return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{vocabulary}{markov}"
 
 
 class HydraConfig(DraftConfig):
@@ -111,6 +137,9 @@ class HydraConfig(DraftConfig):
         le=32,
     )
     prefix_layer: Bool = key(True, "add a decoder layer with its own KV cache before the heads (Hydra++)")
+    normalize_embeddings: Bool = key(
+        True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published"
+    )
     dropout: Float = key(0.2, "dropout on the residual branch of each block during training", ge=0, lt=1)
     decay_coefficient: Float = key(
         1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
@@ -152,6 +181,9 @@ class AmphistaConfig(DraftConfig):
         le=2,
     )
     sampled_token: Bool = key(True, "also read the embedding of the token that the backbone has just chosen")
+    normalize_embeddings: Bool = key(
+        True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published"
+    )
     alignment_weight: Float = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the backbone's distribution (default not from the paper)",
@@ -200,3 +232,106 @@ def _layers(count: int) -> str:
 
 #: Section class by the value of the key `draft`; Medusa's keys are flat.
 SECTIONS: dict[str, type[DraftConfig]] = {"hydra": HydraConfig, "amphista": AmphistaConfig, "kangaroo": KangarooConfig}
+
+
+# Drafts without training
+
+
+class LookupConfig(BaseModel):
+    """Keys of `lookup`: prompt lookup, which copies what followed the same n-gram in the prompt and the answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_ngram: Int = key(3, "longest n-gram that is looked up; shorter ones where it did not occur before", ge=1, le=32)
+    max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
+    nodes: Int = key(10, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)
+
+
+class RestConfig(BaseModel):
+    """Keys of `rest`: REST, which copies what followed the same n-gram in a datastore."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    datastore: Text = key(
+        ..., "file to copy from: the assistant's turns of chats (JSONL, JSON, Parquet), or any text file"
+    )
+    max_ngram: Int = key(16, "longest n-gram that is looked up; shorter ones where it does not occur", ge=1, le=64)
+    max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
+    nodes: Int = key(16, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)
+
+
+class LookaheadConfig(BaseModel):
+    """Keys of `lookahead`: n-grams that the backbone writes ahead of the text (Lookahead Decoding)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    window: Int = key(5, "W: columns of the window, the positions that are written ahead in every step", ge=1, le=64)
+    ngram: Int = key(
+        4, "N: tokens of an n-gram; a step computes W x (N - 1) - 1 rows of the window beside its guesses", ge=3, le=16
+    )
+    guesses: Int = key(
+        5, "G: n-grams that are verified per step, the last ones that began with the same token", ge=1, le=64
+    )
+    pool_from_prompt: Bool = key(True, "also verify n-grams of the prompt and the answer; false: of the window alone")
+
+
+#: Section class and its key by the kind of draft.
+LOOKUPS: dict[str, tuple[type[BaseModel], str]] = {
+    "prompt_lookup": (LookupConfig, "lookup"),
+    "lookahead": (LookaheadConfig, "lookahead"),
+    "rest": (RestConfig, "rest"),
+}
+
+#: Values of the key `draft` of decoding. Kangaroo's guesses pass through the backbone's first layers while they are
+#: drafted, so no others can be added to them.
+LookupName = Literal[
+    "prompt_lookup",
+    "medusa+prompt_lookup",
+    "hydra+prompt_lookup",
+    "amphista+prompt_lookup",
+    "lookahead",
+    "medusa+lookahead",
+    "hydra+lookahead",
+    "amphista+lookahead",
+    "rest",
+    "medusa+rest",
+    "hydra+rest",
+    "amphista+rest",
+]
+
+
+@dataclass(frozen=True)
+class LookupChoice:
+    """A draft without training, alone or added to the heads of a run.
+
+    Attributes:
+        heads: the kind of heads; None: alone.
+        kind: "prompt_lookup", "lookahead" or "rest".
+        settings: keyword arguments of the draft's class.
+    """
+
+    heads: str | None
+    kind: str
+    settings: dict[str, Any]
+
+    @classmethod
+    def from_keys(cls, draft: str, section: BaseModel | None) -> LookupChoice:
+        """Return the choice of a valid value of `draft`; `section` with its keys, None for their defaults."""
+        heads, _, kind = draft.rpartition("+")
+        section = LOOKUPS[kind][0].model_validate({}) if section is None else section
+        return cls(heads or None, kind, section.model_dump())
+
+    @property
+    def name(self) -> str:
+        """The value of `draft`."""
+        return f"{self.heads}+{self.kind}" if self.heads else self.kind
+
+    @property
+    def datastore(self) -> str | None:
+        """The file that REST copies from."""
+        return self.settings.get("datastore")
+
+    def describe(self) -> str:
+        """Describe the draft in one phrase, for reports."""
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.settings.items())
+        return f"{self.name} ({settings})"

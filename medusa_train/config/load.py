@@ -239,4 +239,7 @@ def _in_file_order(problems: list[tuple[KeyPath, str]], source: YamlSource) -> l
 
 
 def _problem_line(path: KeyPath, message: str, source: YamlSource) -> str:
-    return f"{source.location(path)}: {format_path(path)}: {message}" if path else message
+    if not path:
+        return message
+    location, key = source.location(path), format_path(path)
+    return f"{location}: {message}" if location == f"--{key.replace('_', '-')}" else f"{location}: {key}: {message}"

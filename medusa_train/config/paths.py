@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,3 +26,17 @@ def resolve_path(name: str | Path) -> Path | None:
     path = Path(name).expanduser()
     candidates = [path] if path.is_absolute() else [path, PROJECT_ROOT / path]
     return next((candidate for candidate in candidates if candidate.exists()), None)
+
+
+def nearest_path(name: str) -> str | None:
+    """Return the existing name that is most like a mistyped relative path; None if no name in its directory is.
+
+    Args:
+        name: a path that does not exist, such as `data/tinny`; its directory is looked up as `resolve_path` does.
+    """
+    path = Path(name)
+    directory = None if path.parent == Path() else resolve_path(path.parent)
+    if directory is None or not directory.is_dir():
+        return None
+    matches = get_close_matches(path.name, [entry.name for entry in directory.iterdir()], n=1)
+    return (path.parent / matches[0]).as_posix() if matches else None

@@ -11,18 +11,28 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from medusa_train.config.constraints import (
+    EVAL_CONSTRAINTS,
     SELFDISTILL_CONSTRAINTS,
     TRAIN_CONSTRAINTS,
+    find_ineffective_eval_keys,
     find_ineffective_keys,
     implies_joint_training,
+    measures_server,
 )
 from medusa_train.config.drafts import (
+    LOOKUPS,
     SECTIONS,
     AmphistaConfig,
     DraftConfig,
+    HeadsLoss,
     HydraConfig,
     KangarooConfig,
+    LookaheadConfig,
+    LookupChoice,
+    LookupConfig,
+    LookupName,
     MedusaConfig,
+    RestConfig,
 )
 from medusa_train.config.types import (
     Bool,
@@ -34,11 +44,16 @@ from medusa_train.config.types import (
     Float,
     Int,
     Interval,
+    IntList,
+    IntOrAuto,
+    ReasoningTags,
     Resume,
     Schedule,
+    TemplateKwargs,
     Text,
     TextList,
     TextOrMapping,
+    TrainedDraft,
     key,
 )
 
@@ -92,7 +107,9 @@ class DatasetConfig(BaseModel):
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
         "auto", "format of the records; auto: detected from their keys"
     )
-    conversation: Text | None = key(None, "name of the chat template of this dataset (vicuna_v1.1, zephyr, ...)")
+    conversation: Text | None = key(
+        None, "name of the chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
+    )
     split: Text | None = key(None, "split of a hub dataset; default: train")
     name: Text | None = key(None, "configuration name of a hub dataset")
     weight: Float | None = key(
@@ -120,9 +137,7 @@ class TrainConfig(Config):
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None, "medusa1: frozen backbone; medusa2: joint training; default: medusa2 if adapter or another key implies it"
     )
-    draft: Literal["medusa", "hydra", "amphista", "kangaroo"] = key(
-        "medusa", "kind of draft to train; all but medusa require a frozen backbone"
-    )
+    draft: TrainedDraft = key("medusa", "kind of draft to train; all but medusa require a frozen backbone")
     hydra: HydraConfig | None = key(None, "settings of draft: hydra")
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista")
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo")
@@ -145,6 +160,19 @@ class TrainConfig(Config):
         0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", ge=0, le=1
     )
     medusa_soft_targets: Float = key(0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1)
+    head_loss: Literal["ce", "lk"] = key(
+        "ce",
+        "loss of the heads; ce: cross-entropy; lk: LK loss, which aims at acceptance, in place of the cross-entropy "
+        "against the backbone's distribution, or against the data's tokens where that has no weight",
+    )
+    lk_eta: Float = key(
+        3.0, "eta of head_loss: lk; its KL part has the weight exp(-eta * acceptance) for each token", ge=0
+    )
+    head_weights: Literal["decay", "dpace"] | None = key(
+        None,
+        "weights of the heads' losses; decay: medusa_decay_coefficient ** k under every draft; dpace: per token, from "
+        "the heads' own probabilities (D-PACE); default: the draft's own decay_coefficient ** k",
+    )
     medusa_num_unfreeze_layers: Int = key(
         0, "N: train the last N layers, the final norm and the lm_head (medusa2 without an adapter)", ge=0
     )
@@ -153,6 +181,13 @@ class TrainConfig(Config):
     medusa_vocab_size: Int | None = key(
         None, "N: heads predict only the N most frequent tokens of the training data; default: all tokens", ge=16
     )
+    medusa_markov_rank: Int = key(
+        0,
+        "r: rank of a bias on the heads' logits that depends on the token before the predicted one; 0: none",
+        ge=0,
+        le=1024,
+    )
+    medusa_markov_shared: Bool = key(True, "one such bias for all heads; false: one for each head")
     calibration_tokens: Int = key(
         6000, "number of tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0
     )
@@ -170,13 +205,28 @@ class TrainConfig(Config):
     # Data
     datasets: list[DatasetConfig] = key(..., "training data", min_length=1)
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
+    cache_hidden_states: Bool = key(
+        False,
+        "keep the frozen backbone's hidden states under dataset_prepared_path, so that later epochs and runs read them",
+    )
+    dataset_processes: Int | None = key(
+        None, "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small data: 1", ge=1
+    )
     sequence_len: Int = key(
         2048, "maximum length in tokens; longer conversations are truncated at the end of a turn", ge=4
     )
     sample_packing: Bool = key(False, "pack several conversations into one row of sequence_len tokens")
     pad_to_sequence_len: Bool | None = key(None, "ignored; batches are padded to their longest row")
     chat_template: Text | None = key(
-        None, "name of the chat template; default: the datasets' `conversation` if all are equal, else the tokenizer's"
+        None,
+        "name of the chat template, or a .jinja file; "
+        "default: the datasets' `conversation` if all are equal, else the tokenizer's",
+    )
+    chat_template_kwargs: TemplateKwargs | None = key(
+        None, "variables of the chat template, such as {enable_thinking: false}"
+    )
+    reasoning_tags: ReasoningTags = key(
+        ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
         ["assistant"], "roles whose turns are training targets", min_length=1
@@ -190,7 +240,9 @@ class TrainConfig(Config):
     gradient_accumulation_steps: Int = key(1, "forward passes per optimizer step", ge=1)
     num_epochs: Float = key(2, "number of epochs", gt=0)
     max_steps: Int | None = key(None, "maximum number of optimizer steps; overrides num_epochs", ge=1)
-    optimizer: Optimizer = key("adamw_torch", "optimizer; 8-bit ones need bitsandbytes")
+    optimizer: Optimizer = key(
+        "adamw_torch", "optimizer; 8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes"
+    )
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
         "cosine", "learning rate schedule; constant has no warm-up"
     )
@@ -208,12 +260,12 @@ class TrainConfig(Config):
     seed: Int = key(42, "random seed", ge=0)
 
     # Precision and memory
-    bf16: BoolOrAuto = key("auto", "compute in bfloat16; auto: if the device has fast bfloat16 arithmetic")
+    bf16: BoolOrAuto = key("auto", "compute in bfloat16; auto: if the device multiplies it faster than float32")
     fp16: Bool = key(False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)")
     tf32: Bool = key(False, "allow TF32 in float32 matrix products")
     gradient_checkpointing: Bool = key(False, "recompute activations to save memory (medusa2 only)")
     flash_attention: BoolOrAuto = key(
-        "auto", "use flash-attn's varlen kernel on packed rows; auto: if it is installed and supported"
+        "auto", "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and supported"
     )
     deepspeed: TextOrMapping | None = key(
         None, "DeepSpeed configuration: a JSON file (configs/deepspeed/zero2.json) or a mapping"
@@ -232,9 +284,9 @@ class TrainConfig(Config):
     saves_per_epoch: Int | None = key(
         None, "number of checkpoints per epoch; default: 1 if save_steps is not set", ge=1
     )
-    save_total_limit: Int = key(2, "number of newest checkpoints to keep, in addition to the best one", ge=1)
+    save_total_limit: Int = key(2, "number of newest checkpoints to keep, beside the weights of the best one", ge=1)
     early_stopping_patience: Int | None = key(
-        None, "stop after this many evaluations without improvement, and use the best checkpoint", ge=1
+        None, "stop after this many evaluations without improvement, and use the weights of the best one", ge=1
     )
     export: ExportTargets | None = key(
         None, "layouts to export to output_dir/export after training (see medusa-export)"
@@ -265,9 +317,19 @@ class TrainConfig(Config):
     def draft_config(self) -> DraftConfig:
         """The section of the selected `draft`, with defaults filled in; for Medusa, collected from the flat keys."""
         if self.draft != "medusa":
-            return getattr(self, self.draft) or SECTIONS[self.draft]()
+            return getattr(self, self.draft) or SECTIONS[self.draft].model_validate({})
         flat = {name: getattr(self, f"{MedusaConfig.prefix}{name}") for name in MedusaConfig.model_fields}
         return MedusaConfig(**flat)
+
+    @property
+    def heads_loss(self) -> HeadsLoss:
+        """The loss of the selected draft's heads, with `head_loss` and `head_weights`."""
+        loss = self.draft_config.heads_loss
+        return loss._replace(
+            decay=self.medusa_decay_coefficient if self.head_weights == "decay" else loss.decay,
+            lk_eta=self.lk_eta if self.head_loss == "lk" else None,
+            dpace=self.head_weights == "dpace",
+        )
 
     @property
     def heads_learning_rate(self) -> float:
@@ -310,20 +372,63 @@ class EvalConfig(Config):
 
     bench: Text = key("tiny", "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file")
     model: Text | None = key(None, "run directory or directory of heads; default: the newest run in runs/")
-    base_model: Text | None = key(None, "backbone; default: the one that the run or the heads were trained with")
+    base_model: Text | None = key(
+        None,
+        "backbone; default: the one that the run or the heads were trained with; with server_url: the model's name on "
+        "the server, default: the only one that it lists",
+    )
     trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
-    chat_template: Text | None = key(None, "name of the chat template; default: the run's, else the tokenizer's")
-    tree: Text | None = key(None, "tree file; default: tree.json next to the heads")
+    chat_template: Text | None = key(
+        None, "name of the chat template, or a .jinja file; default: the run's, else the tokenizer's"
+    )
+    chat_template_kwargs: TemplateKwargs | None = key(
+        None, "variables of the chat template, such as {enable_thinking: false}; default: the run's"
+    )
+    tree: Text | None = key(
+        None,
+        "fixed: tree.json next to the heads (the default); dynamic: a tree for every step, chosen by the heads' "
+        "confidences, with the fixed one measured beside it; or a tree file",
+    )
+    draft: LookupName | None = key(
+        None,
+        "draft without training: prompt_lookup copies from the text so far, rest from a datastore, and lookahead "
+        "verifies n-grams that the backbone writes ahead; with a prefix (medusa+...): added to the tree of the run's "
+        "heads; default: the run's heads alone",
+    )
+    lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
+    lookahead: LookaheadConfig | None = key(None, "settings of lookahead")
+    rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
     max_new_tokens: Int = key(256, "maximum length of an answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "data type; auto: the fastest on this device for plain decoding"
     )
-    compile: Bool = key(
-        False, "compile decoding with torch.compile: faster steps, up to a minute of additional start-up time"
+    compile: BoolOrAuto = key(
+        False,
+        "compile decoding with torch.compile, on a GPU also with CUDA graphs: faster steps, up to a minute of "
+        "additional start-up time; auto: in an evaluation whose questions repay that",
     )
+    acceptance: Literal["greedy", "sampling", "typical"] = key(
+        "greedy",
+        "greedy: plain decoding's tokens; sampling: samples of the model's distribution (lossless); typical: any "
+        "plausible draft token, which changes the distribution",
+    )
+    temperature: Float | None = key(
+        None, "temperature of sampling, typical acceptance and their baselines; default: 0.7", ge=0
+    )
+    top_p: Float = key(
+        1.0, "sample from the smallest set of tokens with this total probability (nucleus sampling)", gt=0, le=1
+    )
+    top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
+    epsilon: Float = key(0.09, "typical acceptance: probability above which a token is always accepted", gt=0)
+    delta: Float = key(0.3, "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions", gt=0)
+    batch_size: Int = key(1, "number of questions to answer in the same passes", ge=1)
     limit: Int | None = key(None, "use only the first N questions", ge=1)
-    output_dir: Text | None = key(None, "directory of the report; default: eval/BENCH in the run directory")
-    warmup: Int = key(2, "number of questions to answer untimed for warm-up", ge=0)
+    output_dir: Text | None = key(
+        None, "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a server"
+    )
+    warmup: Int = key(
+        2, "number of questions to answer untimed for warm-up; a server gets as many as run concurrently", ge=0
+    )
     exactness: Bool = key(True, "also compare all answers with plain decoding in float32")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
     assistant_model: Text | None = key(
@@ -334,8 +439,75 @@ class EvalConfig(Config):
     )
     judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
     judge_concurrency: Int = key(4, "number of concurrent judge requests", ge=1)
+    allow_code_execution: Bool = key(
+        False, "allow running the code that the model writes, in isolated processes; required by humaneval (pass@1)"
+    )
     calibration_tokens: Int = key(12000, "number of tokens to generate on held-out prompts for --calibrate", ge=100)
     seed: Int = key(42, "random seed", ge=0)
+
+    # Servers
+    server_url: Text | None = key(
+        None, "URL of an OpenAI-compatible server, http://HOST:PORT/v1; the bench is measured through it"
+    )
+    against: Text | None = key(
+        None, "URL of a server of the same model without heads; it and server_url are measured in turns"
+    )
+    serve: Bool = key(
+        False,
+        "start and stop `vllm serve` for the model, without heads and with them, and measure it; environment variable "
+        "VLLM_PYTHON: the Python interpreter with vLLM, if it is another one",
+    )
+    serve_speculative_tokens: IntList | None = key(
+        None,
+        "values of num_speculative_tokens to serve heads with; default: 1 to the number of heads",
+        min_length=1,
+    )
+    serve_together: BoolOrAuto = key(
+        "auto",
+        "keep the server without heads running beside the one with heads, and measure them in turns; false: one server "
+        "at a time, the one without heads first and last; auto: true without a GPU",
+    )
+    serve_args: TextList | None = key(
+        None, 'further arguments of `vllm serve`, such as ["--max-model-len", "4096"]', min_length=1
+    )
+    serve_start_seconds: Float = key(900.0, "seconds in which a server of `serve` has to be ready", gt=0)
+    concurrency: IntList = key(
+        [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure a server with", min_length=1
+    )
+    request_timeout: Float = key(600.0, "timeout of a request to a server in seconds", gt=0)
+    retry_seconds: Float = key(120.0, "a server that does not answer is tried again for this many seconds", ge=0)
+    api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key of the servers")
+
+    constraints: ClassVar[tuple[Constraint, ...]] = EVAL_CONSTRAINTS
+
+    @property
+    def lookup_choice(self) -> LookupChoice | None:
+        """The draft without training; None: the run's heads alone."""
+        if self.draft is None:
+            return None
+        section = LOOKUPS[self.draft.rpartition("+")[2]][1]
+        return LookupChoice.from_keys(self.draft, getattr(self, section))
+
+    @property
+    def uses_server(self) -> bool:
+        """Whether the bench is measured through a server."""
+        return measures_server(self)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keys that were set without effect."""
+        return tuple(sorted(self.model_fields_set.intersection(self.ineffective_keys)))
+
+    @property
+    def ineffective_keys(self) -> tuple[str, ...]:
+        """Keys of another acceptance, of single answers in a batch, and of servers or of everything else."""
+        return tuple(find_ineffective_eval_keys(self))
+
+    def resolved(self) -> EvalConfig:
+        """Fill in the temperature of sampling and typical acceptance."""
+        if self.acceptance == "greedy" or self.temperature is not None:
+            return self
+        return self.model_copy(update={"temperature": 0.7})
 
 
 class SelfDistillConfig(Config):
@@ -383,18 +555,38 @@ class SelfDistillConfig(Config):
         None, "model: a Hugging Face directory, a hub name or a run; on a server, its name there; default: data/tiny"
     )
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
-    chat_template: Text | None = key(None, "name of the chat template; default: the tokenizer's")
+    chat_template: Text | None = key(None, "name of the chat template, or a .jinja file; default: the tokenizer's")
+    chat_template_kwargs: TemplateKwargs | None = key(
+        None, "variables of the chat template, such as {enable_thinking: false}; sent to a server as they are"
+    )
+    reasoning_tags: ReasoningTags = key(
+        ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "data type; auto: the fastest on this device"
     )
     batch_size: Int | None = key(
         None, "conversations per batch (engine: local); default: 16, or 1 in float32 and with heads", ge=1
     )
+    processes: IntOrAuto = key(
+        "auto",
+        "processes that share the cores of a CPU and the conversations of a batch (engine: local); auto: one per core "
+        "for small models, with at least 4 conversations each; 1 on a GPU",
+    )
+    compile: BoolOrAuto = key(
+        False,
+        "compile decoding with torch.compile (engine: local): faster steps, up to a minute of additional start-up "
+        "time; auto: where the prompts repay that, but not single rows in float32, whose answers are reproducible",
+    )
     heads: Text | None = key(
         None, "run or directory of heads for speculative decoding; also sets the default of base_model"
     )
-    server_url: Text | None = key(None, "URL of the server, http://HOST:PORT/v1")
-    concurrency: Int = key(16, "number of concurrent requests to the server", ge=1, le=1024)
+    server_url: TextList | None = key(
+        None, "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model", min_length=1
+    )
+    concurrency: Int = key(
+        64, "maximum number of concurrent requests to each server; fewer while it answers 429 or 503", ge=1, le=1024
+    )
     request_timeout: Float = key(600.0, "timeout of a request in seconds", gt=0)
     retry_seconds: Float = key(900.0, "failed requests are retried for up to this many seconds", ge=0)
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key")

@@ -19,6 +19,13 @@ from pydantic_core import PydanticCustomError
 SCHEDULES = r"^(constant|linear|sine|sine_(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?))$"
 
 
+#: What the rendering of a chat sets: arguments of a template that no configuration may set.
+_RENDERING = frozenset(
+    {"messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
+    | {"documents", "return_assistant_tokens_mask"}
+)
+
+
 def format_value(value: object) -> str:
     """Format a value for messages: booleans and null as in YAML, long values shortened."""
     if value is None:
@@ -97,6 +104,19 @@ def _as_bool_or_auto(value: object) -> object:
         raise _type_error("true, false or auto", value) from None
 
 
+def _as_int_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        number = _as_int(value)
+    except PydanticCustomError:
+        raise _type_error("a positive integer or auto", value) from None
+    assert isinstance(number, int)
+    if number < 1:
+        raise _type_error("a positive integer or auto", value)
+    return number
+
+
 def _as_resume(value: object) -> object:
     """Map true and auto to "latest", false to None (a new run); anything else is a path."""
     if isinstance(value, bool):
@@ -124,6 +144,21 @@ def _as_text_or_mapping(value: object) -> object:
     return value if isinstance(value, dict) else _as_text(value)
 
 
+def _as_template_kwargs(value: object) -> object:
+    if not isinstance(value, dict):
+        raise _type_error("a mapping such as {enable_thinking: false}", value)
+    if reserved := sorted(_RENDERING.intersection(value)):
+        text = f"{', '.join(reserved)}: set by the renderer itself; remove it"
+        raise PydanticCustomError("config_type", "{text}", {"text": text})
+    return value
+
+
+def _as_reasoning_tags(value: object) -> object:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(tag, str) and tag for tag in value):
+        return tuple(tag.strip() for tag in value)
+    raise _type_error("two tags such as [<think>, </think>]", value)
+
+
 def _as_schedule(value: object) -> object:
     """Validate a schedule of lambda0 (names of Axolotl's Medusa fork); sine_R rises over the fraction R of the run."""
     if isinstance(value, str) and re.fullmatch(SCHEDULES, value):
@@ -141,12 +176,25 @@ def _one_or_more(item: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [item, {"type": "array", "items": item}]}
 
 
+def _as_trained_draft(value: object) -> object:
+    if isinstance(value, str) and value.rpartition("+")[2] in ("prompt_lookup", "lookahead", "rest"):
+        text = f"{format_value(value)} has no weights to train; use it for decoding: medusa-eval --draft {value}"
+        raise PydanticCustomError("config_type", "{text}", {"text": text})
+    return value
+
+
 Float = Annotated[float, BeforeValidator(_as_float)]
 Int = Annotated[int, BeforeValidator(_as_int)]
 Bool = Annotated[bool, BeforeValidator(_as_bool)]
 Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "integer"]})]
 #: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
+#: A positive integer, or "auto" (chosen for the machine).
+IntOrAuto = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(_as_int_or_auto),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
+]
 #: None (a new run), "latest" or a path.
 Resume = Annotated[
     str | None, BeforeValidator(_as_resume), WithJsonSchema({"type": ["boolean", "string", "integer", "null"]})
@@ -154,9 +202,25 @@ Resume = Annotated[
 #: int: interval in optimizer steps; float: interval as a fraction of the run.
 Interval = Annotated[int | float, BeforeValidator(_as_interval)]
 TextList = Annotated[list[Text], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))]
+#: Positive integers; a single one is a list of one.
+IntList = Annotated[
+    list[Annotated[int, BeforeValidator(_as_int), Field(ge=1)]],
+    BeforeValidator(_as_list),
+    WithJsonSchema(_one_or_more({"type": "integer", "minimum": 1})),
+]
 TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_as_text_or_mapping)]
+#: Variables of a chat template, by name.
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(_as_template_kwargs)]
+#: The tags before and after the reasoning part of an answer.
+ReasoningTags = Annotated[
+    tuple[str, str],
+    BeforeValidator(_as_reasoning_tags),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}),
+]
+#: Kind of draft that is trained.
+TrainedDraft = Annotated[Literal["medusa", "hydra", "amphista", "kangaroo"], BeforeValidator(_as_trained_draft)]
 #: Layout of an export; "merged" is the backbone with its adapter merged.
-ExportTarget = Literal["reference", "reference-v2", "tgi", "vllm", "trtllm", "merged"]
+ExportTarget = Literal["reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged"]
 ExportTargets = Annotated[
     list[ExportTarget],
     BeforeValidator(_as_list),

@@ -1,4 +1,4 @@
-"""Collation of tokenized conversations into batches, and sample packing."""
+"""Batches of tokenized conversations: collation, sample packing, and the shifted labels of each head."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.data.tokenize import Example
+from medusa_train.data.examples import Example
+
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one or more documents (conversations), padded on the right.
 
-    Rows that hold several documents need a block-diagonal attention mask (`trees.masks.document_mask`).
+    Attention must stay within the documents of a row (`models.document_attention`).
 
     Attributes:
         tokens: int64 [B, T].
@@ -24,6 +25,7 @@ class Batch:
         positions: int64 [B, T], from 0 in each document; they continue over padding.
         segments: int64 [B, T], index of the document within its row; -1 for padding.
         records: `file:line` of each document, row by row.
+        documents: the documents of each row, on the CPU; None where the rows were not collated from examples.
     """
 
     tokens: Tensor
@@ -31,6 +33,7 @@ class Batch:
     positions: Tensor
     segments: Tensor
     records: list[str]
+    documents: Sequence[Sequence[Example]] | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on `device`."""
@@ -40,6 +43,7 @@ class Batch:
             self.positions.to(device),
             self.segments.to(device),
             self.records,
+            self.documents,
         )
 
 
@@ -64,7 +68,44 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             positions[number, start:] = torch.arange(shape[1] - start)
             segments[number, start:end] = segment
             start = end
-    return Batch(tokens, labels, positions, segments, [example.source for row in rows for example in row])
+    sources = [example.source for row in rows for example in row]
+    return Batch(tokens, labels, positions, segments, sources, rows)
+
+
+def shift_labels(labels: Tensor, k: int, segments: Tensor | None = None) -> Tensor:
+    """Align labels with the positions that predict them: `out[b, t] = labels[b, t + k + 1]`.
+
+    k = 0 is next-token prediction by the language model; Medusa head k >= 1 predicts the token k + 1 positions ahead
+    (Medusa, Medusa Heads). Only the label decides whether a position counts: position t itself may be in a prompt.
+    Targets never cross a document boundary, and the last k + 1 positions have none.
+
+        labels    a b c | d e f        (two documents, segments 0 0 0 1 1 1)
+        shift 0   b c - | e f -
+        shift 1   c - - | f - -
+
+    Args:
+        labels: [B, T] token ids, `IGNORE_INDEX` where unsupervised.
+        k: offset beyond the next token, 0 or more.
+        segments: [B, T] document of each position, contiguous within a row (padding: -1); None for one per row.
+
+    Returns:
+        [B, T], `IGNORE_INDEX` where there is no target.
+
+    Raises:
+        ValueError: k is negative.
+    """
+    if k < 0:
+        raise ValueError(f"k must be 0 or more, not {k}")
+    ahead = k + 1
+    out = torch.full_like(labels, IGNORE_INDEX)
+    if ahead >= labels.shape[1]:
+        return out
+    target = labels[:, ahead:]
+    if segments is not None:
+        same = segments[:, ahead:] == segments[:, :-ahead]
+        target = torch.where(same, target, IGNORE_INDEX)
+    out[:, :-ahead] = target
+    return out
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -1,20 +1,24 @@
-"""Built-in chat templates, written from the published prompt formats.
+"""Built-in chat templates, written from the published prompt formats, and templates in files.
 
 Each is a Jinja template as Hugging Face tokenizers use them. Assistant text and its end token are enclosed in
-`{% generation %}` marks, from which the loss mask is derived.
+`{% generation %}` marks, for programs that derive a loss mask from them.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
+from medusa_train.config.paths import resolve_path
 from medusa_train.errors import ConfigError
+
+TEMPLATE_SUFFIX = ".jinja"
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template and the token that ends its answers (None for the tokenizer's EOS token)."""
+    """A chat template and the token that ends its answers: None for the tokenizer's EOS token, '' if it is unknown."""
 
     source: str
     answer_end: str | None = None
@@ -117,13 +121,22 @@ TEMPLATES: dict[str, Template] = {
 
 
 def get_template(name: str) -> Template:
-    """Return a built-in template by name.
+    """Return a built-in template by name, or the template in a Jinja file.
+
+    A file is relative to the working directory or the project's root.
 
     Raises:
-        ConfigError: unknown name; suggests the closest one.
+        ConfigError: unknown name, suggests the closest one; or the file cannot be read.
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
+    if name.endswith(TEMPLATE_SUFFIX):
+        try:
+            return Template((resolve_path(name) or Path(name)).read_text(encoding="utf-8"), answer_end="")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat template '{name}': cannot be read ({error})") from None
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ConfigError(f"chat template '{name}' is unknown; {hint}choose one of {', '.join(TEMPLATES)}")
+    raise ConfigError(
+        f"chat template '{name}' is unknown; {hint}choose one of {', '.join(TEMPLATES)}, or a {TEMPLATE_SUFFIX} file"
+    )

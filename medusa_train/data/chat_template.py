@@ -1,18 +1,19 @@
-"""Rendering of chats, and the character spans of assistant answers and message contents in the text."""
+"""Rendering of chats: prompts, answers as they are generated, and the character spans of message contents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from medusa_train.data.conversation import Message
+from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
 
 Span = tuple[int, int]
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _CHANGED = "the chat template modifies message contents, so their positions in the text cannot be determined"
 
@@ -21,17 +22,47 @@ class ChatTemplateError(ValueError):
     """The template rejects this chat, or its spans cannot be determined; the message says which."""
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedAnswer:
+    """An answer as it is generated.
+
+    Attributes:
+        index: of its message in the chat.
+        prompt: the messages before it and the generation prompt, as rendered for decoding.
+        text: what follows the prompt, up to and including the end token.
+        end: the end token; '' if the answer reached the length limit.
+        token_ids: the tokens before the end token, if they are known not to be those of `text`.
+    """
+
+    index: int
+    prompt: str
+    text: str
+    end: str
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def whole(self) -> str:
+        """Prompt and answer."""
+        return self.prompt + self.text
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template and the special tokens that it may use, by name (`bos_token`, ...)."""
+    """A Jinja chat template.
+
+    Attributes:
+        source: the template.
+        special_tokens: the special tokens that it may use, by name (`bos_token`, ...).
+        added_tokens: all tokens that the tokenizer never splits, among them those that may end an answer.
+        kwargs: further variables of the template, such as `enable_thinking`.
+        reasoning_tags: the tags around the reasoning part of an answer.
+    """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def has_generation_marks(self) -> bool:
-        """Whether the template marks assistant text with `{% generation %}`."""
-        return _GENERATION.search(self.source) is not None
+    added_tokens: frozenset[str] = frozenset()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_tags: ReasoningTags = REASONING_TAGS
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Render the chat as text; with `prompt`, followed by the generation prompt.
@@ -39,80 +70,132 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template rejects the chat, for example a system message that it does not support.
         """
-        return self._render(messages, prompt=prompt)[0]
+        try:
+            texts, _ = render_jinja_template(
+                conversations=[[message.as_dict() for message in messages]],
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                **{**self.special_tokens, **self.kwargs},
+            )
+        except TemplateError as error:
+            raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
+        return str(texts[0])
 
-    def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return the text and the character spans that the assistant generates: its contents and end tokens.
+    def describe_unused_kwargs(self) -> str | None:
+        """Name the variables in `kwargs` that the template does not have, such as mistyped ones; None if it has all."""
+        unused = [name for name in self.kwargs if not re.search(rf"\b{re.escape(name)}\b", self.source)]
+        return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}" if unused else None
+
+    def answers(self, messages: Sequence[Message]) -> list[RenderedAnswer]:
+        """Return every answer of the chat as it is generated.
+
+        An answer is the text that the template renders for it as the last message. Where the template does not keep
+        its content there (DeepSeek-R1's drops the reasoning even then), it is the content, followed by the end token.
 
         Raises:
-            ChatTemplateError: the template rejects the chat, or rewrites it so that answers cannot be located.
+            ChatTemplateError: the template rejects the chat, or leaves out answers.
         """
-        if self.has_generation_marks:
-            return self._render(messages, marks=True)
-        text = self._render(messages)[0]
-        contents = self.content_spans(messages)
-        answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        return text, [self._answer(text, messages, index, contents[index]) for index in answers]
+        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        if not indices:
+            return []
+        prompts = [self.render(messages[:index], prompt=True) for index in indices]
+        lead, end = self._around_answer(messages[: indices[-1]], prompts[-1])
+        answers = []
+        for number, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
+            content = self._without_prompted(prompt, messages[index].content)
+            # Most templates render an answer alike in the next prompt, which saves rendering it as the last message.
+            following = prompts[number + 1 : number + 2]
+            text = _rendered_answer(following[0], prompt, lead, content, end) if following else None
+            if text is None:
+                text = _rendered_answer(self.render(messages[: index + 1]), prompt, lead, content, end)
+            if text is None:
+                if content == messages[index].content:  # no tag that opens a reasoning part was cut from it
+                    content = self._with_closed_reasoning(prompt, content)
+                text = (lead if lead.isspace() else "") + content + end
+            message = messages[index]
+            if message.is_cut:
+                text = text.removesuffix(end)
+            answers.append(RenderedAnswer(index, prompt, text, "" if message.is_cut else end, message.token_ids))
+        return answers
 
-    def content_spans(self, messages: Sequence[Message]) -> list[Span]:
-        """Return the character span of every message's content, without headers and end tokens.
+    def opened_reasoning(self, prompt: str) -> str:
+        """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a line break, or ''."""
+        opening = self.reasoning_tags[0]
+        return prompt[len(prompt.rstrip()) - len(opening) :] if prompt.rstrip().endswith(opening) else ""
 
-        The chat is rendered again with a placeholder for each content; the text around the placeholders must equal
-        the text around the contents. A template may strip white space around a content.
+    def content_spans(self, messages: Sequence[Message], roles: Collection[Role]) -> dict[int, Span]:
+        """Return the character spans in `render(messages, prompt=True)` of the contents of all messages of `roles`.
+
+        The chat is rendered again with a placeholder for each of them; the text around the placeholders must equal the
+        text around the contents. A template may strip white space around a content.
 
         Raises:
-            ChatTemplateError: the template modifies contents, or depends on them.
+            ChatTemplateError: the template modifies these contents, or depends on them.
         """
-        text, outline = self._render(messages)[0], self._render(_placeholders(messages))[0]
-        spans, position, read = [], 0, 0
-        for index, message in enumerate(messages):
-            at = outline.find(_placeholder(index), read)
+        located = {index: _placeholder(index) for index, message in enumerate(messages) if message.role in roles}
+        replaced = [Message(m.role, located.get(index, m.content)) for index, m in enumerate(messages)]
+        text, outline = self.render(messages, prompt=True), self.render(replaced, prompt=True)
+        spans, position, read = {}, 0, 0
+        for index, placeholder in located.items():
+            content = messages[index].content
+            at = outline.find(placeholder, read)
             start = position + at - read
-            content = message.content if text.startswith(message.content, start) else message.content.strip()
+            content = content if text.startswith(content, start) else content.strip()
             if at < 0 or text[position:start] != outline[read:at] or not text.startswith(content, start):
                 raise ChatTemplateError(_CHANGED)
-            position, read = start + len(content), at + len(_placeholder(index))
-            spans.append((start, position))
+            position, read = start + len(content), at + len(placeholder)
+            spans[index] = (start, position)
         if text[position:] != outline[read:]:
             raise ChatTemplateError(_CHANGED)
         return spans
 
-    def _answer(self, text: str, messages: Sequence[Message], index: int, content: Span) -> Span:
-        """Locate one answer by rendering prefixes of the chat, for templates without `{% generation %}` marks.
+    def _around_answer(self, messages: Sequence[Message], prompt: str) -> tuple[str, str]:
+        """Return what the template writes between `prompt` and the content of a last answer, and its end token.
 
-        It starts at the end of its generation prompt. It ends with what the template appends to an answer that is the
-        last message, without trailing white space: after the end token, before the next turn's line break.
+        The end is what follows the content, up to the first added token; without one, up to trailing white space. So
+        neither the line break before the next turn nor a token that closes the whole text belongs to the answer.
         """
-        prompt = self._render(messages[:index], prompt=True)[0]
-        start, end = len(prompt), content[1]
-        if not text.startswith(prompt) or content[0] < start:
-            raise ChatTemplateError(
-                f"the chat template rewrites earlier turns, so the answer in turn {index + 1} cannot be located; "
-                "set chat_template to a built-in one, or add {% generation %} marks to the tokenizer's"
-            )
-        alone = self._render(_placeholders(messages[: index + 1]))[0]
-        after = alone.rpartition(_placeholder(index))[2].rstrip()
-        return start, end + (len(after) if text.startswith(after, end) else 0)
+        placeholder = _placeholder(len(messages))
+        before, found, after = self.render([*messages, Message("assistant", placeholder)]).rpartition(placeholder)
+        if not found:
+            raise ChatTemplateError("the chat template leaves out the content of answers")
+        return before[len(prompt) :] if before.startswith(prompt) else "", _end_of_answer(after, self.added_tokens)
 
-    def _render(
-        self, messages: Sequence[Message], *, prompt: bool = False, marks: bool = False
-    ) -> tuple[str, list[Span]]:
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[[message.as_dict() for message in messages]],
-                chat_template=self.source,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **self.special_tokens,
-            )
-        except TemplateError as error:
-            raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
-        return texts[0], [(start, end) for start, end in spans[0]] if marks else []
+    def _without_prompted(self, prompt: str, content: str) -> str:
+        """Return an answer's content without what the generation prompt already says of its reasoning.
+
+        That is the opening tag, or all of the reasoning where the prompt closes it (`enable_thinking: false`).
+        """
+        opening, closing = self.reasoning_tags
+        if prompt.rstrip().endswith(closing):
+            return content.rpartition(closing)[2].lstrip("\n") if closing in content else content
+        opened = self.opened_reasoning(prompt)
+        if opened and content.lstrip().startswith(opening):
+            return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
+        return content
+
+    def _with_closed_reasoning(self, prompt: str, content: str) -> str:
+        """Return the content, after an empty reasoning part where the prompt opens one that the content lacks."""
+        closing = self.reasoning_tags[1]
+        is_open = bool(self.opened_reasoning(prompt)) and closing not in content
+        return f"\n{closing}\n\n{content}" if is_open else content
+
+
+def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: str) -> str | None:
+    """Return the answer that follows `prompt` in `rendered`, if its content is unchanged or only stripped."""
+    for words in (content, content.strip()):
+        text = lead + words + end
+        if rendered.startswith(prompt) and rendered.startswith(text, len(prompt)):
+            return text
+    return None
+
+
+@lru_cache(maxsize=64)  # there are thousands of added tokens in some tokenizers, and few texts after answers
+def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
+    """Cut the text that follows the content of a last answer after its end token."""
+    ends = [after.index(token) + len(token) for token in added_tokens if token in after]
+    return after[: min(ends)] if ends else after.rstrip()
 
 
 def _placeholder(index: int) -> str:
     return f"\ue000{index}\ue001"  # private use characters, which neither templates nor text contain
-
-
-def _placeholders(messages: Sequence[Message]) -> list[Message]:
-    return [Message(message.role, _placeholder(index)) for index, message in enumerate(messages)]

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["system", "user", "assistant"]
+#: The tags before and after the reasoning part of an answer.
+ReasoningTags = tuple[str, str]
+REASONING_TAGS: ReasoningTags = ("<think>", "</think>")
 
 # Words, runs of other symbols (a ruled line is one), and single characters in scripts without spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
@@ -17,10 +20,17 @@ _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat."""
+    """One message of a chat.
+
+    Attributes:
+        token_ids: of a generated answer whose content tokenizes otherwise, its tokens without the end token.
+        is_cut: whether a generated answer reached the length limit, so that it has no end token.
+    """
 
     role: Role
     content: str
+    token_ids: tuple[int, ...] | None = None
+    is_cut: bool = False
 
     def as_dict(self) -> dict[str, str]:
         """Return the message in the format of chat templates, `{"role", "content"}`."""
@@ -83,6 +93,33 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
     if not any(message.role == "user" for message in messages):
         return "no user turn"
     return None
+
+
+def join_reasoning(reasoning: str, content: str, tags: ReasoningTags = REASONING_TAGS) -> str:
+    """Return reasoning and answer as one text, as a model generates it; '' if the answer is blank.
+
+    Servers split the two, and some strip the line breaks around the tags: missing ones are added as Qwen3 and
+    DeepSeek-R1 write them.
+    """
+    if not content.strip():
+        return ""
+    if not reasoning.strip():
+        return content
+    before = "" if reasoning.startswith("\n") else "\n"
+    after = "" if reasoning.endswith("\n") else "\n"
+    between = "" if content.startswith("\n") else "\n\n"
+    return f"{tags[0]}{before}{reasoning}{after}{tags[1]}{between}{content}"
+
+
+def without_reasoning(text: str) -> str:
+    """Return what follows the reasoning part of a generated text; '' if the reasoning was cut off.
+
+    A text without tags is returned unchanged.
+    """
+    opening, closing = REASONING_TAGS
+    if closing in text:
+        return text.rpartition(closing)[2].lstrip("\n")
+    return "" if text.lstrip().startswith(opening) else text
 
 
 def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) -> bool:

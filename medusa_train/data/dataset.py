@@ -11,8 +11,11 @@ from typing import Any
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
-from medusa_train.data.cache import DataReport, encode_datasets, load_or_encode, open_datasets
-from medusa_train.data.tokenize import ChatEncoder, Example, select_validation
+from medusa_train.data.cache import encode_datasets, load_or_encode, open_datasets
+from medusa_train.data.encoded import DataReport
+from medusa_train.data.examples import Example, select_validation
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.workers import OnEncoded
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches within which rows are sorted by length
@@ -23,7 +26,7 @@ class EncodedDataset(Sequence[Example]):
     """Tokenized conversations.
 
     Attributes:
-        examples: the conversations.
+        examples: the conversations, those that became several rows as one example per row.
         pad_id: padding token.
         report: statistics on conversations that were skipped or truncated.
         row_len: maximum tokens of a row in sample packing; None for one conversation per row.
@@ -46,6 +49,16 @@ class EncodedDataset(Sequence[Example]):
     def tokens(self) -> int:
         """Total number of tokens, without padding."""
         return sum(len(example) for example in self.examples)
+
+    @property
+    def conversations(self) -> int:
+        """Number of conversations."""
+        return sum(example.row == 0 for example in self.examples)
+
+    def describe_count(self) -> str:
+        """Return the number of conversations, and of rows if some conversations have several."""
+        rows = "" if self.conversations == len(self) else f" in {len(self):,} rows"
+        return f"{self.conversations:,} conversation{'' if self.conversations == 1 else 's'}{rows}"
 
     @property
     def supervised_tokens(self) -> int:
@@ -81,12 +94,15 @@ class EncodedDataset(Sequence[Example]):
         return digest.hexdigest()
 
 
-def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDataset, EncodedDataset]:
+def load_datasets(
+    cfg: TrainConfig, encoder: ChatEncoder, on_encoded: OnEncoded | None = None
+) -> tuple[EncodedDataset, EncodedDataset]:
     """Read, tokenize and split the configured data sets.
 
     Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows hold several
-    conversations. A `weight` affects training only, not the validation set. See `encode_example` for long
-    conversations and `select_validation` for the split.
+    conversations. A `weight` affects training only, not the validation set. See `encode_examples` for long
+    conversations and `select_validation` for the split. While conversations are tokenized, `on_encoded` is called with
+    the number of finished ones and the number of all in their data set.
 
     Returns:
         (training, validation), with the same report. The validation set is empty if `val_set_size` is 0 or there is
@@ -98,18 +114,20 @@ def load_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> tuple[EncodedDatase
     """
     readers = open_datasets(cfg, encoder)
     if cfg.dataset_prepared_path is None:
-        encoded = encode_datasets(cfg, readers)
+        encoded = encode_datasets(cfg, readers, on_encoded)
     else:
-        encoded = load_or_encode(cfg, readers, Path(cfg.dataset_prepared_path).expanduser())
+        encoded = load_or_encode(cfg, readers, Path(cfg.dataset_prepared_path).expanduser(), on_encoded)
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))
-    is_validation = select_validation([example.key for example in encoded.examples], cfg.val_set_size, cfg.seed)
+    keys = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
+    flags = zip(keys, select_validation(keys, cfg.val_set_size, cfg.seed), strict=True)
+    validation_keys = {key for key, is_validation in flags if is_validation}
     train: list[Example] = []
     validation: list[Example] = []
     origins: list[int] = []
-    for example, origin, held_out in zip(encoded.examples, encoded.origins, is_validation, strict=True):
-        if held_out:
+    for example, origin in zip(encoded.examples, encoded.origins, strict=True):
+        if example.key in validation_keys:
             validation.append(example)
         else:
             train.append(example)

@@ -60,6 +60,11 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
         yield from _read_lines(path, data, skip_blank_lines)
 
 
+def settings_path(path: Path) -> Path:
+    """Return the path of the settings with which medusa-selfdistill wrote the file at `path`."""
+    return path.with_suffix(".settings.json")
+
+
 def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
     """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
     return (RawRecord(f"{name}:{number}", number, value) for number, value in enumerate(rows, start=1))

@@ -6,11 +6,19 @@ Training reads whole chats (`parse_record`), self-distillation their user turns 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from medusa_train.data.conversation import Conversation, Message, Role, problem_with
+from medusa_train.data.conversation import (
+    REASONING_TAGS,
+    Conversation,
+    Message,
+    ReasoningTags,
+    Role,
+    join_reasoning,
+    problem_with,
+)
 from medusa_train.data.record_files import RawRecord, number_rows, read_file
 from medusa_train.errors import DataError
 
@@ -31,6 +39,8 @@ _ROLES: dict[str, Role] = {
 #: The keys that identify each format, in the order in which `auto` tries them.
 _CHAT_FORMATS = {"sharegpt": ("conversations",), "messages": ("messages",), "alpaca": ("instruction", "output")}
 _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("turns",)}
+#: The keys under which servers return the reasoning part of an answer.
+REASONING_KEYS = ("reasoning_content", "reasoning")
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 _JSON_TYPES: dict[type, str] = {
     bool: "a boolean",
@@ -77,7 +87,14 @@ def read_rows(rows: Iterable[object], type: str = "auto", *, name: str, skip_bad
     return parse_records(number_rows(rows, name), type, name=name, skip_bad=skip_bad)
 
 
-def parse_records(records: Iterable[RawRecord], type: str, *, name: str, skip_bad: bool) -> ReadResult:
+def parse_records(
+    records: Iterable[RawRecord],
+    type: str,
+    *,
+    name: str,
+    skip_bad: bool,
+    reasoning_tags: ReasoningTags = REASONING_TAGS,
+) -> ReadResult:
     """Parse the records of a file or split called `name`; the problems of all of them are collected first.
 
     Raises:
@@ -91,7 +108,7 @@ def parse_records(records: Iterable[RawRecord], type: str, *, name: str, skip_ba
         try:
             if raw.error is not None:
                 raise RecordError(raw.error)
-            conversations.append(parse_record(raw.value, type, source=raw.source))
+            conversations.append(parse_record(raw.value, type, source=raw.source, reasoning_tags=reasoning_tags))
         except RecordError as error:
             problems.append(f"{raw.source}: {error}")
     if problems and not skip_bad:
@@ -116,21 +133,26 @@ def first_problems(problems: Sequence[str]) -> list[str]:
     return [*problems[:MAX_SHOWN_PROBLEMS], *([f"... and {others} more"] if others > 0 else [])]
 
 
-def parse_record(record: object, type: str = "auto", *, source: str = "") -> Conversation:
+def parse_record(
+    record: object, type: str = "auto", *, source: str = "", reasoning_tags: ReasoningTags = REASONING_TAGS
+) -> Conversation:
     """Parse one record into a conversation.
 
     Args:
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
-            `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
+            `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`. Turns may have their
+            reasoning apart, as `reasoning_content`. Output of self-distillation may have `token_ids` beside an
+            answer's content, and `finish_reasons`.
         type: which of the three, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
+        reasoning_tags: joins reasoning and content.
 
     Raises:
         RecordError: the record is not a valid chat.
     """
     record = _as_object(record)
     parse = _PARSERS[_detect_format(record, _CHAT_FORMATS) if type == "auto" else type]
-    messages = _drop_empty_system(parse(record))
+    messages = _drop_empty_system(parse(record, reasoning_tags))
     if problem := problem_with(messages):
         raise RecordError(problem)
     conversation = Conversation("", messages, source)
@@ -153,16 +175,22 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
     if type == "auto":
         type = _detect_format(record, _PROMPT_FORMATS)
     if type == "alpaca":
-        messages = [Message("user", _alpaca_prompt(record))]
+        messages = [*_system_of(record), Message("user", _alpaca_prompt(record))]
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
-        messages = list(_parse_turns({"turns": turns}, "turns", "role", "content", roles=_PROMPT_ROLES))
+        messages = list(_parse_turns({"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES))
     else:
-        messages = list(_TURN_PARSERS[type](record, roles=_PROMPT_ROLES))
+        system_beside = _system_of(record) if type == "sharegpt" else ()
+        messages = [*system_beside, *_TURN_PARSERS[type](record, roles=_PROMPT_ROLES)]
     texts = [(message.role, message.content.encode("utf-8", "replace").decode()) for message in messages]
     user = [text for role, text in texts if role == "user" and text.strip()]
     system = [text for role, text in texts if role == "system" and text.strip()]
     return user, system[-1] if system else None
+
+
+def reasoning_part(message: Mapping[str, Any]) -> str:
+    """Return the reasoning that a message has beside its content, or ''."""
+    return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text.strip()), "")
 
 
 def _as_object(record: object) -> Mapping[str, Any]:
@@ -180,23 +208,30 @@ def _detect_format(record: Mapping[str, Any], formats: Mapping[str, tuple[str, .
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
 
 
-def _sharegpt_turns(record: Mapping[str, Any], roles: Collection[Role] | None = None) -> tuple[Message, ...]:
-    return _parse_turns(record, "conversations", "from", "value", roles)
+def _sharegpt_turns(
+    record: Mapping[str, Any], tags: ReasoningTags = REASONING_TAGS, roles: Collection[Role] | None = None
+) -> tuple[Message, ...]:
+    return _parse_turns(record, "conversations", "from", "value", tags, roles)
 
 
-def _openai_turns(record: Mapping[str, Any], roles: Collection[Role] | None = None) -> tuple[Message, ...]:
-    return _parse_turns(record, "messages", "role", "content", roles)
+def _openai_turns(
+    record: Mapping[str, Any], tags: ReasoningTags = REASONING_TAGS, roles: Collection[Role] | None = None
+) -> tuple[Message, ...]:
+    return _parse_turns(record, "messages", "role", "content", tags, roles)
 
 
-def _sharegpt_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
-    turns = _sharegpt_turns(record)
+def _sharegpt_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Message, ...]:
+    turns = _sharegpt_turns(record, tags)
+    return turns if turns[0].role == "system" else (*_system_of(record), *turns)
+
+
+def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Return the system message that a record has beside its turns, if any."""
     system = record.get("system")
-    if isinstance(system, str) and system.strip() and turns[0].role != "system":
-        return (Message("system", system), *turns)
-    return turns
+    return (Message("system", system),) if isinstance(system, str) and system.strip() else ()
 
 
-def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
+def _alpaca_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Message, ...]:
     system, answer = _field(record, "system", required=False), _field(record, "output")
     return (Message("system", system), Message("user", _alpaca_prompt(record)), Message("assistant", answer))
 
@@ -207,7 +242,7 @@ def _alpaca_prompt(record: Mapping[str, Any]) -> str:
 
 
 _TURN_PARSERS = {"sharegpt": _sharegpt_turns, "messages": _openai_turns}
-_PARSERS: dict[str, Callable[[Mapping[str, Any]], tuple[Message, ...]]] = {
+_PARSERS: dict[str, Callable[[Mapping[str, Any], ReasoningTags], tuple[Message, ...]]] = {
     "sharegpt": _sharegpt_chat,
     "messages": _openai_turns,
     "alpaca": _alpaca_chat,
@@ -231,7 +266,12 @@ def _as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _parse_turns(
-    record: Mapping[str, Any], key: str, role_key: str, content_key: str, roles: Collection[Role] | None
+    record: Mapping[str, Any],
+    key: str,
+    role_key: str,
+    content_key: str,
+    tags: ReasoningTags,
+    roles: Collection[Role] | None,
 ) -> tuple[Message, ...]:
     """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and there may be none."""
     turns = _as_list(record, key)
@@ -247,8 +287,28 @@ def _parse_turns(
             continue
         if role is None:
             raise RecordError(f"turn {number}: unknown '{role_key}': {name!r}, expected one of {', '.join(_ROLES)}")
-        messages.append(Message(role, _content(turn.get(content_key), number, content_key)))
-    return tuple(messages)
+        content = _content(turn.get(content_key), number, content_key)
+        ids = _token_ids(turn.get("token_ids"), number) if role == "assistant" else None
+        messages.append(Message(role, join_reasoning(reasoning_part(turn), content, tags), ids))
+    return _with_finish_reasons(messages, record.get("finish_reasons"))
+
+
+def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
+    """Return the tokens that self-distillation stores beside an answer."""
+    if ids is None:
+        return None
+    if isinstance(ids, (list, tuple)) and all(type(one) is int and one >= 0 for one in ids):
+        return tuple(ids)
+    raise RecordError(f"turn {number}: 'token_ids' must be a list of token ids")
+
+
+def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[Message, ...]:
+    """Mark the answers that reached a length limit: `reasons` of self-distillation has an entry for each answer."""
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not isinstance(reasons, (list, tuple)) or len(reasons) != len(answers):
+        return tuple(messages)
+    cut = {index for index, reason in zip(answers, reasons, strict=True) if reason in ("length", "context")}
+    return tuple(replace(message, is_cut=True) if i in cut else message for i, message in enumerate(messages))
 
 
 def _content(content: object, number: int, key: str) -> str:

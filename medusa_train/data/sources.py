@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags
 from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
 from medusa_train.data.records import ReadResult, parse_records
 from medusa_train.errors import ConfigError, DataError
@@ -29,7 +30,7 @@ class RecordSource(Protocol):
     def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
         """Yield all records unparsed; see `read_file`."""
 
-    def read(self, type: str, *, skip_bad: bool) -> ReadResult:
+    def read(self, type: str, *, skip_bad: bool, reasoning_tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
         """Read all conversations; arguments and DataError as in `read_conversations`."""
 
     def fingerprint(self) -> str:
@@ -52,9 +53,12 @@ class LocalFiles:
         for path in self.paths:
             yield from read_file(path, skip_blank_lines=skip_blank_lines)
 
-    def read(self, type: str, *, skip_bad: bool) -> ReadResult:
+    def read(self, type: str, *, skip_bad: bool, reasoning_tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
         """Read all conversations; every file must hold at least one."""
-        results = [parse_records(read_file(path), type, name=str(path), skip_bad=skip_bad) for path in self.paths]
+        results = [
+            parse_records(read_file(path), type, name=str(path), skip_bad=skip_bad, reasoning_tags=reasoning_tags)
+            for path in self.paths
+        ]
         return ReadResult(
             [conversation for result in results for conversation in result.conversations],
             [skipped for result in results for skipped in result.skipped],
@@ -85,9 +89,9 @@ class HubSplit:
         """Yield the rows in order."""
         return number_rows(self.rows, self.name)
 
-    def read(self, type: str, *, skip_bad: bool) -> ReadResult:
+    def read(self, type: str, *, skip_bad: bool, reasoning_tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
         """Read all conversations in order."""
-        return parse_records(self.records(), type, name=self.name, skip_bad=skip_bad)
+        return parse_records(self.records(), type, name=self.name, skip_bad=skip_bad, reasoning_tags=reasoning_tags)
 
     def fingerprint(self) -> str:
         """Digest the split's name and the fingerprint that `datasets` gives its content."""
@@ -155,20 +159,30 @@ def _open_hub(source: DatasetConfig) -> HubSplit:
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A data set that has a short name.
+    """A data set that has a short name: prompts of self-distillation, or a bench of `evaluation/questions.py`.
 
     Attributes:
         local_paths: where to look for it first, relative to the project or working directory; a downloaded JSON Lines
             file belongs at the first, the original format at the last.
-        hub_repo: its repository on the hub, or None if it ships with the project.
+        hub_repo: its repository on the hub; with neither that nor `url`, it ships with the project.
         hub_file: the file of `hub_repo` to read; None reads `split`.
         split: the split of `hub_repo` to read.
+        url: where its file is downloaded from if it is not on the hub.
     """
 
     local_paths: tuple[str, ...]
     hub_repo: str | None = None
     hub_file: str | None = None
     split: str | None = None
+    url: str | None = None
+
+    @property
+    def origin(self) -> str | None:
+        """Its public source, for messages; None if it ships with the project."""
+        if self.hub_repo is None:
+            return self.url
+        what = self.hub_file or f"the split {self.split}"
+        return f"https://huggingface.co/datasets/{self.hub_repo} ({what})"
 
 
 SEED_DATASETS = {

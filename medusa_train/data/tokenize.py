@@ -1,50 +1,66 @@
-"""Tokenization of chats with loss masks, truncation to whole answers, and the validation split."""
+"""Tokenization of chats into training rows with loss masks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Collection, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from operator import itemgetter
+from typing import Any
 
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
-from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, Span
-from medusa_train.data.conversation import Conversation, Message, Role
+from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, RenderedAnswer, Span
+from medusa_train.data.conversation import REASONING_TAGS, Conversation, Message, ReasoningTags, Role
 from medusa_train.errors import DataError
 
+_MAX_TAILS = 64
 ASSISTANT: tuple[Role, ...] = ("assistant",)
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedChat:
-    """A tokenized chat: token `ids` [T] and the loss mask `supervised` [T]."""
+class EncodedRow:
+    """Tokenized messages of a chat that end with an answer.
+
+    Attributes:
+        ids: token ids [T].
+        supervised: the loss mask [T].
+        ends: for each answer that is trained in this row, in order, the number of messages and of tokens up to its end.
+    """
 
     ids: list[int]
     supervised: list[bool]
-    id: str
-    source: str = ""
+    ends: list[tuple[int, int]]
 
-    def trimmed(self) -> EncodedChat:
-        """Drop the tokens after the last supervised one, which no loss depends on."""
-        end = len(self.supervised)
-        while end and not self.supervised[end - 1]:
-            end -= 1
-        return EncodedChat(self.ids[:end], self.supervised[:end], self.id, self.source)
+    def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
+        """Drop the tokens after the last supervised one, which no loss depends on.
+
+        With `max_length`, keep as many complete answers as fit; None if the first one does not.
+        """
+        for count in range(len(self.ends), 0, -1):
+            end = min(self.ends[count - 1][1], len(self.ids))
+            while end and not self.supervised[end - 1]:
+                end -= 1
+            if max_length is None or end <= max_length:
+                return EncodedRow(self.ids[:end], self.supervised[:end], self.ends[:count])
+        return None
 
 
 class ChatEncoder:
     """Tokenizes chats with a chat template, and determines the loss mask.
 
+    Training rows hold what decoding sees: the tokens of a rendered prompt, as `prompt` returns them, then the tokens of
+    the answer. It is picklable, and `encode` depends on its settings and the chat only.
+
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        template: a name of `TEMPLATES`, or None for the tokenizer's own template.
+        template: a name of `TEMPLATES`, a Jinja file, or None for the tokenizer's own template.
+        template_kwargs: further variables of the template (`chat_template_kwargs`).
         roles: whose words are supervised. The assistant's include the token that ends an answer.
         train_on_inputs: supervise every token, whoever wrote it.
+        reasoning_tags: the tags around the reasoning part of an answer.
 
     Raises:
         ConfigError: unknown template.
@@ -55,9 +71,11 @@ class ChatEncoder:
         self,
         tokenizer: Any,
         template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         *,
         roles: Collection[Role] = ASSISTANT,
         train_on_inputs: bool = False,
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_name = template
@@ -65,14 +83,34 @@ class ChatEncoder:
         self.train_on_inputs = train_on_inputs
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("a fast tokenizer (with tokenizer.json) is required: loss masks need character offsets")
-        self.template = _template_for(tokenizer, template)
+        added = tokenizer.get_added_vocab()
+        self._tails: dict[str, list[int]] = {}  # tokens of the last headers of prompts, for `_is_prompt`
+        self._added_tokens = {number: token for token, number in added.items()}
+        self.template = ChatTemplate(
+            _template_source(tokenizer, template),
+            dict(tokenizer.special_tokens_map),
+            frozenset(added),
+            dict(template_kwargs or {}),
+            (reasoning_tags[0], reasoning_tags[1]),
+        )
 
     def with_settings(
-        self, *, template: str | None = None, roles: Collection[Role] = ASSISTANT, train_on_inputs: bool = False
+        self,
+        *,
+        template: str | None = None,
+        roles: Collection[Role] = ASSISTANT,
+        train_on_inputs: bool = False,
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
     ) -> ChatEncoder:
         """Return an encoder with the same tokenizer and other settings; `template` None keeps the template."""
-        name = template if template is not None else self.template_name
-        return ChatEncoder(self.tokenizer, name, roles=roles, train_on_inputs=train_on_inputs)
+        return ChatEncoder(
+            self.tokenizer,
+            template if template is not None else self.template_name,
+            self.template.kwargs,
+            roles=roles,
+            train_on_inputs=train_on_inputs,
+            reasoning_tags=reasoning_tags,
+        )
 
     @property
     def pad_id(self) -> int:
@@ -82,28 +120,36 @@ class ChatEncoder:
                 return int(token)
         return 0
 
-    def encode(self, conversation: Conversation) -> EncodedChat:
-        """Tokenize a chat. Special tokens come from the template only.
+    def encode(self, conversation: Conversation) -> list[EncodedRow]:
+        """Tokenize a chat into rows that end with an answer. Special tokens come from the template only.
 
-        A token is supervised if any of its characters is: a header's space that is merged with the first word of the
-        answer is supervised with the word.
+        Answers share a row where the prompt of each begins with the tokens of the previous prompt and answer. There are
+        several rows if the template changes earlier turns, the tokenizer merges characters of a prompt and its answer,
+        or an answer was generated as other tokens than those of its text. Each answer is supervised in one row only,
+        where it is not history, and each other message (see `roles`) in the first row that has it. An answer that
+        reached the length limit has no end token to learn.
 
         Raises:
             DataError: the template does not support the chat; names its source.
         """
+        messages = conversation.messages
+        rows: list[EncodedRow] = []
         try:
-            text, spans = self._spans(conversation.messages)
+            first = 0
+            for group in _with_common_prefix(self.template.answers(messages)):
+                rows += self._encode_rows(group, messages, first)
+                first = group[-1].index + 1
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        supervised = _overlaps(encoding["offset_mapping"], spans)
-        return EncodedChat(list(encoding["input_ids"]), supervised, conversation.id, conversation.source)
+        return rows
 
     def fingerprint(self) -> str:
         """Return a digest of everything that `encode` depends on: tokenizer, template and supervision."""
         settings = {
             "template": self.template.source,
             "special_tokens": dict(self.template.special_tokens),
+            "template_kwargs": dict(self.template.kwargs),
+            "reasoning_tags": self.template.reasoning_tags,
             "roles": sorted(self.roles),
             "everything": self.train_on_inputs,
         }
@@ -118,30 +164,111 @@ class ChatEncoder:
             DataError: the template does not support the chat.
         """
         try:
-            text = self.template.render(messages, prompt=True)
+            return self._tokenize(self.template.render(messages, prompt=True))[0]
         except ChatTemplateError as error:
             raise DataError(str(error)) from None
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def _encode_rows(self, answers: list[RenderedAnswer], messages: Sequence[Message], first: int) -> list[EncodedRow]:
+        """Tokenize answers whose texts are prefixes of each other; messages before `first` are trained elsewhere."""
+        last = answers[-1]
+        ids, offsets = self._tokenize(last.whole)
+        borders = [len(text) for answer in answers for text in (answer.prompt, answer.whole)]
+        counts = _tokens_before(borders, offsets, last.whole)
+        if counts is not None and not all(
+            self._is_prompt(count, border, last.whole, ids, offsets)
+            for count, border in zip(counts[::2], borders[::2], strict=True)
+        ):
+            counts = None
+        if counts is None and len(answers) > 1:
+            starts = [first, *(answer.index + 1 for answer in answers)]
+            return [
+                row
+                for answer, start in zip(answers, starts, strict=False)
+                for row in self._encode_rows([answer], messages, start)
+            ]
+        generated = self._generated_tokens(last)
+        if counts is None or generated is not None:
+            # the prompt has other tokens when it stands alone, as in decoding; or those of the answer are known
+            ids, offsets = self._tokenize(last.prompt)
+            counts = [len(ids)]
+            ids = ids + (self.tokenize_continuation(last.text) if generated is None else generated)
+            counts.append(len(ids))
+        supervised = [False] * len(ids)
+        if others := self._spans_of_others(last, messages, first):
+            supervised[: counts[-2]] = _overlaps(offsets[: counts[-2]], others)
+        if "assistant" in self.roles or self.train_on_inputs:
+            for start, end in zip(counts[::2], counts[1::2], strict=True):
+                supervised[start:end] = [True] * (end - start)
+        ends = [(answer.index + 1, end) for answer, end in zip(answers, counts[1::2], strict=True)]
+        return [EncodedRow(ids, supervised, ends)]
+
+    def _is_prompt(self, count: int, border: int, text: str, ids: list[int], offsets: Sequence[Span]) -> bool:
+        """Return whether the first `count` tokens of `text` are those of its first `border` characters alone.
+
+        Some tokenizers split white space by what follows it (GPT-2's). Added tokens are never merged with others, so
+        the text from the last one on suffices.
+        """
+        if not text[border - 1].isspace():
+            return True
+
+        def is_added(token: int) -> bool:  # not an unknown token, which has the text that it stands for
+            start, end = offsets[token]
+            return self._added_tokens.get(ids[token]) == text[start:end].strip()
+
+        start = next(filter(is_added, range(count - 1, 0, -1)), 0)
+        tail = text[offsets[start][0] : border]
+        if tail not in self._tails:
+            if len(self._tails) == _MAX_TAILS:
+                self._tails.clear()
+            self._tails[tail] = self._tokenize(tail)[0]
+        return self._tails[tail] == ids[start:count]
+
+    def _spans_of_others(self, last: RenderedAnswer, messages: Sequence[Message], first: int) -> list[Span]:
+        """Return the supervised spans in the prompt of the last answer, apart from the answers in it."""
+        history = messages[: last.index]
         if self.train_on_inputs:
-            text = self.template.render(messages)
-            return text, [(0, len(text))]
-        text, answers = self.template.assistant_spans(messages)
-        spans = answers if "assistant" in self.roles else []
-        if self.roles - {"assistant"}:
-            contents = zip(messages, self.template.content_spans(messages), strict=True)
-            spans = spans + [span for message, span in contents if message.role in self.roles - {"assistant"}]
-        return text, sorted(spans)
+            start = self.template.content_spans(history, ["user"])[first][0] if first else 0
+            return [(start, len(last.prompt))]
+        others = self.roles - {"assistant"}
+        if not others:
+            return []
+        return [span for index, span in self.template.content_spans(history, others).items() if index >= first]
+
+    def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(encoding["input_ids"]), encoding["offset_mapping"]
+
+    def _generated_tokens(self, answer: RenderedAnswer) -> list[int] | None:
+        """Return the tokens that the answer was generated as, unless this tokenizer reads another text in them."""
+        if answer.token_ids is None:
+            return None
+        text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self._without_special_tokens(text).strip() not in self._without_special_tokens(answer.text):
+            return None  # generated by a model with another tokenizer
+        return [*answer.token_ids, *self._tokenize(answer.end)[0]]
+
+    def _without_special_tokens(self, text: str) -> str:
+        """Remove special tokens: self-distillation stores the text of an answer without most of them."""
+        return re.sub("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)", "", text)
+
+    def tokenize_continuation(self, text: str) -> list[int]:
+        """Tokenize text that follows other text.
+
+        It is tokenized after a line break where these do not merge: some tokenizers put a space before the first word
+        of a text.
+        """
+        before, ids = self._tokenize("\n")[0], self._tokenize("\n" + text)[0]
+        return ids[len(before) :] if ids[: len(before)] == before else self._tokenize(text)[0]
 
 
-def _template_for(tokenizer: Any, name: str | None) -> ChatTemplate:
-    special = dict(tokenizer.special_tokens_map)
+def _template_source(tokenizer: Any, name: str | None) -> str:
     if name is None:
         if not tokenizer.chat_template:
             raise DataError(f"the tokenizer has no chat template; set chat_template to one of {', '.join(TEMPLATES)}")
-        return ChatTemplate(tokenizer.get_chat_template(), special)
+        return str(tokenizer.get_chat_template())
     template = get_template(name)
+    if template.answer_end == "":
+        return template.source
     end = template.answer_end or tokenizer.eos_token
     if end is None:
         raise DataError(f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not have")
@@ -151,7 +278,41 @@ def _template_for(tokenizer: Any, name: str | None) -> ChatTemplate:
             f"chat template '{name}' ends answers with {end}, which is not a single token of this tokenizer; "
             "use the template that the backbone was trained with"
         )
-    return ChatTemplate(template.source, special)
+    return template.source
+
+
+def _with_common_prefix(answers: Sequence[RenderedAnswer]) -> list[list[RenderedAnswer]]:
+    """Group consecutive answers of which each prompt begins with the previous prompt and answer."""
+    groups: list[list[RenderedAnswer]] = []
+    for answer in answers:
+        before = groups[-1][-1] if groups else None
+        # as history, an answer has the tokens of its text
+        is_text = before is not None and before.token_ids is None and answer.token_ids is None
+        if before is not None and is_text and answer.prompt.startswith(before.whole):
+            groups[-1].append(answer)
+        else:
+            groups.append([answer])
+    return groups
+
+
+def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -> list[int] | None:
+    """Return the number of tokens before each character position (ascending), or None if a token covers one.
+
+    Positions are starts and ends of answers in turn. The last token of an answer may include white space after it, as
+    Phi-3's end token does. Many tokenizers exclude spaces from offsets: characters between two tokens belong to the
+    second.
+    """
+    counts: list[int] = []
+    for number, border in enumerate(borders):
+        count = bisect_right(offsets, border, key=itemgetter(1))
+        if count < len(offsets):
+            start, end = offsets[count]
+            if min(start, offsets[count - 1][1] if count else 0) < border:
+                if number % 2 == 0 or not text[border:end].isspace():
+                    return None
+                count += 1
+        counts.append(count)
+    return counts
 
 
 def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -166,109 +327,3 @@ def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
             current += 1
         inside.append(current < len(spans) and spans[current][0] < end)
     return inside
-
-
-Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A tokenized conversation, truncated to the maximum length.
-
-    Attributes:
-        tokens: int32 [T].
-        supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` of the kept messages, so that conversations which differ only in the truncated part count
-            as duplicates.
-        id, source: of the record.
-    """
-
-    tokens: Tensor
-    supervised: Tensor
-    key: str
-    id: str
-    source: str
-
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
-
-    def prompts(self) -> list[list[int]]:
-        """Return the prompt of each answer: all tokens before it, its header included."""
-        before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])
-        starts = torch.nonzero(self.supervised & ~before).flatten().tolist()
-        return [self.tokens[:start].tolist() for start in starts]
-
-
-def encode_example(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[Example | None, Outcome]:
-    """Tokenize a conversation into at most `max_length` tokens, truncating it after a complete answer.
-
-    Tokens after the last supervised one are dropped. A conversation that is still too long keeps as many complete
-    answers as fit.
-
-    Returns:
-        The example and "complete" or "truncated"; or None and the reason: "too_long" (the first answer ends beyond
-        `max_length`) or "unsupervised" (no answer, or no supervised token).
-
-    Raises:
-        DataError: the template does not support the conversation.
-    """
-    ends = [i for i, message in enumerate(conversation.messages, start=1) if message.role == "assistant"]
-    if not ends:
-        return None, "unsupervised"
-    encoded = encoder.encode(conversation).trimmed()
-    if not encoded.ids:
-        return None, "unsupervised"
-    if len(encoded.ids) <= max_length:
-        return _example(encoded, conversation.first(ends[-1])), "complete"
-    best, low, high = None, 0, len(ends)
-    while low < high:  # binary search for the number of answers that fit
-        middle = (low + high) // 2
-        part = conversation.first(ends[middle])
-        encoded = encoder.encode(part).trimmed()
-        if len(encoded.ids) <= max_length:
-            best, low = (encoded, part), middle + 1
-        else:
-            high = middle
-    if best is None:
-        return None, "too_long"
-    return (_example(*best), "truncated") if best[0].ids else (None, "unsupervised")
-
-
-def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool]:
-    """Choose the validation set by content.
-
-    Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all conversations is
-    reached. So the split does not depend on the order of files, and duplicates are on the same side of it.
-
-    Args:
-        keys: `Example.key` of each conversation.
-        share: fraction to hold out, 0 to below 1. If above 0 and there are two contents, at least one is held out and
-            at least one is left.
-        seed: random seed.
-
-    Returns:
-        For each conversation whether it is in the validation set.
-    """
-    sizes = Counter(keys)
-    if share <= 0 or len(sizes) < 2:
-        return [False] * len(keys)
-    room = min(max(1, round(share * len(keys))), len(keys) - 1)
-    chosen: set[str] = set()
-    order = sorted(sizes, key=lambda key: hashlib.sha256(f"{seed}/{key}".encode()).digest())
-    for key in order:
-        if sizes[key] <= room:
-            chosen.add(key)
-            room -= sizes[key]
-    if not chosen:  # every content has more duplicates than `share` allows: hold out the rarest
-        chosen.add(min(order, key=lambda key: sizes[key]))
-    return [key in chosen for key in keys]
-
-
-def _example(encoded: EncodedChat, kept: Conversation) -> Example:
-    return Example(
-        tokens=torch.tensor(encoded.ids, dtype=torch.int32),
-        supervised=torch.tensor(encoded.supervised, dtype=torch.bool),
-        key=kept.content_key,
-        id=encoded.id,
-        source=encoded.source,
-    )

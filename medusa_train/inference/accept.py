@@ -4,7 +4,7 @@ There are three rules. *Greedy* gives the tokens of plain greedy decoding. *Reje
 of the backbone's distribution. *Typical* accepts tokens that the backbone finds plausible enough: paths are longer, but
 the tokens are not samples of the backbone's distribution.
 
-Each rule judges all nodes of all rows at once on the device and needs one transfer to the host.
+Each rule judges all nodes of all rows at once on the device and needs one transfer to the host; top-p needs another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from medusa_train.errors import ConfigError
 from medusa_train.inference.sampling import Sampling, draw, uniforms
-from medusa_train.trees.tree import Tree
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.tree import Nodes, Tree
 
 
 class Accepted(NamedTuple):
@@ -64,14 +65,14 @@ def accept(
     rule: Rule,
     node_tokens: Tensor,
     logits: Tensor,
-    tree: Tree,
+    tree: Tree | RowTrees,
     generators: Sequence[torch.Generator] | None = None,
 ) -> list[Accepted]:
     """Accept a path of each of B verified trees by `rule`: None for greedy, `Sampling` for rejection, or `Typical`.
 
     Args:
         node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the backbone at every node.
-        tree: the tree of all rows; with the empty tree the result is only the token after the root.
+        tree: of all rows, or one per row; with the empty tree the result is only the token after the root.
         generators: one per row, for `Sampling`.
     """
     if rule is None:
@@ -83,26 +84,30 @@ def accept(
     return accept_rejection(node_tokens, logits, tree, rule, generators)
 
 
-def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree) -> list[Accepted]:
+def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """Accept the longest path on which every token is the backbone's argmax at its parent.
 
-    Siblings have different tokens (the top guesses of one head), so at most one child can match, and descending from
-    the root gives the longest path.
+    Siblings have different tokens, so at most one child can match, and descending from the root gives the longest
+    path.
     """
-    return _descend(_argmax(logits), node_tokens, tree)
+    return _descend(next_tokens_of(logits), node_tokens, tree)
 
 
 def accept_rejection(
-    node_tokens: Tensor, logits: Tensor, tree: Tree, sampling: Sampling, generators: Sequence[torch.Generator]
+    node_tokens: Tensor,
+    logits: Tensor,
+    tree: Tree | RowTrees,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
 ) -> list[Accepted]:
     """Draw y from the backbone's p at a node; descend if a child has token y, else y is the next root (lossless).
 
     The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals recursive rejection
     sampling (accept a child with probability min(1, p / q), else continue with the residual distribution; SpecInfer,
-    Multi-Step Speculative Sampling). The children are the heads' top-k guesses and are not sampled, so q is 1 at
-    each child's token. The first child is accepted with probability p(x1), the next with p(x2) / (1 - p(x1)), and the
-    residual distribution is p without the children. Drawing y once from p gives the same probabilities. Using the
-    heads' softmax as q for children that were not sampled from it would change the output distribution.
+    Multi-Step Speculative Sampling). The children are a head's top-k guesses or copied text and are not sampled, so q
+    is 1 at each child's token. The first child is accepted with probability p(x1), the next with p(x2) / (1 - p(x1)),
+    and the residual distribution is p without the children. Drawing y once from p gives the same probabilities. Using
+    the heads' softmax as q for children that were not sampled from it would change the output distribution.
 
     A token is drawn at every node although only those of the path are used: draws at different nodes are independent,
     and the host synchronises once.
@@ -111,45 +116,61 @@ def accept_rejection(
     return _descend(draw(sampling.warp(_at_least_float32(logits)), u), node_tokens, tree)
 
 
-def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree, rule: Typical) -> list[Accepted]:
+def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees, rule: Typical) -> list[Accepted]:
     """Accept the longest path of typical tokens; ties go to the largest sum of log p (Medusa, Typical Acceptance).
 
     The token after the path is the backbone's argmax, accepted without a test, so every step adds a token and the
     result is deterministic.
     """
-    log_p = (logits.double() / rule.temperature).log_softmax(-1)
+    log_p = (_at_least_float32(logits) / rule.temperature).log_softmax(-1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)
     threshold = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)  # [B, n + 1]
     parents = tree.parents.to(logits.device).clamp(min=0)  # the root is its own parent here
-    token_log_p = log_p[:, parents].gather(-1, node_tokens[..., None])[..., 0]
-    typical = token_log_p.exp() > threshold[:, parents]
+    rows = torch.arange(len(node_tokens), device=logits.device)[:, None]
+    token_log_p = log_p[rows, parents, node_tokens]
+    typical = token_log_p.exp() > threshold[rows, parents]
     typical[:, 0] = True
     token_log_p[:, 0] = 0.0
-    ancestors = tree.ancestors.to(logits.device)
+    ancestors = tree.ancestors.to(logits.device).expand(len(node_tokens), -1, -1)
     path_typical = (typical[:, None] | ~ancestors).all(-1)
     score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)  # 0 * -inf would be NaN for impossible tokens
-    packed = torch.stack([_argmax(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1)
-    rows = packed.tolist()  # one transfer from the device
-    return [_longest(next_tokens, tokens, on_path, scores, tree) for next_tokens, tokens, on_path, scores in rows]
+    packed = torch.stack([next_tokens_of(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1)
+    host = packed.tolist()  # one transfer from the device
+    return [
+        _longest(next_tokens, tokens, on_path, scores, tree.row(row))
+        for row, (next_tokens, tokens, on_path, scores) in enumerate(host)
+    ]
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """The argmax over the vocabulary; on a CPU torch's argmax of bfloat16 is five times slower than that of float32."""
+def next_tokens_of(logits: Tensor) -> Tensor:
+    """Return the argmax over the vocabulary, [..., V] -> [...].
+
+    On a CPU torch's argmax of bfloat16 is five times slower than that of float32.
+    """
     return _at_least_float32(logits).argmax(-1)
 
 
-def _descend(next_tokens: Tensor, node_tokens: Tensor, tree: Tree) -> list[Accepted]:
+def _descend(next_tokens: Tensor, node_tokens: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """From each root go down to children with the token that `next_tokens` names at their parent; both [B, n + 1]."""
+    return accept_matching(torch.stack([next_tokens, node_tokens], dim=1), tree)
+
+
+def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
+    """Accept the longest path on which every token is the one that follows its parent.
+
+    Args:
+        choices: long [B, 2, n + 1]: the token that follows each node, and the node's own.
+    """
     accepted = []
-    for following, tokens in torch.stack([next_tokens, node_tokens], dim=1).tolist():  # one transfer from the device
-        path, node = [0], 0
+    for row, (following, tokens) in enumerate(choices.tolist()):  # one transfer from the device
+        children, path, node = tree.row(row).children, [0], 0
         while True:
             next_token = following[node]
-            node = next((child for child in tree.children[node] if tokens[child] == next_token), 0)
+            node = next((child for child in children[node] if tokens[child] == next_token), 0)
             if node == 0:
                 break
             path.append(node)
@@ -158,10 +179,10 @@ def _descend(next_tokens: Tensor, node_tokens: Tensor, tree: Tree) -> list[Accep
 
 
 def _longest(
-    next_tokens: list[float], tokens: list[float], path_typical: list[float], scores: list[float], tree: Tree
+    next_tokens: list[float], tokens: list[float], path_typical: list[float], scores: list[float], tree: Nodes
 ) -> Accepted:
     """The deepest node whose whole path is typical, ties by score, as an accepted path."""
-    candidates = (i for i, is_typical in enumerate(path_typical) if is_typical)
-    node = max(candidates, key=lambda i: (len(tree.paths[i - 1]) if i else 0, scores[i]))
+    candidates = (i for i in range(tree.size + 1) if path_typical[i])  # padding comes after the tree's nodes
+    node = max(candidates, key=lambda i: (tree.depth_list[i], scores[i]))
     path = tree.path_nodes(node)
     return Accepted(path, [*(int(tokens[i]) for i in path), int(next_tokens[node])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,19 @@ from medusa_train.inference.generate import (
     check_tree,
     finish_reason,
     max_answer_length,
+    proposal_limits,
     truncate_at_stop,
 )
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft
+from medusa_train.models.compiled import compiled_capacity
+from medusa_train.models.drafts.base import Limits, Proposer
 from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
+
+REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
+TIMED_ANSWERS, TIMED_TOKENS = 3, 16  # short answers by which steps are timed
+PREFILL_TOKENS = 1024  # of a prefill pass of several prompts, padding included: more take no less time per token
+PREFILL_PADDING = 128  # positions of padding in such a pass; more take longer than another pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class BatchDecoder:
         passes: verification passes so far over all batches; `Generation.steps` counts those of one row.
     """
 
-    def __init__(self, backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None) -> None:
+    def __init__(self, backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None) -> None:
         self.backbone = backbone
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
@@ -97,13 +104,7 @@ class BatchDecoder:
         return [answers[i] for i in range(len(prompts))]
 
     def begin(self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None) -> Batch:
-        """Return an empty batch, to which requests can be added at any time; arguments as in `generate_batch`.
-
-        Raises:
-            ValueError: this backbone can't decode in batches, see `can_batch`.
-        """
-        if not self.can_batch:
-            raise ValueError("longrope models can't decode in batches: the longest row would set the angles of all")
+        """Return an empty batch, to which requests can be added at any time; arguments as in `generate_batch`."""
         return Batch(self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule)
 
     @property
@@ -114,7 +115,12 @@ class BatchDecoder:
     @property
     def uses_draft(self) -> bool:
         """Whether there are guesses to verify."""
-        return self.draft is not None and self.tree.size > 0
+        return self.limits.size > 0
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a step's guesses."""
+        return proposal_limits(self.draft, self.tree)
 
     def _one_by_one(
         self,
@@ -168,14 +174,17 @@ class Batch:
 
     @torch.inference_mode()
     def add_requests(self, requests: Sequence[PendingRequest]) -> None:
-        """Prefill the prompts of `requests` (at least one) in one pass and add them to the batch.
+        """Prefill the prompts of `requests` (at least one) and add them to the batch.
 
-        Draft states can't be merged, so with a draft requests can only be added when no row is active.
+        Draft states can't be merged, so with a draft there is a single pass, and requests can only be added when no row
+        is active. Otherwise prompts of similar length share a pass, see `group_prompts`.
 
         Raises:
             MedusaError: a prompt is empty or longer than the model's context; no request is added then.
-            ValueError: there is a draft and rows are active.
+            ValueError: there is a draft and rows are active; or rows can't share passes, see `BatchDecoder.can_batch`.
         """
+        if len(self.active) + len(requests) > 1 and not self._decoder.can_batch:
+            raise ValueError("longrope models can't decode in batches: the longest row would set the angles of all")
         if self.active and self._decoder.uses_draft:
             raise ValueError("requests can't be added while rows with a draft are active")
         now = time.perf_counter()
@@ -186,19 +195,24 @@ class Batch:
         ]
         prompts = [one.prompt for one in requests]
         total = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        capacity = total + self._decoder.tree.size + 1
-        if not self.active:
-            self._session, self._cache = self._prefill(rows, prompts, capacity)
-        else:
-            self._cache.append_rows(self._prefill(rows, prompts, max(map(len, prompts)))[1], capacity)
-        self.active += rows
+        capacity = total + self._decoder.limits.size + 1
+        if self._decoder.backbone.compiled is not None:
+            capacity = compiled_capacity(capacity)
+        lengths = [len(prompt) for prompt in prompts]
+        for group in [list(range(len(rows)))] if self._decoder.uses_draft else group_prompts(lengths):
+            joining, texts = [rows[i] for i in group], [prompts[i] for i in group]
+            if not self.active:
+                self._session, self._cache = self._prefill(joining, texts, capacity, len(rows))
+            else:
+                self._cache.append_rows(self._prefill(joining, texts, max(map(len, texts)))[1], capacity)
+            self.active += joining
         self._retire()
 
     def _prefill(
-        self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int
+        self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int, cache_rows: int = 0
     ) -> tuple[DecodingSession, BatchCache]:
         decoder = self._decoder
-        cache = BatchCache(decoder.backbone.num_layers, capacity)
+        cache = BatchCache(decoder.backbone.num_layers, capacity, cache_rows)
         session = DecodingSession(decoder.backbone, decoder.draft, decoder.tree, cache, self._rule)
         first = session.prefill(prompts, _generators(rows))
         now = time.perf_counter()
@@ -245,6 +259,41 @@ class Batch:
         if self.active:
             assert self._session is not None
             self._session.select_rows(order)
+
+
+def plain_step_seconds(
+    backbone: Backbone, prompt: list[int], rows: int, on_round: Callable[[], None] = lambda: None
+) -> float:
+    """Time plain steps of `rows` equal rows after a warm-up, and return the shortest mean of a round.
+
+    Calls `on_round` after each of `TIMED_ANSWERS` + 1 rounds.
+    """
+    decoder = BatchDecoder(backbone)
+    tokens = min(TIMED_TOKENS, backbone.max_context)
+    prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
+    seconds = []
+    for _ in range(TIMED_ANSWERS + 1):
+        answers = decoder.generate_batch(prompts, tokens, ())
+        last = max(answers, key=lambda out: out.seconds)
+        seconds.append((last.seconds - last.prefill_seconds) / max(last.steps, 1))
+        on_round()
+    return min(seconds[1:])
+
+
+def group_prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """Group prompts of similar length for prefill; returns indices, groups of longer prompts first.
+
+    A group has at most `PREFILL_TOKENS` positions, `PREFILL_PADDING` of them padding, or it is a single prompt.
+    """
+    groups: list[list[int]] = []
+    longest = padding = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        padding += longest - lengths[i]
+        if not groups or padding > PREFILL_PADDING or longest * (len(groups[-1]) + 1) > PREFILL_TOKENS:
+            groups.append([])
+            longest, padding = lengths[i], 0
+        groups[-1].append(i)
+    return [sorted(group) for group in groups]
 
 
 def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
+from medusa_train.inference.static_steps import StaticSteps, supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
-from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
-from medusa_train.trees.masks import TreeMasks, mask_with_prefix
+from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.side_rows import PassRows
+from medusa_train.trees.static_cache import StaticCache
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
@@ -64,10 +68,11 @@ class Decoder:
 
     Without a draft, or with the empty tree, each step verifies the root alone and no head is computed. This is plain
     decoding by the same loop, and the baseline of every reported speedup. A step synchronises with the device once,
-    when the accepted tokens are read.
+    when the accepted tokens are read; with top-p also to find the nucleus.
 
     Args:
-        backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default the empty tree.
+        backbone: verifies the tokens. draft: proposes them.
+        tree: the guesses to verify; by default the empty tree. Drafts that copy text choose trees themselves.
         cache: memory for keys and values; by default the decoder allocates its own and reuses it between answers.
 
     Raises:
@@ -77,7 +82,7 @@ class Decoder:
     def __init__(
         self,
         backbone: Backbone,
-        draft: Draft | None = None,
+        draft: Proposer | None = None,
         tree: Tree | None = None,
         cache: TreeCache | None = None,
     ) -> None:
@@ -85,6 +90,7 @@ class Decoder:
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
         self._cache = cache
+        self._steps: StaticSteps | None = None
         self._answers = 0  # started so far; tells an abandoned stream that its cache is in use again
 
     def generate(
@@ -137,8 +143,9 @@ class Decoder:
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
         limit = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
-        cache = self._empty_cache(len(prompt) + limit + self.tree.size + 1)
-        session = DecodingSession(self.backbone, self.draft, self.tree, cache, rule)
+        largest = proposal_limits(self.draft, self.tree).size
+        cache = self._empty_cache(len(prompt) + limit + largest + 1)
+        session = DecodingSession(self.backbone, self.draft, self.tree, cache, rule, self._static_steps(cache))
         answer = self._answers = self._answers + 1
 
         (root,) = session.prefill([prompt], generators)
@@ -158,31 +165,55 @@ class Decoder:
     def _empty_cache(self, capacity: int) -> TreeCache:
         """The previous answer's cache if it is large enough, else a new one."""
         if self._cache is None or self._cache.capacity < capacity:
-            self._cache = self.backbone.new_cache(capacity)
+            self._cache = self.backbone.new_cache(
+                capacity, static=supports_static_steps(self.backbone, self._effective_draft)
+            )
         self._cache.reset()
         return self._cache
+
+    def _static_steps(self, cache: TreeCache) -> StaticSteps | None:
+        """The steps on fixed memory for this cache, kept between answers; None for a cache of another kind."""
+        runner = self.backbone.step_runner
+        if runner is None or not isinstance(cache, StaticCache):
+            return None
+        if self._steps is None or self._steps.cache is not cache:
+            self._steps = StaticSteps(self.backbone, runner, self._effective_draft, self.tree, cache)
+        return self._steps
+
+    @property
+    def _effective_draft(self) -> Proposer | None:
+        """The draft; None where it has nothing to propose, which is plain decoding."""
+        return self.draft if proposal_limits(self.draft, self.tree).size else None
 
 
 class DecodingSession:
     """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `Batch` share.
 
-    `Decoder` and `Batch` differ in three things: the class of the cache, how the mask is built, and that only
-    `Decoder`'s single row may run the compiled pass.
+    `Decoder` and `Batch` differ in two things: the class of the cache, and how the mask is built.
 
     Args:
         tree: from `check_tree`. cache: empty; a `BatchCache` where there may be several rows.
+        steps: runs the steps on fixed memory, for a single row.
     """
 
     def __init__(
-        self, backbone: Backbone, draft: Draft | None, tree: Tree, cache: TreeCache, rule: Rule = None
+        self,
+        backbone: Backbone,
+        draft: Proposer | None,
+        tree: Tree,
+        cache: TreeCache,
+        rule: Rule = None,
+        steps: StaticSteps | None = None,
     ) -> None:
         self.cache = cache
         self._backbone = backbone
-        self._draft = draft if tree.size else None  # plain decoding computes no head
+        self._limits = proposal_limits(draft, tree)
+        self._draft = draft if self._limits.size else None  # plain decoding computes no head
         self._tree = tree
         self._root_only = Tree.empty().to(backbone.device) if tree.size else tree
         self._needs = PLAIN if self._draft is None else self._draft.needs
         self._rule = rule
+        self._steps = steps
         self._masks = TreeMasks(cache.capacity, backbone.dtype, backbone.device)
         self._prompts: tuple[Features, Tensor, list[int]] | None = None
         self._draft_state: Any = None
@@ -204,14 +235,20 @@ class DecodingSession:
     def start_draft(self) -> None:
         """Give the draft the prompts. Apart from `prefill`, so that the first token does not wait for it."""
         assert self._prompts is not None
-        if self._draft is not None:
+        if self._steps is not None:
+            self._steps.start(*self._prompts)
+        elif self._draft is not None:
             self._draft_state = self._draft.start(*self._prompts, self.cache)
         self._prompts = None
 
     def step(self, roots: Sequence[int], generators: Sequence[torch.Generator] | None = None) -> list[Accepted]:
         """Propose a tree below each row's root, verify it in one pass, accept a path, and commit it."""
+        if self._steps is not None:
+            return self._steps.step(roots, self._rule, generators)
         proposal = self._propose(roots)
         feats, logits = self._verify(proposal)
+        if proposal.side is not None:
+            feats, logits = self._observe(proposal, feats, logits)
         accepted = accept(self._rule, proposal.tokens, logits, proposal.tree, generators)
         paths = [path for path, _ in accepted]
         self.cache.keep_rows(paths)
@@ -235,36 +272,51 @@ class DecodingSession:
     def _straddles_rope_switch(self) -> bool:
         """Whether the tree's deeper nodes would make a longrope model switch its angles before the root does."""
         switch = self._backbone.rope_switch
-        return switch is not None and self.cache.length < switch <= self.cache.length + self._tree.max_depth
+        return switch is not None and self.cache.length < switch <= self.cache.length + self._limits.depth
 
     def _verify(self, proposal: Proposal) -> tuple[Features, Tensor]:
         """One pass over all nodes of all rows: features and logits [B, n + 1, V].
 
-        A node's position id is the length of its row + its depth.
+        A node's position id is the length of its row + its depth. Side rows follow the nodes, in the features all of
+        them and in the logits their outputs.
         """
-        backbone, cache, tree = self._backbone, self.cache, proposal.tree
-        positions = tree.depths[None] + cache.row_lengths(backbone.device)
+        backbone, cache = self._backbone, self.cache
+        tokens, tree = proposal.rows()
+        positions = torch.atleast_2d(tree.depths) + cache.row_lengths(backbone.device)
         if cache.length + tree.max_depth >= backbone.max_context:
             # nodes past the context are never accepted, but the model's position table must cover their ids
             positions = positions.clamp(max=backbone.max_context - 1)
-        compiled = None if isinstance(cache, BatchCache) or self._needs != PLAIN else backbone.compiled
+        compiled = backbone.compiled if self._needs == PLAIN else None
+        if isinstance(cache, BatchCache) and len(tokens) == 1:
+            compiled = None  # its memory has more rows: a program for a single row would be compiled again, for minutes
         end = round_up_to_block(cache.length + tree.size + 1)
-        if compiled is not None and end < cache.capacity:
-            mask = self._masks.at(tree, cache.length, end)
-            slots = cache.reserve(tree.size + 1)
-            hidden, logits = compiled(proposal.tokens, positions, mask, slots, cache.length)
-            return Features(hidden), logits
+        if compiled is not None and end < cache.capacity and compiled.covers(*tokens.shape):
+            storage = cache.reserve(tree.size + 1)
+            if isinstance(cache, BatchCache):
+                mask = mask_of_slots(cache, self._masks.block(tree), end)
+            else:
+                mask = self._masks.at(tree, cache.length, end)
+            slots = cache.pending_columns(backbone.device)
+            hidden, logits = compiled(tokens, positions, mask, slots, storage)
+            return Features(hidden), proposal.outputs(logits)
         feats = backbone.run(
-            proposal.tokens,
+            tokens,
             positions=positions,
             mask=self._mask(tree),
             cache=cache,
             need=self._needs,
             early=proposal.early,
         )
-        return feats, backbone.logits(feats.hidden)
+        return feats, backbone.logits(proposal.outputs(feats.hidden))
 
-    def _mask(self, tree: Tree) -> Tensor | None:
+    def _observe(self, proposal: Proposal, feats: Features, logits: Tensor) -> tuple[Features, Tensor]:
+        """Give the draft the logits of its side rows; return the features and logits of the nodes alone."""
+        assert self._draft is not None
+        nodes = proposal.tokens.shape[1]
+        self._draft_state = self._draft.observe(self._draft_state, proposal, logits[:, nodes:])
+        return feats.first(nodes), logits[:, :nodes]
+
+    def _mask(self, tree: Tree | RowTrees | PassRows) -> Tensor | None:
         """What each node attends to: its row's committed positions, its ancestors and itself.
 
         [B, 1, n + 1, S], additive. A single row's root alone needs none. A single row's mask is updated in place;
@@ -275,7 +327,7 @@ class DecodingSession:
         return self._masks.at(tree, self.cache.length) if tree.size else None
 
 
-def check_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> Tree:
+def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) -> Tree:
     """Return the tree to decode with, on the backbone's device; the empty tree without a draft.
 
     Raises:
@@ -288,6 +340,11 @@ def check_tree(backbone: Backbone, draft: Draft | None, tree: Tree | None) -> Tr
     if tree.width > vocab_size:
         raise MedusaError(f"the tree uses guesses up to rank {tree.width - 1} of a vocabulary of {vocab_size} tokens")
     return tree.to(backbone.device)
+
+
+def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
+    """Return the limits of what `draft` proposes for `tree`; of size 0 without a draft."""
+    return Limits(0, 0) if draft is None else draft.limits(tree)
 
 
 def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import Decoder, FinishReason, Step, finish_reason
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.base import Proposer
 from medusa_train.trees.tree import Tree
 
 Prompt = str | Sequence[Message | Mapping[str, str]]
@@ -88,19 +88,22 @@ class Model:
 
     Args:
         backbone: the language model. draft, tree: for speculative decoding; without them decoding is plain.
-        chat_template: name of the chat template; None for the tokenizer's.
+        chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
+        chat_template_kwargs: variables of the chat template.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        draft: Draft | None = None,
+        draft: Proposer | None = None,
         tree: Tree | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.backbone = backbone
         self._decoder = Decoder(backbone, draft, tree)
         self._template = chat_template
+        self._template_kwargs = chat_template_kwargs
         self._chat: ChatEncoder | None = None
 
     def generate(
@@ -183,7 +186,7 @@ class Model:
         if isinstance(prompt, str):
             prompt = [Message("user", prompt)]
         if self._chat is None:
-            self._chat = ChatEncoder(self.backbone.tokenizer, self._template)
+            self._chat = ChatEncoder(self.backbone.tokenizer, self._template, self._template_kwargs)
         return self._chat.prompt([turn if isinstance(turn, Message) else Message(**turn) for turn in prompt])  # type: ignore[arg-type]
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from medusa_train.inference.generate import Decoder
+from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.dynamic import MAX_RANK, log_probs_at
 from medusa_train.models.features import Rows
+from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.trees.tree import Ranks, Tree
 
-MAX_RANK = 10  # lower-ranked guesses are never worth a node (published trees end at rank 9)
+MAX_ROWS = 16  # answers that are generated at once
+MAX_CACHE_BYTES = 2**31  # of their keys and values
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,13 @@ class Trace:
         ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among the guesses of head k
             when token p is the root; -1 past `MAX_RANK` or past the end of the answer.
         targets: [tokens], for how many heads the answer has a token to compare with.
+        log_probs: float32 [tokens, K, R], of each head's best guesses by rank; -inf where it has no token to compare
+            with. None if they were not kept.
     """
 
     ranks: list[list[int]]
     targets: list[int]
+    log_probs: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
     def path(self, start: int) -> Ranks:
         """The ranks of the following tokens up to the first miss: the path that an unlimited tree would accept."""
@@ -93,30 +103,65 @@ def trace_answers(
     max_new_tokens: int = 256,
     token_budget: int = 6000,
     on_answer: Callable[[int], None] | None = None,
-) -> list[Trace]:
+) -> dict[int, Trace]:
     """Answer `prompts` greedily with the backbone until `token_budget` tokens are generated, and trace the answers.
 
     Trees have to fit the backbone's output, which differs from the text of a data set.
 
     Args:
-        prompts: token ids, each ending where an answer starts. on_answer: called with the length of each answer.
+        prompts, max_new_tokens, token_budget, on_answer: see `greedy_answers`.
+
+    Returns:
+        The traces of the answers of two tokens or more, by the index of their prompt.
     """
-    decoder = Decoder(backbone)
-    traces: list[Trace] = []
-    generated = 0
-    for prompt in prompts:
-        limit = min(max_new_tokens, backbone.max_context - len(prompt))
-        if limit < 1:
-            continue
-        answer = decoder.generate(prompt, limit).tokens
-        generated += len(answer)
-        if len(answer) > 1:
-            traces.append(trace_answer(backbone, draft, prompt, answer))
-        if on_answer is not None:
-            on_answer(len(answer))
-        if generated >= token_budget:
-            break
-    return traces
+    answers = greedy_answers(backbone, prompts, max_new_tokens, token_budget, on_answer)
+    return {i: trace_answer(backbone, draft, prompts[i], answer) for i, answer in answers.items() if len(answer) > 1}
+
+
+def greedy_answers(
+    backbone: Backbone,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    token_budget: int,
+    on_answer: Callable[[int], None] | None = None,
+) -> dict[int, list[int]]:
+    """Generate greedy answers in batches, to as many of the first prompts as it takes for `token_budget` tokens.
+
+    The prompts are those that would be answered one by one until the budget is reached: one joins the batch only if
+    the budget cannot be reached without it, even if all unfinished answers get `max_new_tokens` tokens.
+
+    Args:
+        prompts: token ids, each ending where an answer starts; those longer than the model's context are left out.
+        on_answer: called with the length of each answer.
+
+    Returns:
+        The answers by the index of their prompt, in the order of `prompts`.
+    """
+    fitting = [PendingRequest(i, prompt) for i, prompt in enumerate(prompts) if len(prompt) <= backbone.max_context]
+    waiting, answers, remaining = iter(fitting), dict[int, list[int]](), token_budget
+    rows = _rows_in_memory(backbone, max((len(one.prompt) for one in fitting), default=0) + max_new_tokens)
+    batch = BatchDecoder(backbone).begin(max_new_tokens)
+    while True:
+        needed = min(rows, -(-remaining // max_new_tokens))
+        free = needed - len(batch.active)
+        joining = list(islice(waiting, free)) if free * REFILL_FRACTION >= needed else []
+        if joining:
+            batch.add_requests(joining)
+        elif not batch.active:
+            return dict(sorted(answers.items()))
+        for index, out in batch.step():
+            answers[index] = out.tokens
+            remaining -= len(out.tokens)
+            if on_answer is not None:
+                on_answer(len(out.tokens))
+
+
+def _rows_in_memory(backbone: Backbone, positions: int) -> int:
+    """How many rows of up to `positions` tokens to decode at once."""
+    if not BatchDecoder(backbone).can_batch:
+        return 1
+    row = min(positions, backbone.max_context) * cache_elements_per_position(backbone.config) * backbone.dtype.itemsize
+    return max(1, min(MAX_ROWS, MAX_CACHE_BYTES // row))
 
 
 @torch.inference_mode()
@@ -128,22 +173,25 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
     first = len(prompt) - 1  # the position from which heads guess when answer[0] is the root
     count, heads = len(answer), draft.num_heads
     ranks = torch.full((count, heads), -1, dtype=torch.long)
+    log_probs = np.full((count, heads, MAX_RANK), -np.inf, np.float32)
     all_states = draft.teacher_forced_states(feats, Rows.from_tokens(inputs))
     for k, states in zip(range(1, min(heads, count - 1) + 1), all_states, strict=False):
         head = draft.lm_head(k)
-        logits = head.logits(states[0, first : first + count - k])
-        ranks[: count - k, k - 1] = rank_of(logits, head.rows_of(tokens[0, len(prompt) + k :])).cpu()
-    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)])
+        read = states[0, first : first + count - k]
+        logits = head.logits(read)
+        guesses = head.guesses(read, logits, MAX_RANK)
+        ranks[: count - k, k - 1] = rank_of(guesses, head.rows_of(tokens[0, len(prompt) + k :])).cpu()
+        log_probs[: count - k, k - 1, : guesses.shape[1]] = log_probs_at(logits, guesses).cpu().numpy()
+    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)], log_probs)
 
 
-def rank_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the rank of each target [N] in its row of logits [N, V], long [N]; -1 past `MAX_RANK`.
-
-    Computed by the top-k that proposals use, so that equal logits (common in bfloat16) get the ranks that they have in
-    decoding.
+def rank_of(guesses: Tensor, targets: Tensor) -> Tensor:
+    """Return the rank of each target among its row of guesses, long [N]; -1 where it is none of them.
 
     Args:
-        targets: columns of `logits`; -1 for a token that a reduced vocabulary lacks.
+        guesses: long [N, c], from `LMHead.guesses`, so that equal logits (common in bfloat16) have the ranks that
+            they get in decoding.
+        targets: long [N]; -1 for a token that a reduced vocabulary lacks.
     """
-    hit = logits.topk(min(MAX_RANK, logits.shape[1])).indices == targets[:, None]
+    hit = guesses == targets[:, None]
     return torch.where(hit.any(1), hit.int().argmax(1), -1)

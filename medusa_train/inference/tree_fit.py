@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
+from medusa_train.trees.dynamic import paths_by_product
 from medusa_train.trees.tree import Ranks, Tree
 
 #: From traces and sizes to a tree of each size.
@@ -16,6 +16,24 @@ TreeSearch = Callable[[Sequence[Trace], Sequence[int]], dict[int, Tree]]
 
 _REFITS = 3
 _FOLDS = 4
+
+
+@dataclass(frozen=True)
+class TreeCandidate:
+    """A fixed tree with its acceptance and its cost.
+
+    Attributes:
+        tokens_per_step: simulated on answers that the tree was not fitted to. step_ms: measured latency.
+    """
+
+    tree: Tree
+    tokens_per_step: float
+    step_ms: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Expected decoding speed without the prefill."""
+        return 1000 * self.tokens_per_step / self.step_ms
 
 
 # How often does each rank path occur?
@@ -102,28 +120,10 @@ def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: 
     With a_k(i) the accuracy of head k's i-th guess, nodes are added greedily by the product of the accuracies on their
     path, as if heads erred independently.
     """
-    accuracy = head_accuracy(traces)[:max_depth]
-    paths = list(itertools.islice(_paths_by_product(accuracy), max(sizes, default=0)))
+    # of a single guess: the difference of neighbours in top-1 .. top-10 accuracy
+    accuracy = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in head_accuracy(traces)[:max_depth]]
+    paths = [path for _, path in itertools.islice(paths_by_product(accuracy), max(sizes, default=0))]
     return {size: Tree.from_paths(paths[:size]) for size in sizes}
-
-
-def _paths_by_product(top_accuracy: Sequence[Sequence[float]]) -> Iterator[Ranks]:
-    """Yield paths by decreasing product of accuracies; a product never exceeds its parent's, so parents come first.
-
-    Args:
-        top_accuracy: [K][R], top-1 .. top-R; the accuracy of a single guess is the difference of neighbours.
-    """
-    accuracy = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in top_accuracy]
-    queue: list[tuple[float, Ranks]] = []
-    if accuracy:
-        queue = [(-value, (rank,)) for rank, value in enumerate(accuracy[0])]
-    heapq.heapify(queue)
-    while queue:
-        product, path = heapq.heappop(queue)
-        yield path
-        if len(path) < len(accuracy):
-            for rank, value in enumerate(accuracy[len(path)]):
-                heapq.heappush(queue, (product * value, (*path, rank)))
 
 
 def dense_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from medusa_train.errors import MedusaError
+from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.inference.dynamic_fit import DynamicFit, fit_dynamic_trees
 from medusa_train.inference.generate import Decoder
+from medusa_train.inference.static_steps import supports_static_steps
 from medusa_train.inference.traces import head_accuracy, tokens_per_step, trace_answers
-from medusa_train.inference.tree_fit import fit_tree, shallower_trees
+from medusa_train.inference.tree_fit import TreeCandidate, fit_tree, shallower_trees
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.trees.tree import Tree
@@ -50,9 +53,10 @@ def calibrate(
     Raises:
         MedusaError: fewer than three prompts have an answer of at least two tokens.
     """
-    traces = trace_answers(
+    answers = trace_answers(
         backbone, draft, prompts, max_new_tokens=max_new_tokens, token_budget=token_budget, on_answer=on_answer
     )
+    traces = list(answers.values())
     if len(traces) < 3:
         raise MedusaError(f"choosing a tree needs at least 3 held-out prompts with an answer, got {len(traces)}")
     held_out = traces[2::3]
@@ -67,17 +71,20 @@ def calibrate(
 
     deep = {tree.size: tree for tree in (fit_tree(fit, held_out, size) for size in sizes)}
     accuracy, tokens = head_accuracy(traces), sum(len(trace.ranks) for trace in traces)
-    calibration = Calibration(measure([deep[size] for size in sorted(deep)]), accuracy, len(traces), tokens)
+    form = DecodingForm.of(backbone)
+    by_size = measure([deep[size] for size in sorted(deep)])
+    calibration = Calibration(by_size, accuracy, len(traces), tokens, form)
     near = _with_neighbours(sorted(deep), calibration.best.tree.size)
     shallow = [tree for size in near for tree in shallower_trees(deep[size], partial(fit_tree, fit, held_out))]
-    if not shallow:
-        return calibration
     # the deep trees are measured again in the same rounds, since latencies drift
-    candidates = measure([*(deep[size] for size in near), *shallow])
+    candidates = measure([*(deep[size] for size in near), *shallow]) if shallow else []
     best = {candidate.tree.size: candidate for candidate in calibration.candidates}
-    for size in near:
+    for size in near if shallow else ():
         best[size] = max((one for one in candidates if one.tree.size == size), key=lambda one: one.tokens_per_s)
-    return Calibration([best[size] for size in sorted(best)], accuracy, len(traces), tokens)
+    dynamic = None
+    if draft.guesses_at_once:
+        dynamic = fit_dynamic_trees(traces, by_size, candidates, partial(fit_tree, fit, held_out))
+    return replace(calibration, candidates=[best[size] for size in sorted(best)], dynamic=dynamic)
 
 
 def _with_neighbours(sizes: Sequence[int], best: int) -> list[int]:
@@ -112,7 +119,8 @@ def measure_step_latency(
             f"a prompt of {len(prompt)} tokens and {_LATENCY_TOKENS} measured tokens exceed the model's context of "
             f"{backbone.max_context}"
         )
-    cache = backbone.new_cache(len(prompt) + _LATENCY_TOKENS + max(tree.size for tree in trees) + 1)
+    capacity = len(prompt) + _LATENCY_TOKENS + max(tree.size for tree in trees) + 1
+    cache = backbone.new_cache(capacity, static=supports_static_steps(backbone, draft))
     decoders = [Decoder(backbone, draft, tree, cache) for tree in trees]
     times: list[list[float]] = [[] for _ in trees]
     for round_ in range(LATENCY_ROUNDS + 1):
@@ -137,24 +145,6 @@ def median_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]
 
 
 @dataclass(frozen=True)
-class TreeCandidate:
-    """A tree with its acceptance and its cost.
-
-    Attributes:
-        tokens_per_step: simulated on answers that the tree was not fitted to. step_ms: measured latency.
-    """
-
-    tree: Tree
-    tokens_per_step: float
-    step_ms: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Expected decoding speed without the prefill."""
-        return 1000 * self.tokens_per_step / self.step_ms
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The measured candidates and the data that they rest on.
 
@@ -162,12 +152,16 @@ class Calibration:
         candidates: the best one of each size, by ascending size.
         accuracy: top-1 .. top-10 of every head on greedy continuations, [K][10].
         answers, tokens: amount of text.
+        form: in which the steps were timed.
+        dynamic: the dynamic trees; None if they could not be fitted.
     """
 
     candidates: list[TreeCandidate]
     accuracy: list[list[float]]
     answers: int
     tokens: int
+    form: DecodingForm | None = None
+    dynamic: DynamicFit | None = None
 
     @property
     def best(self) -> TreeCandidate:
@@ -198,4 +192,6 @@ class Calibration:
                 }
                 for candidate in self.candidates
             ],
+            **({} if self.form is None else self.form.record()),
+            **({} if self.dynamic is None else self.dynamic.record()),
         )

@@ -1,48 +1,57 @@
 """Cross-entropy and distillation losses fused with the lm_head product, so that no [N, V] logits are kept.
 
-Logits are computed a chunk of rows at a time, and their gradients in the forward pass, while the chunk is in memory (as
-in Liger Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989). A chunk is one matrix product; softmax
-and loss run over blocks of it that fit the caches, and write the gradient over the logits in the products' dtype, so
-float32 logits exist for one block only.
+Logits are computed a chunk of rows at a time, and used while the chunk is in memory (as in Liger Kernel's fused linear
+cross-entropy, https://arxiv.org/abs/2410.10989): see `chunks.py`. Gradients are computed in one of two ways:
 
-Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a cross-entropy up to a
-constant, and its gradient with respect to the logits is softmax minus target.
+- with `grad_scale`, together with the loss. The factor that the caller will apply to the loss is given beforehand, so
+  gradients of trained matrices are added to their `.grad` without a copy of that size, and the logits are computed
+  once. For training in one process.
+- without it, by autograd's backward pass, from logits that are computed a second time. A matrix's gradient then exists
+  only while that pass visits its loss, and hooks on the matrix see it, as DeepSpeed needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import log_softmax
 
-from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
-
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-_MIN_ROWS = 512
-_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
+from medusa_train.data.batch import IGNORE_INDEX
+from medusa_train.losses.chunks import ChunkedLoss, Gradients, LossInputs, Teacher
+from medusa_train.losses.logits import LMHeadLike, autocast_dtype, low_rank_input, low_rank_matrix
+from medusa_train.losses.row_losses import RowLoss
 
 
 class LossSums(NamedTuple):
     """Sums over the supervised rows of one call, float32 (float64 for float64 weights).
 
     Attributes:
-        loss_sum: the loss in nats; the only differentiable one.
+        loss_sum: the loss in nats; the only differentiable one, without `grad_scale`.
         correct: long scalar, rows whose argmax is the label.
         ce_sum: cross-entropy against the labels, in nats.
         kl_sum: KL(teacher || student) in nats; 0 without a teacher.
+        alpha_sum: expected acceptance, with the LK loss only; else 0.
     """
 
     loss_sum: Tensor
     correct: Tensor
     ce_sum: Tensor
     kl_sum: Tensor
+    alpha_sum: Tensor
 
 
-def linear_cross_entropy(hidden: Tensor, lm_head: LMHeadLike, targets: Tensor, *, chunk: int | None = None) -> LossSums:
+def linear_cross_entropy(
+    hidden: Tensor,
+    lm_head: LMHeadLike,
+    targets: Tensor,
+    *,
+    row_loss: RowLoss | None = None,
+    chunk: int | None = None,
+    grad_scale: float | None = None,
+) -> LossSums:
     """Sum of `cross_entropy(logits(hidden), targets)` without the [N, V] logits.
 
     Rows with target IGNORE_INDEX are removed before every product. `hidden` and the lm_head's tensors get gradients if
@@ -50,14 +59,16 @@ def linear_cross_entropy(hidden: Tensor, lm_head: LMHeadLike, targets: Tensor, *
 
     Args:
         hidden: [N, d].
-        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank.
+        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is then [N, d + r]).
         targets: long [N], rows of the weight (token ids, unless there is a token_map) or IGNORE_INDEX.
+        row_loss: LK loss in place of the cross-entropy, and weights [N] of the rows.
         chunk: rows per chunk; default `chunk_rows`.
+        grad_scale: compute `grad_scale` times the gradients now and return a loss without a graph, see `linear_loss`.
 
     Raises:
         IndexError: a target is neither IGNORE_INDEX nor in [0, V).
     """
-    return linear_loss(hidden, lm_head, targets, None, chunk)
+    return linear_loss(hidden, lm_head, targets, None, chunk, grad_scale, row_loss)
 
 
 def linear_kl(
@@ -69,6 +80,7 @@ def linear_kl(
     *,
     ahead: int = 0,
     chunk: int | None = None,
+    grad_scale: float | None = None,
 ) -> LossSums:
     """Sum over rows of `KL(p_teacher || p_student)` in nats, without the [N, V] logits of either.
 
@@ -83,14 +95,14 @@ def linear_kl(
         targets: long [N]. Rows with IGNORE_INDEX are removed before every product; other values only affect
             `correct` and `ce_sum`.
         ahead: row n is compared with row n + ahead of the teacher.
-        chunk: rows per chunk; default `chunk_rows`.
+        chunk, grad_scale: as in `linear_cross_entropy`.
 
     Raises:
         IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a supervised row n has no teacher row n + ahead.
         ValueError: the teacher has a different number of rows or tokens.
     """
     teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=1.0, divergence=True)
-    return linear_loss(hidden, lm_head, targets, teacher, chunk)
+    return linear_loss(hidden, lm_head, targets, teacher, chunk, grad_scale)
 
 
 def linear_soft_cross_entropy(
@@ -102,7 +114,10 @@ def linear_soft_cross_entropy(
     rho: float,
     *,
     ahead: int = 0,
+    row_loss: RowLoss | None = None,
+    log_mass: Tensor | None = None,
     chunk: int | None = None,
+    grad_scale: float | None = None,
 ) -> LossSums:
     """Sum over rows of the cross-entropy against `rho * p_teacher + (1 - rho) * onehot(target)`, in nats.
 
@@ -113,49 +128,71 @@ def linear_soft_cross_entropy(
 
     Args:
         rho: weight of the teacher in the target; 0 is cross-entropy against labels, 1 against the teacher.
+        row_loss: LK loss in place of the cross-entropy against the teacher (the label's share, 1 - rho, stays a
+            cross-entropy), and weights [N] of the rows.
+        log_mass: [N], of the teacher's rows, see `chunks.log_mass`; for an LK loss over a reduced vocabulary.
 
     Raises:
         ValueError: rho is not in [0, 1].
     """
     if not 0.0 <= rho <= 1.0:
         raise ValueError(f"rho must be in [0, 1], got {rho}")
-    teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=rho, divergence=False)
-    return linear_loss(hidden, lm_head, targets, teacher, chunk)
+    teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=rho, divergence=False, log_mass=log_mass)
+    return linear_loss(hidden, lm_head, targets, teacher, chunk, grad_scale, row_loss)
 
 
-class Teacher(NamedTuple):
-    """The teacher's part of the target; it gets no gradients.
+@torch.no_grad()
+def linear_target_log_probs(hidden: Tensor, lm_head: LMHeadLike, targets: Tensor) -> Tensor:
+    """Log-probability of each row's target, [N], without the [N, V] logits; -inf for IGNORE_INDEX.
 
-    Attributes:
-        hidden: [N, d'], aligned with the student's rows.
-        lm_head: over the same V tokens; its LoRA branch is applied without dropout.
-        ahead: row n of the student is compared with row n + ahead of the teacher.
-        share: weight of the teacher in the target; the label has the rest.
-        divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same gradient.
+    Arguments and errors as in `linear_cross_entropy`.
     """
-
-    hidden: Tensor
-    lm_head: LMHeadLike
-    ahead: int
-    share: float
-    divergence: bool
+    rows, labels = _supervised_rows(targets, lm_head)
+    hidden, z = low_rank_input(hidden, lm_head, rows)
+    inputs = LossInputs(rows, labels, lm_head, None, autocast_dtype(hidden.device.type), None)
+    with torch.autocast(hidden.device.type, enabled=False):
+        log_probs = ChunkedLoss(inputs, hidden, z).label_log_probs
+    return log_probs.new_full(targets.shape, -torch.inf).index_copy_(0, rows, log_probs)
 
 
 def linear_loss(
-    hidden: Tensor, lm_head: LMHeadLike, targets: Tensor, teacher: Teacher | None, chunk: int | None
+    hidden: Tensor,
+    lm_head: LMHeadLike,
+    targets: Tensor,
+    teacher: Teacher | None,
+    chunk: int | None,
+    grad_scale: float | None,
+    row_loss: RowLoss | None = None,
 ) -> LossSums:
     """Sum over rows of the cross-entropy (or divergence) between the target distribution and the student's.
 
-    `hidden`, weight, bias and LoRA matrices get gradients in their own dtype if they require them. Products run in the
-    weight's dtype or autocast's (a float32 master weight is cast once per call); softmax and loss are float32.
+    `hidden`, weight, bias and low-rank matrices get gradients in their own dtype if they require them. Products run in
+    the weight's dtype or autocast's (a float32 master weight is cast once per pass); softmax and loss are float32.
 
     Args:
         hidden, lm_head, targets, chunk: as in `linear_cross_entropy`.
         teacher: None for labels only.
+        grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned loss has no graph.
+            Those of leaf matrices in the softmax's dtype are added to `.grad` directly, without running hooks; the
+            others, and those of `hidden`, go through their graphs, which are freed.
+        row_loss: LK loss, and weights [N] of the rows; None: neither.
 
     Raises:
         IndexError, ValueError: as in `linear_kl`.
     """
+    rows, labels = _supervised_rows(targets, lm_head)
+    if row_loss is not None and row_loss.weights is not None:
+        row_loss = row_loss._replace(weights=row_loss.weights[rows])
+    hidden, z = low_rank_input(hidden, lm_head, rows)
+    tensors = (hidden, lm_head.weight, lm_head.bias, z, low_rank_matrix(lm_head))
+    inputs = LossInputs(rows, labels, lm_head, teacher, autocast_dtype(hidden.device.type), chunk, row_loss)
+    if grad_scale is not None:
+        return _loss_and_gradients(tensors, inputs, grad_scale)
+    return LossSums(*_LinearLoss.apply(*tensors, inputs))
+
+
+def _supervised_rows(targets: Tensor, lm_head: LMHeadLike) -> tuple[Tensor, Tensor]:
+    """Return the indices of the rows with a target, and their targets, after checking these."""
     rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     labels = targets[rows]
     vocab = lm_head.weight.shape[0]
@@ -163,82 +200,51 @@ def linear_loss(
         low, high = labels.aminmax()
         if low < 0 or high >= vocab:
             raise IndexError(f"targets from {int(low)} to {int(high)} do not fit a vocabulary of {vocab}")
-    student = Projection(lm_head)
-    low_rank = lm_head.low_rank
-    call = _Inputs(
-        rows,
-        labels,
-        student,
-        None if teacher is None else _TeacherRows(teacher, rows, hidden.shape[0], student),
-        chunk or chunk_rows(vocab, hidden.device.type, student.buffer_dtype.itemsize),
-        block_rows(vocab, hidden.device.type),
-        torch.is_grad_enabled(),
-    )
-    # autograd handles LoRA's A and dropout: z is only [M, r]
-    z = None if low_rank is None else low_rank.project_down(hidden[rows])
-    up = None if low_rank is None else low_rank.b
-    return LossSums(*_LinearLoss.apply(hidden, lm_head.weight, lm_head.bias, z, up, call))
+    return rows, labels
 
 
-def chunk_rows(vocab: int, device: str, itemsize: int = 4) -> int:
-    """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the weights.
-
-    At least 512, since every chunk reads the whole weight and, if trained, its whole gradient.
-    """
-    return max(_MIN_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (itemsize * vocab))
-
-
-def block_rows(vocab: int, device: str) -> int:
-    """Return the rows of one softmax: few enough for the CPU's caches, many enough to fill a GPU."""
-    return max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // (4 * vocab))
-
-
-class _TeacherRows:
-    """The teacher's log-probabilities for the student's supervised rows [M].
-
-    Args:
-        rows: [M], indices of the supervised rows. total: N, all rows of the student.
-    """
-
-    def __init__(self, teacher: Teacher, rows: Tensor, total: int, student: Projection) -> None:
-        ours, theirs = student.weight.shape[0], teacher.lm_head.weight.shape[0]
-        if ours != theirs or teacher.hidden.shape[0] != total:
-            raise ValueError(
-                f"the teacher has {teacher.hidden.shape[0]} rows and {theirs} tokens, "
-                f"the student {total} rows and {ours} tokens"
-            )
-        self.rows = rows + teacher.ahead
-        if rows.numel() and not 0 <= int(rows[0]) + teacher.ahead <= int(rows[-1]) + teacher.ahead < total:
-            raise IndexError(f"ahead {teacher.ahead:+} reaches beyond the teacher's {total} rows")
-        self.hidden = teacher.hidden.detach()
-        self.matrix = Projection(teacher.lm_head, shared=student)
-        self.share, self.divergence = teacher.share, teacher.divergence
-        self.z: Tensor | None = None
-        low_rank = teacher.lm_head.low_rank
-        if low_rank is not None:
-            a = low_rank.a.detach().to(product_dtype(low_rank.a))
-            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling  # without dropout
-
-    def product(self, part: slice, out: Tensor) -> None:
-        """Write W h of a chunk of supervised rows into `out` [C, V]."""
-        self.matrix.product(self.hidden[self.rows[part]].to(self.matrix.weight.dtype), out)
-
-    def log_probs(self, product: Tensor, part: slice) -> Tensor:
-        """Return log-probabilities [b, V] of a block from its W h, which may be overwritten."""
-        logits = self.matrix.raw_logits(product, None if self.z is None else self.z[part])
-        return log_softmax(self.matrix.transform_(logits), dim=1)
+def _loss_and_gradients(tensors: Sequence[Tensor | None], inputs: LossInputs, scale: float) -> LossSums:
+    """Compute the sums and `scale` times the gradients of hidden, weight, bias, z and up."""
+    hidden, z = tensors[0], tensors[3]
+    assert hidden is not None
+    # all casts are explicit, and no backward pass runs under autocast
+    with torch.autocast(hidden.device.type, enabled=False):
+        with torch.no_grad():
+            trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
+            grads = _zero_gradients(tensors, trained, in_place=True)
+            sums = ChunkedLoss(inputs, hidden, z, grads, scale)
+        rest = [
+            (tensor, grad.to(tensor.dtype))
+            for tensor, grad in zip(tensors, grads, strict=True)
+            if tensor is not None and grad is not None and not (tensor.is_leaf and grad is tensor.grad)
+        ]
+        if rest:
+            torch.autograd.backward([tensor for tensor, _ in rest], [grad for _, grad in rest])
+    return LossSums(sums.loss(), sums.correct, sums.ce, sums.kl, sums.alpha)
 
 
-class _Inputs(NamedTuple):
-    """Inputs of one call besides the tensors that may get gradients."""
+class GraphCut:
+    """States detached from their graphs, whose gradients are collected for one backward pass into these graphs."""
 
-    rows: Tensor  # [M], indices of the supervised rows
-    labels: Tensor  # [M]
-    student: Projection
-    teacher: _TeacherRows | None
-    chunk: int
-    block: int
-    grad_enabled: bool
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def detach(self, state: Tensor) -> Tensor:
+        """Return a leaf with the values of `state`, or `state` itself if it needs no gradient."""
+        if not state.requires_grad:
+            return state
+        leaf = state.detach().requires_grad_()
+        self._pairs.append((state, leaf))
+        return leaf
+
+    def backward(self) -> None:
+        """Pass on the gradients that the leaves have got."""
+        pairs = [(state, leaf.grad) for state, leaf in self._pairs if leaf.grad is not None]
+        self._pairs.clear()
+        if pairs:
+            states, grads = zip(*pairs, strict=True)
+            with torch.autocast(states[0].device.type, enabled=False):
+                torch.autograd.backward(states, grads)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -250,134 +256,48 @@ class _LinearLoss(torch.autograd.Function):
         bias: Tensor | None,
         z: Tensor | None,
         up: Tensor | None,
-        call: _Inputs,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs = (hidden, weight, bias, z, up)
-        wanted = [call.grad_enabled and needed for needed in ctx.needs_input_grad[: len(inputs)]]
-        # all casts below are explicit
-        with torch.autocast(weight.device.type, enabled=False):
-            sums = _Accumulator(inputs, wanted, call)
-            for start in range(0, call.rows.shape[0], call.chunk):
-                sums.add_chunk(hidden, z, start)
-        ctx.save_for_backward(*sums.grads)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
-        ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl)
-        return sums.loss(), sums.correct, sums.ce, sums.kl
+        inputs: LossInputs,
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(hidden.device.type, enabled=False):  # all casts are explicit
+            sums = ChunkedLoss(inputs, hidden, z)
+        ctx.inputs = inputs
+        ctx.save_for_backward(hidden, weight, bias, z, up)
+        ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl, sums.alpha)
+        return sums.loss(), sums.correct, sums.ce, sums.kl, sums.alpha
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # In place, since the gradient of the weight is as large as the weight; autograd detects a second backward pass.
-        # Scale (1 / number of targets, loss scaling) before casting: sums may exceed float16's range
-        grads = [
-            None if grad is None else grad.mul_(grad_loss).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        tensors = ctx.saved_tensors
+        grads = _zero_gradients(tensors, ctx.needs_input_grad[: len(tensors)])
+        # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed float16's range
+        ChunkedLoss(ctx.inputs, tensors[0], tensors[3], grads, float(grad_loss))
+        cast = [
+            None if tensor is None or grad is None else grad.to(tensor.dtype)
+            for tensor, grad in zip(tensors, grads, strict=True)
         ]
-        return (*grads, None)
+        return (*cast, None)
 
 
-class _Accumulator:
-    """Losses, hits and gradients accumulated over chunks, in float32 (float64 for float64 weights)."""
+def _zero_gradients(tensors: Sequence[Tensor | None], trained: Sequence[bool], in_place: bool = False) -> Gradients:
+    """Return a zero gradient for each trained one of hidden, weight, bias, z and up.
 
-    def __init__(self, inputs: tuple[Tensor | None, ...], wanted: list[bool], call: _Inputs) -> None:
-        self.call = call
-        self.dtype = dtype = call.student.dtype
-        self.correct = call.labels.new_zeros(())
-        self.ce, self.kl, self.entropy = (call.student.weight.new_zeros((), dtype=dtype) for _ in range(3))
-        # rows of hidden and z are written once; gradients of matrices are accumulated over chunks
-        kinds = (None, dtype, dtype, None, dtype)
-        self.grads = [
-            torch.zeros_like(tensor, dtype=kind) if tensor is not None and want else None
-            for tensor, want, kind in zip(inputs, wanted, kinds, strict=True)
-        ]
-        self.any_grad = any(wanted)
-        rows, vocab = min(call.chunk, call.rows.shape[0]), call.student.weight.shape[0]
-        self.buffer = call.student.weight.new_empty(rows, vocab, dtype=call.student.buffer_dtype)
-        self.theirs: Tensor | None = None
-        if call.teacher is not None:
-            self.theirs = call.student.weight.new_empty(rows, vocab, dtype=call.teacher.matrix.buffer_dtype)
+    Those of matrices are float32 (float64 for float64 weights), since they are sums over many rows.
 
-    def loss(self) -> Tensor:
-        """Return the loss from the sums so far."""
-        if (teacher := self.call.teacher) is None:
-            return self.ce.clone()
-        soft = self.kl if teacher.divergence else self.kl + self.entropy
-        return teacher.share * soft + (1.0 - teacher.share) * self.ce
-
-    def add_chunk(self, hidden: Tensor, z: Tensor | None, start: int) -> None:
-        """Add the chunk that starts at index `start` of the supervised rows."""
-        call, student = self.call, self.call.student
-        part = slice(start, start + call.chunk)
-        rows = call.rows[part]
-        states = hidden[rows].to(student.weight.dtype)
-        logits = self.buffer[: len(rows)]
-        student.product(states, logits)
-        if call.teacher is not None and self.theirs is not None:
-            call.teacher.product(part, self.theirs[: len(rows)])
-        for first in range(0, len(rows), call.block):
-            self._add_block(z, slice(first, min(first + call.block, len(rows))), start)
-        if self.any_grad:
-            self._add_grads(logits, states, None if z is None else z[part], rows, part)
-
-    def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
-        """Add a block of the chunk that starts at `start`; overwrite its raw logits with their gradient."""
-        call, student = self.call, self.call.student
-        part = slice(start + block.start, start + block.stop)
-        product, index = self.buffer[block], call.labels[part].unsqueeze(1)
-        logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
-        self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()  # scale and soft cap are monotonic
-        log_probs = log_softmax(student.transform_(logits), dim=1)
-        self.ce -= log_probs.gather(1, index).sum()
-        soft = None
-        if call.teacher is not None and self.theirs is not None:
-            soft = self._add_teacher(call.teacher, call.teacher.log_probs(self.theirs[block], part), log_probs)
-        if not self.any_grad:
-            return
-        grad = log_probs.exp_()  # d loss / d logits = softmax - target
-        if soft is not None:
-            grad -= soft
-        label_share = 1.0 if call.teacher is None else 1.0 - call.teacher.share
-        if label_share:
-            grad.scatter_add_(1, index, grad.new_full((1, 1), -label_share).expand_as(index))
-        student.transform_grad_(grad, logits)
-        if (grad_bias := self.grads[2]) is not None:
-            grad_bias += grad.sum(dim=0)
-        product.copy_(grad)
-
-    def _add_teacher(self, teacher: _TeacherRows, theirs: Tensor, log_probs: Tensor) -> Tensor:
-        """Add KL and entropy; return the teacher's part of the target [b, V]."""
-        theirs = theirs.to(self.dtype)
-        probs = theirs.exp()
-        if not teacher.divergence:
-            self.entropy -= (probs * theirs).sum()
-        # sum differences of logarithms: a difference of two cross-entropies would cancel for small KL
-        self.kl += theirs.sub_(log_probs).mul_(probs).sum()
-        return probs.mul_(teacher.share)
-
-    def _add_grads(self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice) -> None:
-        """Backpropagate the raw logits' gradient [C, V] to weights, LoRA and hidden states."""
-        grad_hidden, grad_weight, _, grad_z, grad_up = self.grads
-        student = self.call.student
-        if student.up is not None and z is not None:
-            narrow = grad.to(student.up.dtype)
-            if grad_z is not None:
-                grad_z[part] = (narrow @ student.up).to(grad_z.dtype)
-            if grad_up is not None:
-                _add_product(grad_up, narrow, z.to(narrow.dtype))
-            del narrow
-        grad = grad.to(student.weight.dtype)
-        if grad_hidden is not None:
-            grad_hidden.index_copy_(0, rows, (grad @ student.weight).to(grad_hidden.dtype))
-        if grad_weight is not None:
-            _add_product(grad_weight, grad, states)
-
-
-def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
-    """`total += grad^T states`, in place: [V, d], [C, V], [C, d]."""
-    if grad.dtype == total.dtype:
-        total.addmm_(grad.t(), states)
-        return
-    # a product of lower precision needs a temporary: a few rows at a time, which stay in the caches
-    rows = block_rows(states.shape[1], states.device.type)
-    for part, columns in zip(total.split(rows), grad.split(rows, dim=1), strict=True):
-        part += columns.t() @ states
+    Args:
+        in_place: return the matrices' `.grad` where it can be added to directly, zeros if there is none so far.
+    """
+    weight = tensors[1]
+    assert weight is not None
+    sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    grads: list[Tensor | None] = []
+    for tensor, wanted, dtype in zip(tensors, trained, (None, sums, sums, None, sums), strict=True):
+        if tensor is None or not wanted:
+            grads.append(None)
+        elif in_place and tensor.is_leaf and tensor.dtype == dtype:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+            grads.append(tensor.grad)
+        else:
+            grads.append(torch.zeros_like(tensor, dtype=dtype))
+    return Gradients(*grads)

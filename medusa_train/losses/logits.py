@@ -51,6 +51,10 @@ class LMHeadLike(Protocol):
         """A LoRA branch that adds to W h, or None."""
 
     @property
+    def token_bias(self) -> Tensor | None:
+        """R, [V, r], in place of a LoRA branch: states are [h ; e], and it adds R e to W h; None: states are h."""
+
+    @property
     def token_map(self) -> Tensor | None:
         """Token id of each row, long [V], for a reduced vocabulary; None if row = id."""
 
@@ -61,12 +65,33 @@ class LMHeadLike(Protocol):
         """The row of each token of any shape, long; -1 where there is none."""
 
 
-def product_dtype(matrix: Tensor) -> torch.dtype:
-    """Return the dtype in which products with a matrix run: autocast's if enabled, else the matrix's."""
-    device = matrix.device.type
-    if torch.is_autocast_enabled(device) and matrix.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return matrix.dtype
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of products under the autocast that is active on a type of device, or None."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def product_dtype(matrix: Tensor, autocast: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which products with a matrix run: autocast's, if any, else the matrix's."""
+    return matrix.dtype if autocast is None or matrix.dtype == torch.float64 else autocast
+
+
+def low_rank_matrix(lm_head: LMHeadLike) -> Tensor | None:
+    """Return the matrix [V, r] that adds a low-rank part to W h: LoRA's B or the token bias; None without one."""
+    return lm_head.token_bias if lm_head.low_rank is None else lm_head.low_rank.b
+
+
+def low_rank_input(hidden: Tensor, lm_head: LMHeadLike, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the states that W reads, [N, d], and the input z of `low_rank_matrix` at `rows` [M], [M, r].
+
+    Autograd handles what leads to z (LoRA's A and dropout, or an embedding): z is only [M, r].
+
+    Args:
+        hidden: [N, d], or with a token bias [N, d + r].
+    """
+    if lm_head.token_bias is not None:
+        width = lm_head.weight.shape[1]
+        return hidden[:, :width], hidden[rows, width:]
+    return hidden, None if lm_head.low_rank is None else lm_head.low_rank.project_down(hidden[rows])
 
 
 class Projection:
@@ -74,24 +99,26 @@ class Projection:
 
     Attributes:
         weight: [V, d], in the dtype of its products.
-        up: LoRA's B, [V, r], in the dtype of its products, or None.
+        up: LoRA's B or the token bias R, [V, r], in the dtype of its products, or None.
         buffer_dtype: dtype of the buffer for W h: the wider of the two.
         dtype: dtype of logits, bias, softmax and loss: float32 (float64 for float64 weights).
     """
 
     weight: Tensor
 
-    def __init__(self, lm_head: LMHeadLike, shared: Projection | None = None) -> None:
-        """With `shared`, reuse its cast weight if both have the same source tensor."""
+    def __init__(
+        self, lm_head: LMHeadLike, autocast: torch.dtype | None = None, shared: Projection | None = None
+    ) -> None:
+        """Cast the matrices to `autocast`, if any; reuse the cast weight of `shared` if it has the same source."""
         self.source = lm_head.weight
         self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32
         if shared is not None and shared.source is self.source:
             self.weight = shared.weight
         else:
-            self.weight = self.source.detach().to(product_dtype(self.source))
+            self.weight = self.source.detach().to(product_dtype(self.source, autocast))
         self.bias = None if lm_head.bias is None else lm_head.bias.detach().to(self.dtype)
-        low_rank = lm_head.low_rank
-        self.up = None if low_rank is None else low_rank.b.detach().to(product_dtype(low_rank.b))
+        up = low_rank_matrix(lm_head)
+        self.up = None if up is None else up.detach().to(product_dtype(up, autocast))
         # the buffer holds W h, and later the gradient that goes through both matrices
         self.buffer_dtype = torch.promote_types(self.weight.dtype, (self.weight if self.up is None else self.up).dtype)
         self.scale = lm_head.scale
@@ -105,7 +132,7 @@ class Projection:
             out.copy_(states @ self.weight.t())
 
     def raw_logits(self, product: Tensor, z: Tensor | None) -> Tensor:
-        """Return logits [C, V] before scale and soft cap, from W h (which may be overwritten) and LoRA's z [C, r]."""
+        """Return logits [C, V] before scale and soft cap, from W h (which may be overwritten) and z [C, r]."""
         logits = product.to(self.dtype)
         if self.bias is not None:
             logits += self.bias

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
-from medusa_train.losses.fused_losses import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
+from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_target_log_probs
 from medusa_train.losses.logits import LMHeadLike
-from medusa_train.losses.schedules import head_weight, lambda0
+from medusa_train.losses.row_losses import RowLoss
+from medusa_train.losses.terms import TeacherStates, predictor_loss
+from medusa_train.losses.weights import dpace_weights, head_weight, lambda0
 
 
 class DraftHeads(Protocol):
@@ -21,6 +24,10 @@ class DraftHeads(Protocol):
     @property
     def trained_heads(self) -> int:
         """K, the number of heads with a loss."""
+
+    @property
+    def independent_heads(self) -> bool:
+        """Whether heads share no trained layers: the graph of one can be freed before the next one's is built."""
 
     def head_states(self, feats: Any, batch: Any) -> Iterator[Tensor]:
         """For k = 1..K the state [B, T, d] that head k's lm_head reads."""
@@ -73,7 +80,8 @@ class ObjectiveOutput:
     """One micro-batch's contribution to the loss of the global batch.
 
     Attributes:
-        loss: differentiable scalar; the contributions of all micro-batches add up to the loss of the global batch.
+        loss: scalar, differentiable unless gradients were computed with it; the contributions of all micro-batches
+            add up to the loss of the global batch.
         head_sums: [K], summed cross-entropy against the labels in nats, also with soft targets; detached.
         head_kl_sums: [K], summed KL to the teacher in nats, 0 without one; detached.
         head_correct: long [K], top-1 hits.
@@ -104,6 +112,10 @@ class Objective:
     `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S. With teacher
     weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S
     is the teacher's distribution restricted to S.
+
+    Two options aim at the heads' acceptance (`row_losses.py`). `lk_eta` puts the LK loss in place of the teacher's part
+    of CE(q_t, p_k,t), or with s = 0 in place of the whole. `dpace` puts D-PACE's weights of each target, from the
+    heads' own probabilities of the labels, in place of `c^k`.
     """
 
     def __init__(
@@ -117,6 +129,8 @@ class Objective:
         schedule: str = "constant",
         soft_heads: float = 0.0,
         weight: float = 1.0,
+        lk_eta: float | None = None,
+        dpace: bool = False,
     ) -> None:
         """Configure the terms.
 
@@ -130,6 +144,8 @@ class Objective:
             schedule: of lambda0, `medusa_scheduler`.
             soft_heads: weight of the teacher in the heads' targets: head k at t against the teacher at t + k.
             weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
+            lk_eta: eta of the heads' LK loss (`lk_eta`); None: cross-entropy.
+            dpace: D-PACE's weights instead of `decay` (`head_weights`).
 
         Raises:
             ValueError: unknown schedule, or a weight outside [0, 1].
@@ -146,6 +162,13 @@ class Objective:
         self.schedule = schedule
         self.soft_heads = soft_heads
         self.weight = weight
+        self.lk_eta = lk_eta
+        self.dpace = dpace
+
+    @property
+    def aims_at_acceptance(self) -> bool:
+        """Whether the heads' loss is another one than their weighted cross-entropies."""
+        return self.lk_eta is not None or self.dpace
 
     @property
     def needs_teacher(self) -> bool:
@@ -155,6 +178,10 @@ class Objective:
     def heads_weight(self, progress: float) -> float:
         """Return the factor on the heads' loss at `progress`, the completed fraction of the run."""
         return self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
+
+    def head_weight(self, k: int) -> float:
+        """Return the weight of head k's mean loss."""
+        return 1.0 if self.dpace else head_weight(k, self.decay)
 
     def target_counts(self, batch: LabelledBatch) -> Tensor:
         """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the language model's.
@@ -175,8 +202,12 @@ class Objective:
         lm_head: LMHeadLike | None = None,
         teacher: BackboneStates | None = None,
         teacher_lm_head: LMHeadLike | None = None,
+        grad_scale: float | None = None,
     ) -> ObjectiveOutput:
         """Compute one micro-batch's contribution to L.
+
+        With `grad_scale` the gradients of each term are computed right after its value, so that at any time there are
+        the activations of one head and no gradients besides those in `.grad`.
 
         Args:
             feats: the backbone's features of this batch for the draft, with a graph if the backbone is trained. The
@@ -187,38 +218,103 @@ class Objective:
             lm_head: of the backbone, with its LoRA branch; required for the language model's loss.
             teacher, teacher_lm_head: features of the same batch, and the lm_head to apply to them; required if
                 `needs_teacher`. In Medusa-1 the frozen backbone is the teacher: `feats` and its lm_head.
+            grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`, and the returned
+                loss has no graph. States in `feats` must not have one either, see `GraphCut`.
 
         Raises:
             ValueError: a required argument is missing.
         """
-        teacher_states: _TeacherStates | None = None
-        if teacher is not None and teacher_lm_head is not None:
-            teacher_states = _TeacherStates(teacher.hidden, teacher_lm_head)
-        elif self.needs_teacher:
-            raise ValueError("this objective needs a teacher: pass teacher and teacher_lm_head")
+        factors = self._factors(counts_total, progress)
+        scales = [None if grad_scale is None else grad_scale * factor for factor in factors]
+        teacher_states = self._teacher_states(batch, teacher, teacher_lm_head)
         terms: list[LossSums] = []
         if self.lm is not None:
             if lm_head is None:
                 raise ValueError("this objective trains the language model: pass lm_head")
-            target = self._targets(batch, 0)
-            terms.append(_term(feats.hidden, lm_head, target, 0, teacher_states, self.rho, self.lm == "kl"))
-        for k, hidden in enumerate(self.draft.head_states(feats, batch), start=1):
-            head = self.draft.lm_head(k)
-            terms.append(_term(hidden, head, self._target_rows(batch, k, head), k, teacher_states, self.soft_heads))
+            target, kl, scale = self._targets(batch, 0), self.lm == "kl", scales[0]
+            terms.append(
+                predictor_loss(
+                    feats.hidden, lm_head, target, 0, teacher_states, self.rho, divergence=kl, grad_scale=scale
+                )
+            )
+        terms += self._head_terms(feats, batch, teacher_states, scales[len(terms) :])
         valid = [(self._targets(batch, k) != IGNORE_INDEX).sum() for k in range(1, self.draft.trained_heads + 1)]
-        return self._weigh(terms, torch.stack(valid), self.target_counts(batch), counts_total, progress)
+        return self._sum(terms, torch.stack(valid), self.target_counts(batch), factors)
 
-    def _weigh(
-        self, terms: list[LossSums], valid: Tensor, counts: Tensor, totals: Tensor, progress: float
-    ) -> ObjectiveOutput:
-        first = 0 if self.lm is None else 1  # index of the first head
+    def head_sums(
+        self,
+        feats: Any,
+        batch: LabelledBatch,
+        teacher: BackboneStates | None = None,
+        teacher_lm_head: LMHeadLike | None = None,
+    ) -> list[LossSums]:
+        """Return the sums of each head's loss, not weighted by head; for evaluation.
+
+        Args:
+            feats, batch, teacher, teacher_lm_head: as in `loss`; the teacher is needed if `soft_heads` is not 0.
+        """
+        states = self._teacher_states(batch, teacher, teacher_lm_head) if self.soft_heads else None
+        return self._head_terms(feats, batch, states, [None] * self.draft.trained_heads)
+
+    def _teacher_states(
+        self, batch: LabelledBatch, teacher: BackboneStates | None, lm_head: LMHeadLike | None
+    ) -> TeacherStates | None:
+        if teacher is not None and lm_head is not None:
+            return TeacherStates(teacher.hidden, lm_head, self._targets(batch, 0) != IGNORE_INDEX)
+        if self.needs_teacher:
+            raise ValueError("this objective needs a teacher: pass teacher and teacher_lm_head")
+        return None
+
+    def _head_terms(
+        self, feats: Any, batch: LabelledBatch, teacher: TeacherStates | None, scales: Sequence[float | None]
+    ) -> list[LossSums]:
+        """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
+        terms: list[LossSums] = []
+        cut = GraphCut()
+        states: Iterable[Tensor] = self.draft.head_states(feats, batch)
+        weights: Sequence[Tensor | None] = [None] * self.draft.trained_heads
+        if self.dpace and self.draft.independent_heads:  # a pass of its own, so that one head's activations are alive
+            with _without_graph(feats.hidden.device.type):
+                weights = self._depth_weights(self.draft.head_states(feats, batch), batch)
+        elif self.dpace:
+            states = list(states)
+            weights = self._depth_weights(states, batch)
+        for k, hidden in enumerate(states, start=1):
+            head, scale = self.draft.lm_head(k), scales[k - 1]
+            student = hidden if scale is None or self.draft.independent_heads else cut.detach(hidden)
+            target = self._target_rows(batch, k, head)
+            row_loss = RowLoss(self.lk_eta, weights[k - 1]) if self.aims_at_acceptance else None
+            terms.append(
+                predictor_loss(student, head, target, k, teacher, self.soft_heads, row_loss=row_loss, grad_scale=scale)
+            )
+        cut.backward()
+        return terms
+
+    def _depth_weights(self, states: Iterable[Tensor], batch: LabelledBatch) -> Sequence[Tensor]:
+        """Return D-PACE's weights of each head's positions, [B * T] each, from the heads' `states`."""
+        log_probs, valid = [], []
+        for k, hidden in enumerate(states, start=1):
+            head = self.draft.lm_head(k)
+            target = self._target_rows(batch, k, head).flatten()
+            log_probs.append(linear_target_log_probs(hidden.flatten(0, -2), head, target))
+            valid.append((self._targets(batch, k) != IGNORE_INDEX).flatten())
+        return dpace_weights(torch.stack(log_probs).exp(), torch.stack(valid)).unbind()
+
+    def _factors(self, totals: Tensor, progress: float) -> list[float]:
+        """Return the factor on each term's sum in L: its weight over its number of targets."""
         scale = self.heads_weight(progress)
-        weights = [1.0] * first + [scale * head_weight(k, self.decay) for k in range(1, self.draft.trained_heads + 1)]
+        weights = [scale * self.head_weight(k) for k in range(1, self.draft.trained_heads + 1)]
+        if self.lm is not None:
+            weights.insert(0, 1.0)
+        return [weight / max(1, count) for weight, count in zip(weights, totals.tolist(), strict=True)]
+
+    def _sum(self, terms: list[LossSums], valid: Tensor, counts: Tensor, factors: list[float]) -> ObjectiveOutput:
+        first = 0 if self.lm is None else 1  # index of the first head
         sums = torch.stack([term.loss_sum for term in terms])
         heads = terms[first:]
         lm = terms[0]
         return ObjectiveOutput(
-            loss=(sums * (sums.new_tensor(weights) / totals.to(sums).clamp(min=1.0))).sum(),
+            loss=(sums * sums.new_tensor(factors)).sum(),
             head_sums=torch.stack([term.ce_sum for term in heads]),
             head_kl_sums=torch.stack([term.kl_sum for term in heads]),
             head_correct=torch.stack([term.correct for term in heads]),
@@ -240,40 +336,11 @@ class Objective:
         return torch.where(rows < 0, IGNORE_INDEX, rows)
 
 
-class _TeacherStates:
-    """A teacher's hidden states [B, T, d] and its lm_head."""
-
-    def __init__(self, hidden: Tensor, lm_head: LMHeadLike) -> None:
-        self.hidden = hidden
-        self._whole = self._part = lm_head
-        self._tokens: Tensor | None = None  # the vocabulary of _part
-
-    def lm_head_for(self, tokens: Tensor | None) -> LMHeadLike:
-        """Return its lm_head restricted to `tokens` (None for all). The copy is shared by all heads."""
-        if tokens is not self._tokens:
-            self._part = self._whole if tokens is None else self._whole.restrict_to(tokens)
-            self._tokens = tokens
-        return self._part
-
-
-def _term(
-    hidden: Tensor,
-    lm_head: LMHeadLike,
-    target: Tensor,
-    k: int,
-    teacher_states: _TeacherStates | None,
-    share: float,
-    divergence: bool = False,
-) -> LossSums:
-    """Return the sums of the predictor of token t + k + 1: `hidden` [B, T, d], `target` [B, T] (rows of the lm_head).
-
-    Rows are flattened, so t + k can point into the next row. That happens only where t + k + 1 is not a valid target,
-    and such positions are ignored.
+@contextmanager
+def _without_graph(device: str) -> Iterator[None]:
+    """Disable gradients, and autocast's cache: older releases of torch (2.9 is supported) would give the pass that
+    follows the weights that were cast here, without a graph (pytorch issue 112583).
     """
-    hidden, target = hidden.flatten(0, -2), target.flatten()
-    if teacher_states is None or not (divergence or share):
-        return linear_cross_entropy(hidden, lm_head, target)
-    states, theirs = teacher_states.hidden.flatten(0, -2), teacher_states.lm_head_for(lm_head.token_map)
-    if divergence:
-        return linear_kl(hidden, lm_head, states, theirs, target, ahead=k)
-    return linear_soft_cross_entropy(hidden, lm_head, states, theirs, target, share, ahead=k)
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    with torch.no_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
+        yield

@@ -1,9 +1,7 @@
-"""Attention implementations: bounds of packed documents for varlen kernels, and folded query heads for CPUs."""
+"""Grouped-query attention with a mask, without copies of keys and values."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 import torch
@@ -13,87 +11,35 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-#: transformers' name of flash-attn's kernels.
-FLASH = "flash_attention_2"
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
 
-_TIMED_KEYS = 256
-_TRIALS = 30
+#: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many rows of the batch, and
+#: at most so many queries per key head. torch's fused kernel calls a small product for each row and head, which in a
+#: batch of 32 with one query takes twice as long; with fewer rows or more queries it is faster.
+_PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
+
+# torch's memory-efficient kernel on a GPU copies a mask whose rows don't start at multiples of this many numbers
+_MASK_ALIGNMENT = 8
 
 
-# Packed documents
+def use_folded_heads(model: Any) -> str:
+    """Switch a model from transformers' "sdpa" attention to `folded_head_forward`, where there is something to gain.
 
-
-def document_bounds(segments: Tensor) -> dict[str, Any]:
-    """Return the bounds of packed documents as keyword arguments of a model (transformers' `FlashAttentionKwargs`).
-
-        segments   0 0 0 1 -      cumulative lengths   0 3 4 5 | 7 10      rows joined end to end
-                   0 0 1 1 1      maximum length       3
-
-    Padding counts as a document. The bounds are passed explicitly, since transformers derives them from restarting
-    position ids only for a batch of one row.
-
-    Args:
-        segments: [B, T], index of the document within the row, contiguous; -1: padding.
+    That is with grouped query heads, and in bfloat16 on a CPU.
 
     Returns:
-        Cumulative lengths, int32 [documents + 1], and the maximum length, for queries and for keys.
-    """
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    end = torch.tensor([segments.numel()], device=segments.device)
-    bounds = torch.cat([starts.flatten().nonzero().squeeze(1), end]).to(torch.int32)
-    longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-
-
-def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool) -> str | None:
-    """Return why flash-attn's varlen kernel cannot be used, or None if it can.
-
-    Args:
-        device: device type. dtype: of queries and keys.
-        capped: whether the model soft-caps its attention scores.
-        supported: whether the architecture in transformers supports flash attention.
-        installed: whether the package can be imported.
-    """
-    if device != "cuda":
-        return f"flash-attn needs a GPU, the device is {device}"
-    if not installed:
-        return "flash-attn is not installed"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
-    if capped:
-        return "this model soft-caps its attention scores"
-    return None if supported else "this architecture does not support flash attention"
-
-
-# Folded heads on a CPU
-
-
-def use_folded_head_attention(model: Any) -> bool:
-    """Switch a model on a CPU to `folded_head_forward` if it is measured to be faster.
-
-    Only for models with transformers' "sdpa" attention, and only in bfloat16 or with grouped query heads, where there
-    is something to gain.
-
-    Returns:
-        Whether the model uses it now.
+        The name of the model's attention implementation now.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if model.device.type != "cpu" or config._attn_implementation not in ("sdpa", FOLDED_HEADS):
-        return False
-    if config._attn_implementation == FOLDED_HEADS:
-        return True
-    if not _is_faster(model.dtype, heads, kv_heads, head_dim):
-        return False
-    AttentionInterface.register(FOLDED_HEADS, folded_head_forward)
-    AttentionMaskInterface.register(FOLDED_HEADS, sdpa_mask)
-    model.set_attn_implementation(FOLDED_HEADS)
-    return True
+    grouped = (getattr(config, "num_key_value_heads", None) or heads) != heads
+    bfloat16_on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    if config._attn_implementation == "sdpa" and (grouped or bfloat16_on_cpu):
+        AttentionInterface.register(FOLDED_HEADS, folded_head_forward)
+        AttentionMaskInterface.register(FOLDED_HEADS, sdpa_mask)
+        model.set_attn_implementation(FOLDED_HEADS)
+    return str(config._attn_implementation)
 
 
 def folded_head_forward(
@@ -111,7 +57,7 @@ def folded_head_forward(
     Decoding passes use `folded_head_attention`; all others (training, prefill, a mask per head) transformers' "sdpa".
     """
     unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-    if unsupported or not _is_decoding(query, attention_mask, dropout):
+    if unsupported or not _is_decoding(query, key, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -119,65 +65,88 @@ def folded_head_forward(
 
 
 def folded_head_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Compute grouped-query attention, [B, H, q, d] -> [B, H, q, d_v].
 
-    Unlike transformers' "sdpa" with a mask, this does not copy keys and values for the query heads that share them. For
-    a single bfloat16 query these heads become the rows of one product, since torch's kernel for CPUs takes longer for
-    one row than for two.
+        query   H = 6 heads, q rows each     ->   H_kv = 2 heads, 3 q rows each
+        mask    q rows                       ->   the same q rows, 3 times
+
+    The query heads that share a key head become rows of one product. transformers' "sdpa" copies keys and values for
+    each of them if there is a mask, since torch's masked kernels for GPUs take no groups (`enable_gqa` falls back to
+    the one that stores all scores). What is copied here is the mask, of q rows.
 
     Args:
         key: [B, H_kv, S, d]. value: [B, H_kv, S, d_v].
-        mask: additive [1 or B, 1, q, S]; None: every query attends to every key.
+        mask: additive or bool, [1 or B, 1, q, S]; None: every query attends to every key.
         scaling: of the scores; by default 1 / sqrt(d).
+        dropout: of the attention weights.
     """
     kv_heads, q = key.shape[1], query.shape[2]
-    if q > 1 or query.dtype != torch.bfloat16:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != kv_heads
-        )
-    folded = query.reshape(len(query), kv_heads, -1, query.shape[3])
+    groups = query.shape[1] // kv_heads
+    folded = query.reshape(len(query), kv_heads, groups * q, query.shape[3])
     rows = folded.shape[2]
-    if rows == 1:
-        folded = folded.expand(-1, -1, 2, -1)
+    bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    if bfloat16_on_cpu and not dropout and _use_products(len(query), rows):
+        return _attention_by_products(folded, key, value, mask, scaling).reshape(*query.shape[:3], value.shape[3])
+    if rows == 1 and bfloat16_on_cpu:
+        folded = folded.expand(-1, -1, 2, -1)  # torch's kernel takes longer for one row than for two
     if mask is not None:
-        mask = mask.expand(-1, -1, folded.shape[2], -1)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        mask = mask.expand(-1, -1, folded.shape[2], -1) if q == 1 else _repeat_rows(mask, groups)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
 
 
-def _is_decoding(query: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether there is neither gradient nor dropout, and one mask for all heads or none needed."""
+def _use_products(batch: int, rows: int) -> bool:
+    """Return whether products are faster; under torch.compile alike for all batches, which one program serves."""
+    if torch.compiler.is_compiling():
+        return batch > 1
+    return batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
+
+
+def _attention_by_products(
+    folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Compute attention of folded queries [B, H_kv, G q, d] as one product of all scores and one of all values.
+
+    Scores are rounded to the queries' dtype, as in transformers' "eager" attention. They are computed as K Q^T, since
+    for Q K^T oneDNN would transpose all keys first.
+    """
+    scaled = folded * (folded.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = torch.matmul(key, scaled.transpose(2, 3).contiguous()).transpose(2, 3).contiguous()
+    if mask is not None:
+        by_head = scores.unflatten(2, (-1, mask.shape[2]))
+        if mask.dtype == torch.bool:  # of transformers' `generate`
+            by_head.masked_fill_(~mask[:, :, None], float("-inf"))
+        else:
+            by_head.add_(mask[:, :, None])
+    return torch.matmul(scores.softmax(-1), value)
+
+
+def _repeat_rows(mask: Tensor, times: int) -> Tensor:
+    """Repeat the rows of a mask [B, 1, q, S], -> [B, 1, times * q, S].
+
+    On a GPU its rows are aligned in memory, or torch would copy it once more (never run).
+    """
+    if times == 1:
+        return mask
+    batch, _, q, keys = mask.shape
+    width = keys if mask.device.type == "cpu" else -(-keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    repeated = mask.new_empty(batch, times, q, width)[..., :keys]
+    return repeated.copy_(mask.expand(-1, times, -1, -1)).flatten(1, 2)[:, None]
+
+
+def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Return whether there is neither gradient nor dropout, and few queries with one mask for all heads or none needed.
+
+    The mask of a prefill with a sliding window has as many queries as keys: repeating it would take more than the keys.
+    """
     if torch.is_grad_enabled() or dropout:
         return False
-    return query.shape[2] == 1 if mask is None else mask.shape[1] == 1
-
-
-class _Module(torch.nn.Module):
-    """The attributes of an attention layer that transformers' "sdpa" function reads."""
-
-    is_causal = True
-
-    def __init__(self, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.num_key_value_groups = heads // kv_heads
-
-
-@torch.inference_mode()
-def _is_faster(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Time a plain step and a step with a small tree in both implementations, alternately, and compare medians."""
-    if dtype != torch.bfloat16 and heads == kv_heads:
-        return False
-    module = _Module(heads, kv_heads)
-    key = torch.ones(1, kv_heads, _TIMED_KEYS, head_dim, dtype=dtype)
-    masks = [torch.zeros(1, 1, q, _TIMED_KEYS, dtype=dtype) for q in (1, 9)]
-    queries = [torch.ones(1, heads, mask.shape[2], head_dim, dtype=dtype) for mask in masks]
-    times: dict[Any, list[float]] = {sdpa_attention_forward: [], folded_head_forward: []}
-    for _ in range(_TRIALS):
-        for forward, seconds in times.items():
-            started = time.perf_counter()
-            for query, mask in zip(queries, masks, strict=True):
-                forward(module, query, key, key, mask)
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(times[folded_head_forward]) < statistics.median(times[sdpa_attention_forward])
+    q = query.shape[2]
+    return q == 1 if mask is None else mask.shape[1] == 1 and (q == 1 or q < key.shape[2])

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.attention import document_bounds, use_folded_head_attention
-from medusa_train.models.compiled import BLOCK, CompiledPass, compiled_capacity
+from medusa_train.models.attention import use_folded_heads
+from medusa_train.models.compiled import CompiledPass, compiled_capacity, has_compiler, needed_forms
+from medusa_train.models.document_attention import document_bounds, separates_documents
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, capture_inputs, capture_outputs
+from medusa_train.models.graphs import StepRunner, graph_runner
 from medusa_train.models.hf_config import (
     context_length,
     eos_ids,
@@ -24,18 +26,21 @@ from medusa_train.models.hf_config import (
 )
 from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
+from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import parse_dtype
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import TreeMask, additive_mask, document_mask, layer_masks
+from medusa_train.trees.static_cache import KEY_BLOCK, StaticCache
 from medusa_train.trees.tree import Tree
 
 
 class Backbone:
     """The language model whose next tokens are drafted and verified.
 
-    The transformers model is used unchanged: its forward gets a 4-D additive mask, explicit position ids and a
-    `TreeCache`. Logits are computed here from the hidden states, so that heads can apply the same transforms.
+    The transformers model is used unchanged but for its attention function (`models.attention`): its forward gets a
+    4-D additive mask, explicit position ids and a `TreeCache`. Logits are computed here from the hidden states, so that
+    heads can apply the same transforms.
     `loading.load_backbone` builds a backbone from a directory or the hub and checks that it is supported.
 
     Args:
@@ -52,7 +57,8 @@ class Backbone:
         window: size of the sliding window, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
-        compiled: the compiled decoding pass for single rows, after `compile_passes`.
+        compiled: the compiled decoding passes, after `compile_passes`.
+        step_runner: runs steps on static buffers, as CUDA graphs after `compile_passes` on a GPU; None: no such steps.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -69,7 +75,7 @@ class Backbone:
             raise BackboneError(f"{type(model).__name__} has no lm_head: not a causal language model")
         self.device: torch.device = head.weight.device
         self.dtype: torch.dtype = head.weight.dtype
-        self.vocab_size, self.hidden_size = head.weight.shape
+        self.vocab_size, self.hidden_size = full_shape(head.weight)
         self.num_layers: int = self.config.num_hidden_layers
         self.max_context: int = context_length(self.config)
         self.eos_ids = eos_ids(model, tokenizer)
@@ -78,10 +84,11 @@ class Backbone:
         self.rope_switch = rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.scale = logit_scale(self.config)
-        self.attention: str = self.config._attn_implementation
+        self.attention = use_folded_heads(model)
         self.varlen = False
         self._splits: dict[int, LayerSplit] = {}
         self.compiled: CompiledPass | None = None
+        self.step_runner: StepRunner | None = None
         model.eval().requires_grad_(False)
 
     def run(
@@ -132,7 +139,7 @@ class Backbone:
         if mask is not None and positions is not None:
             attention_mask = self._with_windows(mask, positions, 0 if cache is None else cache.length)
         exit_layer = None if need.early is None else self.layer(need.early - 1)
-        with self._masked_attention(enabled=not bounds), capture_outputs(exit_layer) as captured:
+        with self.masked_attention(enabled=not bounds), capture_outputs(exit_layer) as captured:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -201,8 +208,10 @@ class Backbone:
             )
         return layers[index]
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """Return an empty cache for at least `capacity` positions of a single row."""
+    def new_cache(self, capacity: int, *, static: bool = False) -> TreeCache:
+        """Return an empty cache for at least `capacity` positions of a single row; `static` for a `StaticCache`."""
+        if static:
+            return StaticCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
         return TreeCache(self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity))
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
@@ -232,7 +241,7 @@ class Backbone:
         if exit_layer not in self._splits:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the backbone")
             runner = LayerRunner(self.body, layer_types(self.config))
-            attention = partial(self._masked_attention, enabled=True)
+            attention = partial(self.masked_attention, enabled=True)
             split = LayerSplit(runner, exit_layer, self.embedding(), self.window, attention)
             self._check_split(split)
             self._splits[exit_layer] = split
@@ -271,70 +280,86 @@ class Backbone:
 
         Raises:
             BackboneError: documents attend to each other, since the model does not pass the bounds on. The model is
-                left unchanged.
+                left unchanged, also by errors of the implementation.
         """
         self.model.set_attn_implementation(implementation)
         self.varlen = True
-        if not self._separates_documents():
-            self.model.set_attn_implementation(self.attention)
-            self.varlen = False
+        separate = False
+        try:
+            separate = self._separates_documents()
+        finally:
+            if not separate:
+                self.model.set_attn_implementation(self.attention)
+                self.varlen = False
+        if not separate:
             raise BackboneError(
                 f"{type(self.model).__name__} with {implementation} lets packed documents attend to each other"
             )
 
-    @torch.no_grad()
     def _separates_documents(self) -> bool:
-        """Return whether a row's second document is unchanged, bit for bit, when its first document changes."""
-        segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=self.device)
-        positions = torch.tensor([[0, 1, 2, 0, 1]], device=self.device).expand(2, -1)
-        tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
-        changed = torch.where(segments == 0, (tokens + 1) % self.vocab_size, tokens)
-        before, after = (
-            self.run(rows, positions=positions, segments=segments).hidden[segments == 1] for rows in (tokens, changed)
-        )
-        return torch.equal(before, after)
+        def run(tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+            return self.run(tokens, positions=positions, segments=segments).hidden
+
+        return separates_documents(run, torch.arange(10, device=self.device).view(2, 5) % self.vocab_size)
 
     @contextmanager
-    def _masked_attention(self, *, enabled: bool) -> Iterator[None]:
+    def masked_attention(self, *, enabled: bool) -> Iterator[None]:
         """Switch from varlen attention to the implementation that takes masks, if `enabled`."""
         varlen = self.config._attn_implementation
         if not (enabled and self.varlen):
             yield
             return
-        self.model.set_attn_implementation(self.attention)
+        # on the config, which the layers read: the model's method visits all modules, and this is part of every step
+        self.config._attn_implementation = self.attention
         try:
             yield
         finally:
-            self.model.set_attn_implementation(varlen)
+            self.config._attn_implementation = varlen
 
     # Faster decoding
 
     def prepack_weights(self) -> bool:
-        """Use weight layouts and an attention that are faster for few tokens on a CPU, if measured to be so.
+        """Use weight layouts that are faster for few tokens on a CPU, if measured to be so.
 
         Sums are rounded in another order then. Other devices are left unchanged.
 
         Returns:
             Whether weights were prepacked.
         """
-        self._use_folded_head_attention()
         return prepack_linears(self.model)
 
-    def _use_folded_head_attention(self) -> None:
-        if use_folded_head_attention(self.model):
-            self.attention = self.config._attn_implementation
+    @property
+    def compile_obstacle(self) -> str | None:
+        """Why this model's passes can't be compiled; None if they can."""
+        if self.layer_types != {"full_attention"} and self.window is not None:
+            return "has sliding windows"
+        return None if self.rope_switch is None else "uses longrope"
 
-    def compile_passes(self) -> None:
-        """Decode single rows with passes compiled by torch.compile, which takes up to a minute.
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes are compiled, or steps are captured as CUDA graphs."""
+        return self.compiled is not None or self.step_runner is not None
+
+    def compile_passes(self, rows: int = 1, *, trees: bool = True) -> None:
+        """Decode with passes compiled by torch.compile, which takes up to a minute; on a GPU also with CUDA graphs.
+
+        Args:
+            rows: decoded at a time: programs for a single row, or for two or more.
+            trees: whether passes verify trees too.
 
         Raises:
-            BackboneError: the model has sliding windows or longrope, or torch.compile fails on this machine.
+            BackboneError: the model has sliding windows or longrope, or torch.compile fails on this machine; not where
+                CUDA graphs work without it.
         """
-        if self.layer_types != {"full_attention"} and self.window is not None:
-            raise BackboneError(f"compile: {self.name or 'this model'} has sliding windows; leave the key out")
-        if self.rope_switch is not None:
-            raise BackboneError(f"compile: {self.name or 'this model'} uses longrope; leave the key out")
-        self._use_folded_head_attention()
-        compiled = CompiledPass(self.body, self.logits, on_cpu=self.device.type == "cpu")
-        compiled.warm_up(TreeCache(self.num_layers, compiled_capacity(2 * BLOCK)), self.device, self.dtype)
+        self.step_runner = graph_runner(self.device, self.model, rows)
+        if self.step_runner is not None and (self.compile_obstacle is not None or not has_compiler(self.device)):
+            return
+        if self.compile_obstacle is not None:
+            raise BackboneError(f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out")
+        on_cpu = self.device.type == "cpu"
+        compiled = CompiledPass(self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees))
+        cache = TreeCache(self.num_layers, 1)
+        self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=cache)
+        layers, _, _, heads, _, dim = cache.reserve(1).shape
+        compiled.warm_up((layers, heads, dim), self.device, self.dtype)
         self.compiled = compiled

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
@@ -16,7 +19,23 @@ from medusa_train.trees.masks import TreeMask, additive_mask
 from medusa_train.trees.tree import Tree
 
 #: Config keys of layers that carry a recurrent state instead of keys and values.
-_STATE_SPACE_KEYS = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "block_types")
+_RECURRENT_KEYS = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "block_types")
+#: What is missing for kinds of layers, in transformers' names.
+_LAYER_PROBLEMS = {
+    "recurrent state": ("linear_attention", "hybrid", "hybrid_sliding", "conv", "mamba", "mamba2"),
+    "chunked attention": ("chunked_attention",),
+    "sparse attention": ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+}
+_EXPLANATIONS = {
+    "recurrent state": "a layer's state summarizes one sequence, and cannot branch into a token tree",
+    "chunked attention": "tree masks are not limited to the chunk of a token",
+    "sparse attention": "the tokens that a layer selects depend on the row, and trees have several",
+    "attention sinks": "a learned logit joins every softmax, which scaled_dot_product_attention cannot add",
+    "latent attention": "keys and values of different sizes do not fit the tree cache",
+    "cross-attention": "layers attend to the states of an image, which are not passed on",
+}
+#: Model types whose attention has sinks; their configs do not say so.
+_SINK_MODELS = {"gpt_oss", "mimo_v2_flash", "flint", "granite_swa", "granitemoe_swa", "deepseek_v4"}
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
 _FAMILIES = "Llama, Mistral, Qwen2 and 3, Gemma 2 and 3 (text), Phi-3, OLMo 2, SmolLM3, Granite and similar models"
 
@@ -44,28 +63,64 @@ def check_model(backbone: Backbone) -> None:
 
 def _refusal(name: str, architecture: str, reasons: list[str]) -> str:
     lines = "".join(f"\n  {reason}" for reason in reasons)
-    return f"base_model {name}: {architecture} is not supported:{lines}\nSupported: {_FAMILIES}"
+    return (
+        f"base_model {name}: {architecture} is not supported:{lines}\n"
+        f"Supported: {_FAMILIES}; see docs/training.md, Backbones"
+    )
 
 
 def _config_problems(config: Any) -> Iterator[str]:
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     has_remote_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_remote_code:
         yield "the installed transformers has no causal language model of this type; a newer version may"
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported; drafts need a decoder-only model"
+    missing = sorted(_missing_features(config, text))
+    yield from (f"{feature}: {_EXPLANATIONS[feature]}" for feature in missing)
+    if missing:
+        return  # the checks below would report consequences
     if not getattr(text, "max_position_embeddings", None):
         yield "no max_position_embeddings in its config: position ids of tree nodes would be ignored"
     if getattr(text, "alibi", False):
         yield "ALiBi attention: distances within the row are wrong between the branches of a tree"
-    if any(getattr(text, key, None) for key in _STATE_SPACE_KEYS):
-        yield "state-space layers: a recurrent state cannot branch into a tree"
-    if getattr(text, "kv_lora_rank", None):
-        yield "multi-head latent attention: keys and values of different sizes do not fit the tree cache"
     if getattr(text, "use_bidirectional_attention", False):
         yield "bidirectional attention: a position attends to later tokens"
     if unsupported := sorted(set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES):
         yield f"layers of type {', '.join(unsupported)} do not support tree attention"
+    # loading takes sdpa, except for capped scores
+    if not _class_flag(config, "_supports_sdpa", True) and not getattr(text, "attn_logit_softcapping", None):
+        yield "the installed transformers cannot run its attention by scaled_dot_product_attention (sdpa)"
+
+
+def _missing_features(config: Any, text: Any) -> set[str]:
+    """Return the features of an architecture that are not implemented here, keys of `_EXPLANATIONS`."""
+    types = set(_value(text, "layer_types") or ())
+    features = {feature for feature, kinds in _LAYER_PROBLEMS.items() if types & set(kinds)}
+    if _class_flag(config, "_is_stateful", False) or any(_value(text, key) for key in _RECURRENT_KEYS):
+        features.add("recurrent state")
+    if _value(text, "kv_lora_rank"):
+        features.add("latent attention")
+    if {config.model_type, text.model_type} & _SINK_MODELS:
+        features.add("attention sinks")
+    if _value(text, "cross_attention_layers"):
+        features.add("cross-attention")
+    return features
+
+
+def _value(config: Any, key: str) -> Any:
+    """Return a value of a config; True for one that differs between the layers, which transformers does not return."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return True
+
+
+def _class_flag(config: Any, name: str, default: bool) -> bool:
+    """Return a flag of the model class of a config; `default` if transformers has no such class (remote code)."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return default
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], name, default))
 
 
 def _model_problem(backbone: Backbone) -> str | None:

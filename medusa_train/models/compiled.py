@@ -3,7 +3,8 @@
 A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small operations and calls
 kernels without Python, but nothing may depend on the length of the prefix: keys and values are written to slots given
 by a tensor, and attention reads a part of the cache that grows by `BLOCK` positions at a time, masked after the last
-token. So one program serves plain decoding and another one trees of any size.
+token. So one program serves plain decoding and another one trees of any size, and two more do so for batches of any
+number of rows.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa_train.errors import BackboneError
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.static_cache import SlotCache
 
 BLOCK = 128
 _COUNTER = itertools.count()
@@ -38,16 +38,55 @@ def compiled_capacity(positions: int) -> int:
     return round_up_to_block(positions) + 1
 
 
+def has_compiler(device: torch.device) -> bool:
+    """Return whether torch.compile finds what it needs: a C++ compiler for a CPU, Triton for a GPU."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return bool(has_triton())
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
+    return True
+
+
+class Form(NamedTuple):
+    """What one program computes: passes of a single row or of several, of one token per row or of a tree."""
+
+    batched: bool
+    is_tree: bool
+
+    @classmethod
+    def of(cls, rows: int, count: int) -> Form:
+        """Return the form of a pass over `count` tokens in each of `rows` rows."""
+        return cls(rows > 1, count > 1)
+
+
+def needed_forms(rows: int, trees: bool) -> tuple[Form, ...]:
+    """Return the forms for decoding up to `rows` rows at a time, plain and, if `trees`, with trees.
+
+    The last row of a batch alone is not compiled: it would need programs of its own.
+    """
+    return tuple(Form(rows > 1, is_tree) for is_tree in ((False, True) if trees else (False,)))
+
+
 class CompiledPass:
-    """A compiled pass of the decoder layers and lm_head over q new tokens of a single row.
+    """A compiled pass of the decoder layers and lm_head over q new tokens of one or several rows.
 
     Args:
         body: the decoder, whose weights must not change from now on.
         logits: [..., d] -> [..., V].
         on_cpu: whether the weights are on a CPU.
+        forms: the passes to compile, see `needed_forms`.
     """
 
-    def __init__(self, body: Any, logits: Callable[[Tensor], Tensor], on_cpu: bool) -> None:
+    def __init__(
+        self, body: Any, logits: Callable[[Tensor], Tensor], on_cpu: bool, forms: Sequence[Form] = needed_forms(1, True)
+    ) -> None:
         def run(
             tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
         ) -> tuple[Tensor, Tensor]:
@@ -55,7 +94,7 @@ class CompiledPass:
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=_SlotCache(storage, slots, mask.shape[3]),
+                past_key_values=SlotCache(storage, slots, mask.shape[3]),
                 use_cache=True,
             )
             return out.last_hidden_state, logits(out.last_hidden_state)
@@ -66,30 +105,43 @@ class CompiledPass:
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         if on_cpu:
             options["cpp_wrapper"] = True  # no Python between kernels
-        # Plain decoding and trees are separate functions: with so few guards torch.compile would use one program for
-        # both. Each gets a copy of the options, since torch.compile removes the filter from the dict it is given.
-        self._plain, self._tree = (torch.compile(_with_unique_code(run), options=dict(options)) for _ in range(2))
-        self._ready: set[bool] = set()
+        # Every form is a separate function: with so few guards torch.compile would use one program for several. Each
+        # gets a copy of the options, since torch.compile removes the filter from the dict it is given.
+        self._programs = {form: torch.compile(_with_unique_code(run), options=dict(options)) for form in forms}
+        self._ready: set[Form] = set()
+
+    def covers(self, rows: int, count: int) -> bool:
+        """Return whether passes over `count` tokens in each of `rows` rows are compiled."""
+        return Form.of(rows, count) in self._programs
 
     @torch.inference_mode()
-    def warm_up(self, cache: TreeCache, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile both programs, over an empty `cache` with the capacity `compiled_capacity(2 * BLOCK)`.
+    def warm_up(self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> None:
+        """Compile all programs, with numbers of rows, tokens and positions that all differ.
+
+        torch.compile takes dimensions of the same size for the same dimension.
+
+        Args:
+            shape: layers, key heads and size of a head.
 
         Raises:
             BackboneError: torch.compile fails, for instance without a C++ compiler.
         """
-        first = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self._body(input_ids=first, position_ids=first, past_key_values=cache, use_cache=True)  # allocates the cache
-        cache.commit(1)
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
+        layers, heads, dim = shape
         try:
-            for count in (1, 3):
-                tokens = torch.zeros(1, count, dtype=torch.long, device=device)
+            for form in self._programs:
+                rows, memory_rows = (5, 7) if form.batched else (1, 1)
+                count = 3 if form.is_tree else 1
+                storage = torch.zeros(
+                    layers, 2, memory_rows, heads, compiled_capacity(2 * BLOCK), dim, dtype=dtype, device=device
+                )
+                tokens = torch.zeros(rows, count, dtype=torch.long, device=device)
                 # a slice of a larger mask, as in the decoding loop, or its strides would become constants
-                mask = torch.full((1, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device)
+                mask = torch.full((rows, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device)
                 mask[..., :2] = 0
-                self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], cache.reserve(count), 1)
+                slots = torch.arange(1, 1 + count, device=device)
+                self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], slots, storage)
         except TorchDynamoException as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise BackboneError(
@@ -98,41 +150,49 @@ class CompiledPass:
             ) from error
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, storage: Tensor, length: int
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return hidden states [1, q, d] and logits [1, q, V] of q tokens after `length` committed positions.
+        """Return hidden states [B, q, d] and logits [B, q, V] of q new tokens of each row.
 
         Args:
-            tokens, positions: [1, q].
-            mask: additive [1, 1, q, S], a slice of a larger one, -inf after the last token; S is a multiple of `BLOCK`.
-            storage: the cache's memory [layers, 2, 1, kv_heads, capacity, head_dim] with capacity > S; the keys and
-                values of the tokens are written after `length` positions.
+            tokens, positions: [B, q].
+            mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For a single row a
+                slice of a larger one.
+            slots: positions at which the keys and values of the tokens are written, long [q] for a single row, [B, q]
+                for several.
+            storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with capacity > S, of which the
+                first B rows are used.
         """
-        slots = torch.arange(length, length + tokens.shape[1], device=tokens.device)
         inputs = (tokens, positions, mask, slots, storage.unbind())
-        is_tree = len(slots) > 1
-        if is_tree not in self._ready:
-            return self._compile(is_tree, *inputs)
-        return (self._tree if is_tree else self._plain)(*inputs)
+        form = Form.of(*tokens.shape)
+        if form not in self._ready:
+            return self._compile(form, *inputs)
+        return self._programs[form](*inputs)
 
     def _compile(
-        self, is_tree: bool, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
+        self, form: Form, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run the first pass of its kind, with the dimensions marked that vary between passes."""
+        """Run the first pass of its form, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
+        if form.batched:
+            mask = mask.contiguous()
+            slots = slots.expand(len(tokens), -1).contiguous()
+            for tensor in (tokens, positions, mask, slots):
+                mark_dynamic(tensor, 0)
         mark_dynamic(mask, 3)
         for layer in storage:
-            mark_dynamic(layer, 3)
-        if is_tree:
-            for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, 0)):
+            for dim in (1, 3) if form.batched else (3,):
+                mark_dynamic(layer, dim)
+        if form.is_tree:
+            for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, slots.dim() - 1)):
                 mark_dynamic(tensor, dim)
         # On a CPU weights become constants, which can be prepacked, and projections with the same input become one
         # product (from torch 2.12). As options of torch.compile both settings take effect too late.
         with inductor.patch({"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}):
-            out = (self._tree if is_tree else self._plain)(tokens, positions, mask, slots, storage)
-        self._ready.add(is_tree)
+            out = self._programs[form](tokens, positions, mask, slots, storage)
+        self._ready.add(form)
         return out
 
 
@@ -143,50 +203,3 @@ def _with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_COUNTER)}")
     return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-
-
-class _SlotCache(Cache):
-    """The storage of all layers as transformers' cache for one pass.
-
-    Args:
-        storage: per layer [2, batch, kv_heads, capacity, head_dim].
-        slots: positions at which new keys and values are written, long [q].
-        key_length: number of positions that attention reads.
-    """
-
-    def __init__(self, storage: Sequence[Tensor], slots: Tensor, key_length: int) -> None:
-        super().__init__(layers=[_SlotLayer(layer, slots, key_length) for layer in storage])
-
-
-class _SlotLayer(CacheLayerMixin):
-    """One layer of a `_SlotCache`.
-
-    Keys and values are written at once: if memory is written twice, torch.compile copies all of it instead.
-    """
-
-    is_sliding = False
-
-    def __init__(self, storage: Tensor, slots: Tensor, key_length: int) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self._storage = storage
-        self._slots = slots
-        self._key_length = key_length
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing; the memory is allocated."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._storage.index_copy_(3, self._slots, torch.stack([key_states, value_states]))
-        # sliced here: strides of a slice made by the caller would become constants, different for each capacity
-        keys, values = self._storage.narrow(3, 0, self._key_length)
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._key_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0  # only used to derive positions and masks, which are given
-
-    def get_max_length(self) -> int:
-        return self._key_length

@@ -38,6 +38,10 @@ class Features:
     hidden: Tensor
     early: Tensor | None = None
 
+    def first(self, count: int) -> Features:
+        """Return the states at the first `count` positions."""
+        return Features(self.hidden[:, :count], None if self.early is None else self.early[:, :count])
+
 
 class TokenRows(Protocol):
     """Right-padded rows of one or more documents each, all tensors [B, T]; a training batch implements it."""

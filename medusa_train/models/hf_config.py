@@ -41,6 +41,21 @@ def layer_types(config: Any) -> list[str]:
     return list(types[:count])
 
 
+def head_dim(config: Any) -> int:
+    """Return the size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: Any) -> int:
+    """Return the number of heads of keys and values in a layer."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def cache_elements_per_position(config: Any) -> int:
+    """Return how many numbers the keys and values of one position have in all layers."""
+    return 2 * config.num_hidden_layers * key_value_heads(config) * head_dim(config)
+
+
 def logit_scale(config: Any) -> float:
     """Return the factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`."""
     divisor = getattr(config, "logits_scaling", None)

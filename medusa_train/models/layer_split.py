@@ -9,7 +9,7 @@ after the other (`LayerSplit.run_first`), and the remaining layers on all nodes 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import layer_masks
+from medusa_train.trees.static_cache import SlotCache
 
 #: Cosines and sines of a rotary embedding, [B, T, head_dim] each.
 Angles = tuple[Tensor, Tensor]
@@ -56,6 +57,12 @@ class LayerInputs:
             start=self.start + first,
         )
 
+    def rows(self, first: int, last: int) -> LayerInputs:
+        """Return the inputs of positions first .. last - 1, which read all columns of a cache of fixed slots."""
+        whole = self.slice(first, last)
+        masks = {kind: None if mask is None else mask[:, :, first:last] for kind, mask in self.masks.items()}
+        return replace(whole, masks=masks, start=0)
+
 
 class LayerRunner:
     """Runs decoder layers one by one, with the arguments that the model's forward passes to them.
@@ -88,7 +95,7 @@ class LayerRunner:
             return {kind: self.body.rotary_emb(self._weight, positions, kind) for kind in types}
         return dict.fromkeys(types, self.body.rotary_emb(self._weight, positions))
 
-    def run(self, states: Tensor, layers: range, inputs: LayerInputs, cache: TreeCache) -> Tensor:
+    def run(self, states: Tensor, layers: range, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Tensor:
         """Run `states` [B, T, d] through `layers`; keys and values become pending, after `inputs.start` others."""
         cache.pending_offset = inputs.start
         for i in layers:
@@ -161,7 +168,11 @@ class LayerSplit:
             raise ValueError("layers with a sliding window need a mask")
         return self._runner.inputs(positions, None)
 
-    def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: TreeCache) -> Tensor:
+    def with_masks(self, positions: Tensor, masks: Mapping[str, Tensor]) -> LayerInputs:
+        """Prepare a pass over `positions` [B, T] with a mask per layer type, sliding windows applied."""
+        return self._runner.inputs(positions, dict(masks))
+
+    def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Tensor:
         """Return the states [B, T, d] of `tokens` [B, T] after the first layers.
 
         Keys and values become pending in the cache's first l layers, after `inputs.start` others.
@@ -169,7 +180,7 @@ class LayerSplit:
         with self._attention():
             return self._runner.run(self._embed(tokens), self._first, inputs, cache)
 
-    def run_rest(self, early: Tensor, inputs: LayerInputs, cache: TreeCache) -> Features:
+    def run_rest(self, early: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Features:
         """Run the remaining layers and the final norm on `early` [B, T, d], the joined outputs of `run_first`."""
         with self._attention():
             states = self._runner.run(early, self._rest, inputs, cache)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+#: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks again.
+CANDIDATES = 64
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -55,6 +58,8 @@ class LMHead:
         scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`).
         low_rank: LoRA branch added to W h, or None.
         token_map: token id of each row, long [V], in a reduced vocabulary; None: row i is token i.
+        token_bias: R, [V, r], in place of `low_rank`: it adds R e to W h. The states are then [h ; e], of d + r
+            numbers, e being the embedding of the token before the predicted one.
     """
 
     weight: Tensor
@@ -63,6 +68,7 @@ class LMHead:
     scale: float = 1.0
     low_rank: LowRank | None = None
     token_map: Tensor | None = None
+    token_bias: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, [..., d] -> [..., V]."""
@@ -70,6 +76,31 @@ class LMHead:
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits before scale and soft cap, which keep their order, [..., d] -> [..., V]."""
+        if self.token_bias is None:
+            return self._product(hidden)
+        logits = self._product(hidden[..., : self.weight.shape[1]])
+        return logits + linear(self._token_state(hidden), self.token_bias).to(logits.dtype)
+
+    def guesses(self, hidden: Tensor, logits: Tensor, count: int) -> Tensor:
+        """Return the rows of the `count` best guesses as decoding ranks them, the best first, long [N, count or V].
+
+        Args:
+            hidden: [N, d]. logits: of `hidden`, [N, V].
+        """
+        count = min(count, logits.shape[-1])
+        if self.token_bias is None:
+            return logits.topk(count).indices
+        best = self._product(hidden[..., : self.weight.shape[1]]).topk(min(max(count, CANDIDATES), logits.shape[-1]))
+        ranked = rank_candidates(best.values, best.indices, self.token_bias, self._token_state(hidden)[:, None])
+        return ranked[:, 0, :count]
+
+    def _token_state(self, hidden: Tensor) -> Tensor:
+        """The embedding of the token before, in the dtype of R; [..., d + r] -> [..., r]."""
+        assert self.token_bias is not None
+        return hidden[..., self.weight.shape[1] :].to(self.token_bias.dtype)
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """Compute `W h + b` with the LoRA branch."""
         if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(self.weight.dtype)  # float32 heads that share a bfloat16 matrix
         logits = linear(hidden, self.weight, self.bias)
@@ -97,6 +128,7 @@ class LMHead:
             bias=None if self.bias is None else self.bias[rows],
             low_rank=None if self.low_rank is None else self.low_rank.select_rows(rows),
             token_map=rows if self.token_map is None else self.token_map[rows],
+            token_bias=None if self.token_bias is None else self.token_bias[rows],
         )
 
     def rows_of(self, tokens: Tensor) -> Tensor:
@@ -106,6 +138,23 @@ class LMHead:
         ids, rows = self.token_map.sort()
         nearest = torch.searchsorted(ids, tokens.contiguous()).clamp_(max=len(ids) - 1)
         return torch.where(ids[nearest] == tokens, rows[nearest], -1)
+
+
+def rank_candidates(scores: Tensor, rows: Tensor, token_bias: Tensor, embedded: Tensor) -> Tensor:
+    """Rank the candidates of a head again, once for each token that may come before; equal ones keep their order.
+
+    Args:
+        scores: [B, c], the candidates' raw logits without the bias, the greatest first.
+        rows: long [B, c], the candidates' rows of `token_bias`.
+        token_bias: R, [V, r]. embedded: [B, m, r], embeddings of m tokens.
+
+    Returns:
+        Rows, the best first, long [B, m, c].
+    """
+    bias = embedded @ token_bias[rows].transpose(1, 2)  # [B, m, c]
+    biased = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, None] + bias
+    order = biased.argsort(dim=-1, descending=True, stable=True)
+    return rows[:, None].expand(order.shape).gather(2, order)
 
 
 @dataclass(frozen=True)

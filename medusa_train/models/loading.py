@@ -1,20 +1,22 @@
-"""Load a causal language model from a directory or the Hugging Face hub as a `Backbone`."""
+"""Load a causal language model from a directory or the Hugging Face hub as a `Backbone`, quantized on demand."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
+from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
-from medusa_train.models.quantization import Quantization, keep_trainable_kernels, quantized_loading
+
+Quantization = Literal["nf4", "int8"]
 
 
 def load_backbone(
@@ -58,7 +60,8 @@ def load_backbone(
     else:
         keep_trainable_kernels(model)
     backbone = Backbone(model, tokenizer, name)
-    check_model(backbone)
+    with gathering_modules(model):  # training may load it partitioned
+        check_model(backbone)
     return backbone
 
 
@@ -74,8 +77,10 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     """
     local = resolve_path(name)
     source = str(local) if local is not None else name
+    nearest = None if local is not None else nearest_path(name)
+    advice = f"; did you mean {nearest}?" if nearest else ""
     if local is None and looks_like_path(name):
-        raise BackboneError(f"base_model {name}: no such directory")
+        raise BackboneError(f"base_model {name}: no such directory{advice}")
     if local is not None and not (local / "config.json").is_file():
         raise BackboneError(f"base_model {name}: not a model directory: no config.json")
     try:
@@ -85,6 +90,10 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     except (OSError, ValueError) as error:
         if local is not None:
             raise BackboneError(f"base_model {name}: cannot read config.json: {error}") from error
+        if nearest is not None:  # not refused before: the hub may have models of an owner with a local directory
+            raise BackboneError(
+                f"base_model {name}: no such directory, and no such model on the Hugging Face hub{advice}"
+            ) from error
         raise BackboneError(
             f"base_model {name}: not a local directory, and not available from the Hugging Face hub "
             f"(no network, a misspelt name, or a gated model without a token).\n"
@@ -93,3 +102,59 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         ) from error
     check_architecture(config, name)
     return source, config
+
+
+def quantization_of(model: Any) -> str | None:
+    """Return how the weights of a loaded model are quantized: "nf4", "int8" or transformers' name of another method."""
+    if not getattr(model, "is_quantized", False):
+        return None
+    config = model.config.quantization_config
+    if getattr(config, "load_in_4bit", False):
+        return str(config.bnb_4bit_quant_type)
+    if getattr(config, "load_in_8bit", False):
+        return "int8"
+    return str(getattr(config.quant_method, "value", config.quant_method))
+
+
+def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """Return the arguments for `from_pretrained` that quantize while loading; empty without `quantization`.
+
+    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"). lm_head is not quantized.
+
+    Args:
+        dtype: dtype of the matrix products.
+
+    Raises:
+        BackboneError: bitsandbytes is not installed.
+    """
+    if quantization is None:
+        return {}
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise BackboneError("load_in_4bit and load_in_8bit need bitsandbytes: pip install bitsandbytes") from error
+    from transformers import BitsAndBytesConfig
+
+    if quantization == "nf4":
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=True,
+        )
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def keep_trainable_kernels(model: Any) -> None:
+    """Prevent 4-bit layers from switching to the inference-only kernel for CPUs with AVX512-bf16.
+
+    A forward pass in eval mode repacks the weights in place for that kernel. It has no autograd, so adapters trained
+    afterwards would get wrong gradients, with only a warning.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False

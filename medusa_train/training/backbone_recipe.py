@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +17,20 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
-from medusa_train.models.attention import FLASH, flash_obstacle
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.document_attention import (
+    FLASH,
+    flash_obstacle,
+    register_document_attention,
+    uses_varlen_kernel,
+)
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
+from medusa_train.models.hf_config import head_dim
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec, read_adapter_config
+from medusa_train.models.partitioned import full_shape, gathered, to_float32
 from medusa_train.models.precision import Precision
+from medusa_train.training.hidden_states import HiddenStateCache
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -36,12 +44,14 @@ class BackboneRecipe:
         precision: compute dtype and device.
         adapter: its LoRA adapter, or None.
         parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
+        cache: hidden states on disk of a frozen backbone (`cache_hidden_states`), or None.
     """
 
     backbone: Backbone
     precision: Precision
     adapter: Adapter | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    cache: HiddenStateCache | None = None
 
     @property
     def joint(self) -> bool:
@@ -53,7 +63,13 @@ class BackboneRecipe:
         self.backbone.model.train(mode and self.joint)
 
     def features(self, batch: Batch, need: FeatureSpec = PLAIN) -> Features:
-        """Run the backbone on `batch` for the states that a draft needs; without a graph if the backbone is frozen."""
+        """Return the states that a draft needs: from the cache if there is one, else by a pass of the backbone."""
+        if self.cache is None:
+            return self._run(batch, need)
+        return self.cache.features(batch, lambda: self._run(batch, need))
+
+    def _run(self, batch: Batch, need: FeatureSpec) -> Features:
+        """Run the backbone on `batch`; without a graph if it is frozen."""
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
             return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
@@ -74,12 +90,14 @@ class BackboneRecipe:
                 teacher = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
             return teacher, self.lm_head()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the trained parameters of the backbone."""
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+    @property
+    def saved(self) -> list[nn.Parameter]:
+        """The parameters that `save_trained` writes."""
+        whole_model = self.joint and self.adapter is None
+        return list(self.backbone.model.parameters() if whole_model else self.parameters.values())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load `state_dict`.
+        """Load the trained parameters, whole, by name.
 
         Raises:
             ValueError: names or shapes differ.
@@ -88,9 +106,10 @@ class BackboneRecipe:
             raise ValueError(f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone differ")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                if parameter.shape != state[name].shape:
-                    raise ValueError(f"{name}: shape {list(parameter.shape)}, saved shape {list(state[name].shape)}")
-                parameter.copy_(state[name])
+                if (shape := full_shape(parameter)) != state[name].shape:
+                    raise ValueError(f"{name}: shape {list(shape)}, saved shape {list(state[name].shape)}")
+                with gathered([parameter], modify=True):
+                    parameter.copy_(state[name])
 
     def save_trained(self, out: Path) -> None:
         """Write adapter/ for LoRA, or model/ (the whole backbone) if its layers were trained."""
@@ -155,14 +174,17 @@ def _unfreeze(backbone: Backbone, layers: int | None) -> None:
     else:
         raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
     for module in modules:
-        module.float().requires_grad_(True)
+        to_float32(module)
+        module.requires_grad_(True)
 
 
 def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
-    """Choose the fastest attention kernel that keeps packed conversations separate.
+    """Choose the fastest attention that keeps packed conversations separate.
 
-    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. Packed rows need a block-diagonal
-    mask, with which sdpa cannot; flash-attn's varlen kernel takes sequence lengths instead of a mask.
+    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows each conversation is
+    computed by itself, from its bounds: by flash-attn's varlen kernel, by torch's, or by one sdpa call for each. A
+    block-diagonal mask takes T x T positions and keeps sdpa from its flash kernel; only soft-capped scores need it. The
+    same holds for sliding windows, which need a mask even in rows of one conversation.
 
     Args:
         backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
@@ -172,25 +194,44 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     Returns:
         One line that names the kernel, and the reason where it is not flash-attn's.
     """
-    attention = backbone.attention
-    if not packed:
-        return f"attention: torch {attention}, causal (one conversation per row needs no mask)"
+    if not packed and "sliding_attention" not in backbone.layer_types:
+        return f"attention: torch {backbone.attention}, causal (one conversation per row needs no mask)"
+    rows = "packed rows" if packed else "rows with sliding windows"
+    reasons: list[str] = []
+    for implementation, kernel in _varlen_attentions(backbone, wanted, reasons):
+        try:
+            backbone.use_varlen(implementation)
+        except (BackboneError, ImportError, RuntimeError, TypeError, ValueError) as error:
+            reasons.append(str(error).partition("\n")[0])
+        else:
+            return f"attention: {kernel} for {rows}" + (f" ({reasons[0]})" if reasons else "")
+    return f"attention: torch {backbone.attention} with a mask for {rows} ({'; '.join(reasons)})"
+
+
+def _varlen_attentions(
+    backbone: Backbone, wanted: bool | Literal["auto"], reasons: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the attentions to try with a description each, fastest first; `reasons` gets why others are left out."""
+    capped = backbone.attention == "eager"
     obstacle: str | None = "flash_attention: false"
     if wanted:
         obstacle = flash_obstacle(
             backbone.device.type,
             backbone.dtype,
-            capped=attention == "eager",
+            capped=capped,
             supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
             installed=is_flash_attn_2_available(),
         )
     if obstacle is None:
-        try:
-            backbone.use_varlen(FLASH)
-            return "attention: flash-attn varlen kernel for packed rows"
-        except (BackboneError, ImportError, RuntimeError, ValueError) as error:
-            obstacle = str(error).partition("\n")[0]
-    return f"attention: torch {attention} with a block-diagonal mask for packed rows ({obstacle})"
+        yield FLASH, "flash-attn varlen kernel"
+    else:
+        reasons.append(obstacle)
+    if capped:
+        reasons.append("soft-capped scores need a mask")
+    elif uses_varlen_kernel(backbone.device, backbone.dtype, head_dim(backbone.config)):
+        yield register_document_attention(), "torch varlen kernel"
+    else:
+        yield register_document_attention(), "torch sdpa, one call per document,"
 
 
 # Weights of an earlier run (lora_model_dir)

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,13 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from medusa_train.checkpoint.serialize import copy_to_cpu
 from medusa_train.losses.objective import ObjectiveOutput
+from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import search_path, stage_of
 from medusa_train.training.distributed import World
 from medusa_train.training.strategy import (
     LossScale,
     load_optimizer,
     load_schedule_state,
+    optimizer_bytes,
     schedule_state,
     skip_scheduler_step,
 )
@@ -112,11 +115,15 @@ class DeepSpeedStrategy:
         """Learning rate of the next step (first parameter group)."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def forward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Call `compute(*args)` for the loss of one micro-batch; ZeRO-3 gathers weights meanwhile."""
+    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
+        """Compute the loss of one micro-batch, while ZeRO-3 gathers weights, and accumulate its gradients.
+
+        Gradients are computed in one backward pass, whose hooks reduce each of them over the processes.
+        """
         loss: Tensor = self._engine(partial(compute, *args))
         output: ObjectiveOutput = self._root.pop_result()
-        return replace(output, loss=loss)
+        self._backward(loss)
+        return replace(output, loss=loss.detach())
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function(*args)`, which computes without gradients; ZeRO-3 gathers weights meanwhile."""
@@ -126,32 +133,18 @@ class DeepSpeedStrategy:
         result: T = self._root.pop_result()
         return result
 
-    @contextlib.contextmanager
-    def gathered_params(self, *, modify: bool = False) -> Iterator[None]:
-        """Make the trained parameters available as whole tensors; with `modify` they may be replaced."""
-        if self._stage < 3:
-            yield
-            return
-        with self._deepspeed.zero.GatheredParameters(self._parameters, modifier_rank=0 if modify else None):
-            yield
+    @property
+    def partitioned(self) -> bool:
+        """Whether no process holds all weights: at stage 3, with several processes."""
+        return self._stage == 3 and self._world.size > 1
 
-    def release(self) -> None:
-        """End training: gather all weights for good and remove DeepSpeed's hooks."""
-        if self._stage == 3:
-            self._deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())).__enter__()
+    def release(self, saved: Iterable[nn.Parameter]) -> None:
+        """End training: gather the parameters `saved` in rank 0, one at a time, and remove DeepSpeed's hooks."""
+        if self.partitioned:
+            make_whole(saved, keep=self._world.is_main)
+        elif self._stage == 3:
+            self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of one micro-batch's loss; after the last one, reduce them over all processes.
-
-        A NaN/Inf loss makes all gradients NaN in all processes, so that none of them applies the step.
-        """
-        poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-        scale = self.loss_scale.value if self._stage == 0 and self.loss_scale is not None else 1.0
-        self._engine.backward(loss * (poison * scale * self._world.size), scale_wrt_gas=False)
-        self._pending = self._engine.is_gradient_accumulation_boundary()
-        if not self._pending:
-            self._engine.step()  # only counts the micro-batch
 
     def step(self) -> float:
         """Clip, step optimizer and schedule, drop the gradients; return the global norm before clipping."""
@@ -170,10 +163,19 @@ class DeepSpeedStrategy:
             self.step()  # the loss is NaN/Inf and so are the gradients: this only drops them
         skip_scheduler_step(self.scheduler)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of `LocalStrategy`; the optimizer's tensors in rank 0 only."""
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state, whole."""
+        return optimizer_bytes(self._optimizer) * (1 if self._stage == 0 else self._world.size)
+
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
+        """Return the state in the form of `LocalStrategy`; the optimizer's tensors in rank 0 only.
+
+        From stage 1 on they are gathered into CPU memory, so that they are a copy in any case.
+        """
         if self._stage == 0:
-            optimizer = self._optimizer.state_dict()
+            state = self._optimizer.state_dict()
+            optimizer = copy_to_cpu(state) if copy else state
         else:
             optimizer = {"state": self._gather_optimizer(), "param_groups": self._param_groups()}
         return {"optimizer": optimizer, **schedule_state(self.scheduler, self.loss_scale)}
@@ -190,6 +192,18 @@ class DeepSpeedStrategy:
             self._scatter_optimizer(state["optimizer"]["state"])
         load_schedule_state(state, self._optimizer, self.scheduler, self.loss_scale)
         self._set_loss_scale()
+
+    def _backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of one micro-batch's loss; after the last one, reduce them over all processes.
+
+        A NaN/Inf loss makes all gradients NaN in all processes, so that none of them applies the step.
+        """
+        poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+        scale = self.loss_scale.value if self._stage == 0 and self.loss_scale is not None else 1.0
+        self._engine.backward(loss * (poison * scale * self._world.size), scale_wrt_gas=False)
+        self._pending = self._engine.is_gradient_accumulation_boundary()
+        if not self._pending:
+            self._engine.step()  # only counts the micro-batch
 
     def _set_loss_scale(self) -> None:
         if self.loss_scale is not None and self._stage > 0:
@@ -292,6 +306,27 @@ def _counter(value: Any, like: Tensor | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if like is None else value.clone().to(like.device)
+
+
+@contextlib.contextmanager
+def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
+    """Partition the models that transformers loads in this block, see `deepspeed_config.loading_config`.
+
+    Rank 0 reads the weights, module by module every process keeps its part of them. Does nothing with None.
+    """
+    if config is None:
+        yield
+        return
+    with _quiet():
+        import deepspeed
+        from transformers.integrations import HfDeepSpeedConfig
+
+        deepspeed.init_distributed()  # uses torch's process group
+        partitioning = HfDeepSpeedConfig(dict(config))
+    try:
+        yield
+    finally:
+        del partitioning  # transformers has a weak reference to it, and partitions as long as it lives
 
 
 @contextlib.contextmanager

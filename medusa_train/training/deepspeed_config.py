@@ -92,6 +92,21 @@ def complete_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, hidd
     return _without_auto(filled)
 
 
+def loading_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, dtype: str) -> dict[str, Any] | None:
+    """Return the configuration with which ZeRO-3 partitions a backbone while it is loaded; None if it does not.
+
+    Args:
+        config, cfg, size: see `complete_config`.
+        dtype: name of the weights' dtype, which DeepSpeed takes from its own sections.
+    """
+    # PEFT copies such modules whole; hidden states are computed by each process for itself
+    if stage_of(config) != 3 or size == 1 or cfg.lora_modules_to_save or cfg.cache_hidden_states:
+        return None
+    name = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    half = {} if name is None else {name: {"enabled": True}}
+    return {**complete_config(config, cfg, size, hidden_size=1), **half}
+
+
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
     """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication extension.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -11,18 +15,24 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.conversation import Message
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.data.draft_vocabulary import check_vocabulary
+from medusa_train.data.record_files import settings_path
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.workers import OnEncoded
 from medusa_train.errors import BackboneError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
+from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import check_initial_weights
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
 from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.memory import check_8bit_states
 
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
@@ -42,10 +52,18 @@ class TrainingData:
     prompts: EncodedDataset
 
 
-def load_data(cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS) -> TrainingData:
+def load_data(
+    cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS, on_encoded: OnEncoded | None = None
+) -> TrainingData:
     """Check the configuration against the backbone's config and tokenize the data; no weights are loaded.
 
-    With several processes it raises in all of them if it fails in one.
+    One process of each machine tokenizes, the others read what it wrote. If it fails in one process it raises in all.
+
+    Args:
+        cfg: a validated configuration.
+        console: for notes.
+        world: the processes that train together.
+        on_encoded: see `load_datasets`.
 
     Raises:
         BackboneError: the backbone does not exist, the hub cannot be reached, or its architecture is not supported.
@@ -53,14 +71,39 @@ def load_data(cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS)
         CheckpointError: `lora_model_dir` holds nothing to start from.
         DataError: the data cannot be read or has no supervised tokens.
     """
-    if world.size > 1 and cfg.dataset_prepared_path is not None:  # rank 0 fills the cache for the others
-        world.run_on_main(lambda: bool(_load_data(cfg, Console(quiet=True), world.size)))
-    return world.run_on_all(lambda: _load_data(cfg, console, world.size))
+    if world.size == 1:
+        return _load_data(cfg, console, 1, on_encoded)
+    node_main = world.node_main()
+    first = world.rank == node_main
+    with _node_cache(cfg, world, node_main) as cfg:
+        data = world.run_on_all(lambda: _load_data(cfg, console, world.size, on_encoded) if first else None)
+        # each tokenizes for itself if the file could not be written
+        alone = cfg.model_copy(update={"dataset_processes": 1})
+        return world.run_on_all(lambda: data or _load_data(alone, console, world.size))
 
 
-def _load_data(cfg: TrainConfig, console: Console, processes: int) -> TrainingData:
+@contextmanager
+def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[TrainConfig]:
+    """Set `dataset_prepared_path` to a temporary directory of this machine, unless it is configured."""
+    if cfg.dataset_prepared_path is not None:
+        yield cfg
+        return
+    created = None
+    if world.rank == node_main:
+        with suppress(OSError):  # the disk is full: every process tokenizes
+            created = tempfile.mkdtemp(prefix="medusa-train-")
+    path = world.gather(created)[node_main]
+    try:
+        yield cfg.model_copy(update={"dataset_prepared_path": path})
+    finally:
+        if created is not None:
+            shutil.rmtree(created, ignore_errors=True)
+
+
+def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: OnEncoded | None = None) -> TrainingData:
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_deepspeed(cfg, processes)
+    check_8bit_states(cfg, config, processes)
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg)
@@ -79,14 +122,44 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int) -> TrainingDa
         cfg = completed
         console.print(f"chat template: {cfg.chat_template} (neither the tokenizer nor the configuration sets one)")
     encoder = chat_encoder(cfg, tokenizer)
-    train, validation = load_datasets(cfg, encoder)
+    for note in _template_notes(cfg, encoder):
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    train, validation = load_datasets(cfg, encoder, on_encoded)
     for line in train.report.describe():
         console.print(f"data: {line}", highlight=False)
     prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder)
+        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_encoded)
     return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0])
+
+
+class LoadingProgress:
+    """Show the phases of loading data in turn: a clock, and a bar while conversations are tokenized."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self._phase = progress.phase("loading data", ticking=True)
+
+    def __enter__(self) -> LoadingProgress:
+        self._phase.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._phase.stop()
+
+    def on_encoded(self, done: int, total: int) -> None:
+        """Show that `done` of the `total` conversations of a data set are tokenized."""
+        if self._phase.total is None:
+            self._switch("tokenizing", total, "conversations", done)
+        self._phase.update(done)
+        if done == total:
+            self._switch("loading data")
+
+    def _switch(self, name: str, total: int | None = None, unit: str = "", completed: int = 0) -> None:
+        self._phase.stop()
+        self._phase = self._progress.phase(name, total, unit, completed=completed, ticking=total is None)
+        self._phase.start()
 
 
 def load_tokenizer(cfg: TrainConfig, resolved: str) -> Any:
@@ -116,7 +189,28 @@ def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
     If every data set sets `conversation`, the tokenizer needs no template: any of theirs is used.
     """
     templates = [entry.conversation for entry in cfg.datasets]
-    return ChatEncoder(tokenizer, cfg.chat_template or (templates[0] if all(templates) else None))
+    template = cfg.chat_template or (templates[0] if all(templates) else None)
+    return ChatEncoder(tokenizer, template, cfg.chat_template_kwargs)
+
+
+def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
+    """Name variables that the template does not have, and data that were generated with other prompts."""
+    if note := encoder.template.describe_unused_kwargs():
+        yield note
+    chat = [Message("user", "Hello")]
+    for entry in cfg.datasets:
+        path = resolve_path(entry.path)
+        if path is None or not (settings := settings_path(path)).is_file():
+            continue
+        template = encoder.with_settings(template=entry.conversation).template
+        # not a settings file after all, or the template rejects the chat
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            kwargs = json.loads(settings.read_text(encoding="utf-8")).get("chat_template_kwargs") or {}
+            if replace(template, kwargs=kwargs).render(chat, prompt=True) != template.render(chat, prompt=True):
+                yield (
+                    f"{entry.path} was generated with other prompts: its chat_template_kwargs are {kwargs}, those of "
+                    f"this run {dict(template.kwargs)}"
+                )
 
 
 def validation_batches(validation: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:

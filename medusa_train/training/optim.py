@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from medusa_train.errors import ConfigError
+from medusa_train.models.partitioned import full_shape
 
 ParameterGroup = dict[str, Any]
 
@@ -44,8 +45,10 @@ def parameter_groups(
     for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
         trained = [p for p in parameters if p.requires_grad]
         all_trained += trained
-        groups.append({"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay})
-        groups.append({"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0})
+        matrices = [len(full_shape(p)) >= 2 for p in trained]
+        for decay, wanted in ((weight_decay, True), (0.0, False)):
+            chosen = [p for p, matrix in zip(trained, matrices, strict=True) if matrix is wanted]
+            groups.append({"params": chosen, "lr": lr, "weight_decay": decay})
     assert_exhaustive(groups, all_trained)
     return [group for group in groups if group["params"]]
 

@@ -24,7 +24,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.load_data import TrainingData, load_data
+from medusa_train.training.load_data import LoadingProgress, TrainingData, load_data
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 from medusa_train.training.trainer import Outcome, Trainer
@@ -55,8 +55,8 @@ def train(cfg: TrainConfig, console: Console, results: Console, world: World = S
     progress = RunProgress(console)
     with sigterm_as_interrupt():
         world.run_on_main(lambda: check_output_dir(cfg))
-        with progress.phase("loading data", ticking=True):
-            data = load_data(cfg, console, world)
+        with LoadingProgress(progress) as shown:
+            data = load_data(cfg, console, world, shown.on_encoded)
         trainer = build_trainer(cfg, data, progress, world)
         try:
             with _resume_hint(trainer):
@@ -86,7 +86,7 @@ def _train_and_finish(
     step = _restore_best(cfg, trainer, console) if outcome is Outcome.EARLY else state.step
     if trainer.last_validation is None and trainer.validation_batches is not None:  # nothing was left to train
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
-    trainer.strategy.release()
+    trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     if world.is_main:  # the remaining work needs no other process
         with writing(trainer.output_dir):
             _finish(cfg, data, trainer, step, progress, results)
@@ -101,7 +101,9 @@ def _finish(
     trainer.recipe.save_trained(out)
     write_heads(draft, trainer.precision.dtype, out, cfg.base_model)
     calibration, note = None, ""
-    if cfg.calibration_tokens:
+    if cfg.calibration_tokens and trainer.strategy.partitioned:
+        note = "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
+    elif cfg.calibration_tokens:
         if not len(data.validation):
             note = "no validation set (val_set_size: 0): the tree was chosen on prompts of the training set"
         prompts = calibration_prompts(data.prompts, cfg.calibration_tokens, cfg.seed)
@@ -205,7 +207,7 @@ def choose_tree(
         recipe.adapter.merge()
     with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
         recipe.backbone.prepack_weights()
-        draft.prepack()
+        draft.prepack_weights()
     try:
         with _TreeProgress(progress, token_budget) as shown:
             calibration = calibrate(
@@ -323,14 +325,17 @@ def summary(
             f"with the chosen tree of {tree.tree.size} nodes ({tree.step_ms:.1f} ms per step here)",
         )
         table.add_row("", "a bench measures a third value, on its own questions")
+    if trainer.recipe.cache is not None:
+        table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
     if note:
         table.add_row("note", note)
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")
     files = [name for name in (HEADS, TREE, CONFIG, METRICS) if (out / name).exists()]
     table.add_row("saved", Text(f"{out} ({', '.join(files)})"))
-    bench = "tiny" if _is_embedded(cfg.base_model) else "mtbench"
-    table.add_row("next", Text(shlex.join(["medusa-eval", "--bench", bench, "--model", str(out)]), style="bold"))
+    bench = ["--bench", "tiny" if _is_embedded(cfg.base_model) else "mtbench"]
+    action = ["--calibrate"] if cfg.calibration_tokens and trainer.strategy.partitioned else bench
+    table.add_row("next", Text(shlex.join(["medusa-eval", *action, "--model", str(out)]), style="bold"))
     return table
 
 

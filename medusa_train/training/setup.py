@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,6 +23,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import load_backbone
+from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_precision
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import (
@@ -30,11 +32,12 @@ from medusa_train.training.backbone_recipe import (
     choose_attention,
     find_initial_heads,
 )
-from medusa_train.training.deepspeed_config import DEFAULT, complete_config, read_deepspeed, stage_of
+from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
+from medusa_train.training.deepspeed_config import DEFAULT, complete_config, loading_config, read_deepspeed, stage_of
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
+from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData, validation_batches, with_template
 from medusa_train.training.optim import (
-    EIGHT_BIT,
     build_optimizer,
     build_scheduler,
     count_warmup_steps,
@@ -67,7 +70,10 @@ def build_trainer(
     """
     console = progress.console
     with progress.phase("loading the model", ticking=True):
-        draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world.device))
+        draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
+        if cfg.cache_hidden_states:  # before the strategy partitions the weights
+            documents = [*data.train, *data.validation]
+            recipe.cache = open_hidden_states(cfg, documents, draft.needs, recipe.backbone, world, console)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
@@ -117,25 +123,29 @@ def build_trainer(
     )
 
 
-def _load_model(
-    cfg: TrainConfig, data: TrainingData, console: Console, device: torch.device
-) -> tuple[Draft, BackboneRecipe]:
-    """Load the backbone, build the heads and make trainable what the recipe trains; the same in every process."""
+def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: World) -> tuple[Draft, BackboneRecipe]:
+    """Load the backbone, build the heads and make trainable what the recipe trains; the same in every process.
+
+    Several processes that train with ZeRO-3 load their part of the backbone only.
+    """
     seed_all(cfg.seed)
     if cfg.tf32:
         torch.set_float32_matmul_precision("high")
-    precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
+    precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
-        console.print(f"fp16: not supported on {device.type}; using {precision}")
-    backbone = load_backbone(
-        cfg.base_model,
-        dtype=precision.dtype,
-        device=precision.device,
-        quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
-        trust_remote_code=cfg.trust_remote_code,
-    )
-    console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
-    draft = build_heads(cfg, data, backbone, console)
+        console.print(f"fp16: not supported on {world.device.type}; using {precision}")
+    with partitioned_loading(loading_config(read_deepspeed(cfg) or DEFAULT, cfg, world.size, str(precision))):
+        backbone = load_backbone(
+            cfg.base_model,
+            dtype=precision.dtype,
+            device=precision.device,
+            quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    with gathering_modules(backbone.model):
+        console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
+        with gathered(backbone.output_embeddings.parameters()):
+            draft = build_heads(cfg, data, backbone, console)
     return draft, build_backbone_recipe(cfg, backbone, precision)
 
 
@@ -174,9 +184,16 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
 
 
 def _build_objective(cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> Objective:
-    loss = cfg.draft_config.heads_loss
+    loss = cfg.heads_loss
     if not recipe.joint:
-        return Objective(draft, loss.decay, soft_heads=loss.soft_targets, weight=loss.weight)
+        return Objective(
+            draft,
+            loss.decay,
+            soft_heads=loss.soft_targets,
+            weight=loss.weight,
+            lk_eta=loss.lk_eta,
+            dpace=loss.dpace,
+        )
     return Objective(
         draft,
         loss.decay,
@@ -185,6 +202,8 @@ def _build_objective(cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> 
         heads_coefficient=cfg.medusa_heads_coefficient,
         schedule=cfg.medusa_scheduler,
         soft_heads=loss.soft_targets,
+        lk_eta=loss.lk_eta,
+        dpace=loss.dpace,
     )
 
 
@@ -210,13 +229,12 @@ def _describe_run(
 ) -> None:
     """Print data, model and plan in a few lines."""
     console.print(
-        f"data: {len(data.train):,} conversations for training ({data.train.tokens:,} tokens, "
-        f"{data.train.supervised_tokens:,} of them supervised), {len(data.validation):,} for validation"
+        f"data: {data.train.describe_count()} for training ({data.train.tokens:,} tokens, "
+        f"{data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()} for validation"
     )
     heads = sum(p.numel() for p in draft.parameters())
-    trained = sum(p.numel() for p in recipe.parameters.values())
-    # quantized weights pack two parameters into a byte; num_parameters counts the parameters
-    frozen = recipe.backbone.model.num_parameters() - trained
+    trained = sum(full_shape(p).numel() for p in recipe.parameters.values())
+    frozen = _count_parameters(recipe.backbone.model) - trained
     backbone = f"backbone {frozen / 1e6:.1f}M frozen" + (f" and {trained / 1e6:.2f}M trained" if trained else "")
     console.print(
         f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
@@ -229,13 +247,21 @@ def _describe_run(
     if trained:
         rates += f" (backbone {cfg.learning_rate:g})"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
+    single_rows = "conversations" if data.train.conversations == len(data.train) else "rows"
     console.print(
-        f"plan: {plan.total_steps:,} steps of {batch} {'packed rows' if cfg.sample_packing else 'conversations'} "
+        f"plan: {plan.total_steps:,} steps of {batch} {'packed rows' if cfg.sample_packing else single_rows} "
         f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {warmup} warmup steps, "
         f"{cfg.lr_scheduler} schedule"
     )
     if warning := warmup_warning(cfg.lr_scheduler, warmup, plan.total_steps):
         console.print(warning, style="yellow", highlight=False)
+
+
+def _count_parameters(model: Any) -> int:
+    """Count the parameters of a backbone, also where it is partitioned."""
+    if any(is_partitioned(parameter) for parameter in model.parameters()):
+        return sum(full_shape(parameter).numel() for parameter in model.parameters())
+    return int(model.num_parameters())  # quantized weights pack two parameters into a byte
 
 
 def build_strategy(
@@ -250,27 +276,21 @@ def build_strategy(
     """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
 
     Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
-    weights are partitioned from here on and must be read through `Strategy.gathered_params`.
+    weights are partitioned from here on and must be read as in `models.partitioned`.
     """
     configured = read_deepspeed(cfg)
     config = DEFAULT if configured is None else configured
     use_deepspeed = world.size > 1 or configured is not None
     stage = stage_of(config)
-    name = cfg.optimizer
-    if name in EIGHT_BIT and use_deepspeed and stage > 0:
-        console.print(f"optimizer: ZeRO cannot partition the 8-bit states of {name}; using adamw_torch, partitioned")
-        name = "adamw_torch"
     trained = list(recipe.parameters.values())
     groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
-    optimizer, notice = build_optimizer(name, groups, recipe.precision.device)
+    optimizer, notice = build_optimizer(cfg.optimizer, groups, recipe.precision.device)
     if notice:
         console.print(notice)
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
     loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
     if not use_deepspeed:
         return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
-
-    from medusa_train.training.deepspeed import DeepSpeedStrategy
 
     if world.size == 1:
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))

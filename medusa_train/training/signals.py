@@ -19,16 +19,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def sigterm_as_interrupt() -> Iterator[None]:
     """Make SIGTERM raise Terminated, as Ctrl-C raises KeyboardInterrupt, within the `with` block.
 
-    Does nothing outside the main thread, where Python allows no signal handlers.
+    SIGHUP, sent when a terminal is closed, does the same unless it is ignored (`nohup`). Does nothing outside the main
+    thread, where Python allows no signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _terminate)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, _terminate) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.partitioned import full_shape, gathered, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.step_metrics import Window
@@ -74,26 +75,44 @@ class TrainState:
         return cls(**present, window=Window(**values.get("window", {})))
 
 
+def take_weights(
+    draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PROCESS, *, copy: bool = False
+) -> dict[str, Any]:
+    """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
+
+    Partitioned weights are gathered one at a time into CPU memory; `copy` the others there as well or not.
+    """
+    parts = {"draft": draft.state_dict(keep_vars=True), "student": recipe.parameters}
+    return {name: whole_copies(part, keep=world.is_main, copy=copy) for name, part in parts.items()}
+
+
 def take_snapshot(
     draft: Draft,
     recipe: BackboneRecipe,
     strategy: Strategy,
     state: TrainState,
     world: World = SINGLE_PROCESS,
+    *,
+    copy: bool = False,
 ) -> dict[str, Any]:
     """Collect a checkpoint's content: trained weights, optimizer, schedule, random generators and counters.
 
-    All processes of `world` call it; rank 0's result is complete.
+    All processes of `world` call it; rank 0's result is complete. With `copy` it stays as it is while training goes on.
     """
     main, *others = world.gather(rng_state())
     return {
-        "draft": draft.state_dict(),
-        "student": recipe.state_dict(),
-        "engine": strategy.state_dict(),
+        **take_weights(draft, recipe, world, copy=copy),
+        "engine": strategy.state_dict(copy=copy),
         "rng": main,
         **({"rng_of_others": others} if others else {}),
         "run": state.to_json(),
     }
+
+
+def weight_bytes(draft: Draft, recipe: BackboneRecipe) -> int:
+    """Return the bytes of `take_weights`."""
+    tensors = (*draft.state_dict(keep_vars=True).values(), *recipe.parameters.values())
+    return sum(full_shape(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def restore_weights(snapshot: dict[str, Any], draft: Draft, recipe: BackboneRecipe, where: str) -> None:
@@ -103,7 +122,8 @@ def restore_weights(snapshot: dict[str, Any], draft: Draft, recipe: BackboneReci
         CheckpointError: it does not fit this run; `where` names it.
     """
     with _matching(where):
-        draft.load_state_dict(snapshot["draft"])
+        with gathered(draft.parameters(), modify=True):
+            draft.load_state_dict(snapshot["draft"])
         recipe.load_state_dict(snapshot.get("student", {}))
 
 
@@ -138,8 +158,9 @@ def _matching(where: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{where}: does not fit this run ({reason}).\n"
-            "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size; "
-            "other drafts: their section), adapter and optimizer of the run that saved it."
+            "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size, "
+            "medusa_markov_rank, medusa_markov_shared; other drafts: their section), adapter and optimizer of the run "
+            "that saved it."
         ) from error
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from medusa_train.checkpoint.serialize import copy_to_cpu
 from medusa_train.losses.objective import ObjectiveOutput
 
 T = TypeVar("T")
@@ -24,8 +24,8 @@ _NOT_RESTORED = ("initial_lr", "weight_decay")
 class Strategy(Protocol):
     """How a training step computes, reduces and applies gradients.
 
-    The order is `forward` and `backward` for every micro-batch, then one `step` or `skip`. With several processes all
-    of them call every method, in the same order.
+    The order is `forward_backward` for every micro-batch, then one `step` or `skip`. With several processes all of them
+    call every method, in the same order.
     """
 
     @property
@@ -33,28 +33,32 @@ class Strategy(Protocol):
         """Learning rate of the next step (first parameter group)."""
 
     @property
+    def partitioned(self) -> bool:
+        """Whether no process holds all weights (see `models.partitioned`)."""
+
+    @property
     def found_inf(self) -> bool:
         """Whether the last step's gradient overflowed float16 because of the loss scale, which was then halved."""
 
-    def forward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Call `compute(*args)` for the loss of one micro-batch, with all weights readable."""
+    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
+        """Compute the loss of one micro-batch, with all weights readable, and accumulate its gradients.
+
+        Args:
+            compute: called as `compute(*args)` for a differentiable loss, or as `compute(*args, grad_scale=factor)` for
+                a loss whose gradients, times `factor`, it has accumulated itself.
+
+        Returns:
+            The output of `compute`; its loss has no graph.
+        """
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function(*args)`, which computes without gradients, with all weights readable."""
 
-    def gathered_params(self, *, modify: bool = False) -> AbstractContextManager[None]:
-        """Make the trained parameters available as whole tensors.
+    def release(self, saved: Iterable[nn.Parameter]) -> None:
+        """End training: remove all hooks.
 
-        Args:
-            modify: they are replaced, alike in all processes. Allowed only after the last step, because the optimizer
-                may hold a copy of the weights.
+        All weights are whole then; with `partitioned` only the parameters `saved`, in rank 0 and in CPU memory.
         """
-
-    def release(self) -> None:
-        """End training: all weights are whole again and all hooks are removed."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of one micro-batch's loss."""
 
     def step(self) -> float:
         """Clip the gradients, step optimizer and schedule, zero the gradients.
@@ -69,8 +73,16 @@ class Strategy(Protocol):
         Called after a `step` that returned NaN/Inf, or instead of it where the loss is NaN/Inf.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers."""
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the tensors of `state_dict`, in rank 0."""
+
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers.
+
+        Args:
+            copy: copy the tensors to CPU memory, so that they stay as they are while training goes on.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run."""
@@ -78,6 +90,8 @@ class Strategy(Protocol):
 
 class LocalStrategy:
     """Train in one process, on one device."""
+
+    partitioned = False
 
     def __init__(
         self,
@@ -107,25 +121,16 @@ class LocalStrategy:
         """Learning rate of the next step (first parameter group)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def forward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Call `compute(*args)` for the loss of one micro-batch."""
-        return compute(*args)
+    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
+        """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is computed."""
+        return compute(*args, grad_scale=1.0 if self.loss_scale is None else self.loss_scale.value)
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function(*args)`."""
         return function(*args)
 
-    def gathered_params(self, *, modify: bool = False) -> AbstractContextManager[None]:
-        """Do nothing: parameters are always whole here."""
-        return nullcontext()
-
-    def release(self) -> None:
+    def release(self, saved: Iterable[nn.Parameter]) -> None:
         """Do nothing: there are no hooks."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of one micro-batch's loss."""
-        scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
-        scaled.backward()
 
     def step(self) -> float:
         """Clip, step optimizer and schedule, zero the gradients; return the norm before clipping."""
@@ -146,9 +151,16 @@ class LocalStrategy:
         self.optimizer.zero_grad(set_to_none=True)
         skip_scheduler_step(self.scheduler)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and loss scale."""
-        return {"optimizer": self.optimizer.state_dict(), **schedule_state(self.scheduler, self.loss_scale)}
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return optimizer_bytes(self.optimizer)
+
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and loss scale; its tensors are the optimizer's without `copy`."""
+        optimizer = self.optimizer.state_dict()
+        state = schedule_state(self.scheduler, self.loss_scale)
+        return {"optimizer": copy_to_cpu(optimizer) if copy else optimizer, **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
@@ -206,6 +218,12 @@ def skip_scheduler_step(scheduler: LambdaLR) -> None:
         # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         scheduler.step()
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state in this process."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from medusa_train.checkpoint.background import BackgroundWriter
 from medusa_train.checkpoint.run_layout import TREE
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
 from medusa_train.errors import MedusaError
+from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
@@ -25,7 +28,14 @@ from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.state import Plan, TrainState, restore_weights, take_snapshot
+from medusa_train.training.state import (
+    Plan,
+    TrainState,
+    restore_weights,
+    take_snapshot,
+    take_weights,
+    weight_bytes,
+)
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.strategy import Strategy
 from medusa_train.training.validation import ValidationResult, validate
@@ -77,6 +87,10 @@ class Trainer:
     world: World = SINGLE_PROCESS
     progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
 
+    def __post_init__(self) -> None:
+        self.writer = BackgroundWriter(self.progress.print)
+        self._resumable_best = self.state.best_step
+
     @property
     def output_dir(self) -> Path:
         """The run directory."""
@@ -85,11 +99,21 @@ class Trainer:
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the plan's last step, to `stop`, or until early stopping.
 
-        Unless an exception is raised, the last finished step and the best evaluation have a checkpoint on return.
+        Unless an exception is raised, the last finished step has a checkpoint on return, and the weights of the best
+        evaluation are saved.
 
         Raises:
+            CheckpointError: a checkpoint could not be written; raised at the first step after that.
             NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were skipped already.
         """
+        try:
+            outcome = self._run(stop)
+            self.world.run_on_main(self.writer.wait)
+            return outcome
+        finally:
+            self.writer.close()
+
+    def _run(self, stop: StopRequest) -> Outcome:
         state, plan = self.state, self.plan
         # a run stopped during the evaluation of its last step resumes with that evaluation
         if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate_and_log(stop):
@@ -100,9 +124,12 @@ class Trainer:
         while state.step < plan.total_steps and not self._out_of_patience():
             self.train_step(batches)
             best = plan.evaluates(state.step) and self._evaluate_and_log(stop)
-            stopping = self.world.any(bool(stop))  # the signal may have reached only one of the processes
-            if stopping or best or self._out_of_patience() or plan.saves(state.step):
+            # the signal may have reached only one of the processes, and only rank 0 writes checkpoints
+            stopping = self.world.any(bool(stop) or self.writer.failed)
+            if stopping or self._out_of_patience() or plan.saves(state.step):
                 self._save_checkpoint()
+            elif best:
+                self._save_best()
             if stopping:
                 return Outcome.INTERRUPTED
         return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
@@ -128,10 +155,8 @@ class Trainer:
         # features -> loss -> backward
         results: list[MicroBatchResult] = []
         for batch in micro_batches:
-            output = strategy.forward(self.compute_loss, batch, counts)
-            strategy.backward(output.loss)
+            output = strategy.forward_backward(self.compute_loss, batch, counts)
             results.append(MicroBatchResult.from_output(batch, output))
-            del output  # frees its graph before the next forward pass
         totals = StepTotals.reduce(results, self.world)
 
         # clip -> step
@@ -156,17 +181,21 @@ class Trainer:
         if self.plan.logs(state.step):
             self._log(micro_batches[-1])
 
-    def compute_loss(self, batch: Batch, counts: Tensor) -> ObjectiveOutput:
+    def compute_loss(self, batch: Batch, counts: Tensor, grad_scale: float | None = None) -> ObjectiveOutput:
         """Run backbone, teacher and heads on one micro-batch.
 
         Args:
             batch: the micro-batch, on this process's device.
             counts: valid targets of the global batch per loss term, see `Objective.target_counts`.
+            grad_scale: if given, `grad_scale` times the gradients are accumulated, and the loss has no graph.
         """
         feats = self.recipe.features(batch, self.draft.needs)
         teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
+        cut = GraphCut()
+        if grad_scale is not None:
+            feats = replace(feats, hidden=cut.detach(feats.hidden))
         with self.precision.autocast():
-            return self.objective.loss(
+            output = self.objective.loss(
                 feats,
                 batch,
                 counts,
@@ -174,7 +203,10 @@ class Trainer:
                 lm_head=self.recipe.lm_head() if self.recipe.joint else None,
                 teacher=teacher[0],
                 teacher_lm_head=teacher[1],
+                grad_scale=grad_scale,
             )
+        cut.backward()
+        return output
 
     def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> ValidationResult | None:
         """Evaluate the heads on `batches`; None if `stop` returned True in any process."""
@@ -194,11 +226,10 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is damaged.
         """
-        path = self.store.at(self.state.best_step)
+        path = self.store.best(self.state.best_step)
         if path is None:
             return self.state.step
-        with self.strategy.gathered_params(modify=True):
-            restore_weights(self.store.load(path), self.draft, self.recipe, str(path))
+        restore_weights(self.store.load(path), self.draft, self.recipe, str(path))
         self.last_validation = None
         return self.state.best_step
 
@@ -233,13 +264,31 @@ class Trainer:
         self.loggers.log("train", self.state.step, record)
 
     def _save_checkpoint(self) -> None:
-        self.state.data = self.loader.state_dict()
-        beside = {} if self.state.tree is None else {TREE: self.state.tree}
-        with self.progress.phase("checkpoints", inline=True, ticking=True), self.strategy.gathered_params():
-            snapshot = take_snapshot(self.draft, self.recipe, self.strategy, self.state, self.world)
-            self.world.run_on_main(
-                lambda: self.store.save(self.state.step, snapshot, keep={self.state.best_step}, beside=beside)
-            )
+        """Copy the run's state and start to write it, after the checkpoint in flight if there is one."""
+        state, started = self.state, time.perf_counter()
+        state.data = self.loader.state_dict()
+        beside = {} if state.tree is None else {TREE: state.tree}
+        with self.progress.phase("checkpoints", inline=True, ticking=True):
+            self.world.run_on_main(self.writer.wait)  # before the copy: no more than one of them at a time
+            copy = self._may_copy(weight_bytes(self.draft, self.recipe) + self.strategy.state_bytes)
+            snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world, copy=copy)
+            save = partial(self.store.save, state.step, snapshot, state.best_step, beside)
+            self.world.run_on_main(lambda: self.writer.write(save, started, background=copy))
+        self._resumable_best = state.best_step
+
+    def _save_best(self) -> None:
+        """Likewise, the weights alone; those that the last checkpoint refers to are kept for resuming from it."""
+        state, started = self.state, time.perf_counter()
+        with self.progress.phase("checkpoints", inline=True, ticking=True):
+            self.world.run_on_main(self.writer.wait)
+            copy = self._may_copy(weight_bytes(self.draft, self.recipe))
+            weights = take_weights(self.draft, self.recipe, self.world, copy=copy)
+            save = partial(self.store.save_best, state.step, weights, {self._resumable_best})
+            self.world.run_on_main(lambda: self.writer.write(save, started, background=copy))
+
+    def _may_copy(self, size: int) -> bool:
+        """Return whether this process writes checkpoints and has memory for a copy of `size` bytes."""
+        return self.world.is_main and self.writer.may_copy(size)
 
     def _skip_step(self, loss: float, results: Sequence[MicroBatchResult]) -> None:
         """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of the schedule.
@@ -254,6 +303,7 @@ class Trainer:
         gathered = self.world.gather([record for result in suspects for record in result.records])
         records = [record for part in gathered for record in part]
         if state.skipped >= self.max_nonfinite_steps:
+            self.world.run_on_main(self.writer.wait)  # the last checkpoint may be in flight
             error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
             raise self.world.error_on_main(error)
         self.strategy.skip()

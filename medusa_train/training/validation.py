@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.data.dataset import Batch
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.inference.traces import MAX_RANK, Trace, rank_of, tokens_per_step
 from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
 from medusa_train.losses.objective import Objective
-from medusa_train.losses.schedules import head_weight
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
@@ -43,7 +42,8 @@ class ValidationResult:
     """The metrics of one evaluation on held-out text.
 
     Attributes:
-        loss: the heads' loss, `sum_k c^k * head_loss[k]`, nats; comparable with the training loss of Medusa-1.
+        loss: the heads' loss, comparable with the training loss of Medusa-1: `sum_k c^k * head_loss[k]`, nats, also
+            with soft targets; with the LK loss or D-PACE's weights that loss itself, from the heads in evaluation mode.
         objective: the value that early stopping compares, nats: `loss` if the backbone is frozen, otherwise see
             `validation_objective`.
         head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
@@ -51,6 +51,8 @@ class ValidationResult:
         targets: valid targets per head. in_vocab: those of them in the head's vocabulary.
         lm_loss: mean cross-entropy of the backbone, nats per token; None if it is frozen.
         lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
+        head_alpha: mean alpha of each trained head: the probability that lossless sampling accepts a token drawn from
+            the head; None without the LK loss.
         conversations: per token the rank that each head gives it, see `ranked_conversations`.
     """
 
@@ -62,6 +64,7 @@ class ValidationResult:
     in_vocab: list[int]
     lm_loss: float | None = None
     lm_kl: float | None = None
+    head_alpha: list[float] | None = None
     conversations: list[RankedConversation] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
@@ -82,6 +85,7 @@ class ValidationResult:
             **({} if self.in_vocab == self.targets else {"targets_in_vocabulary": self.in_vocab}),
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
+            **({} if self.head_alpha is None else {"head_alpha": self.head_alpha}),
             **({} if acceptance is None else {"acceptance_length": acceptance.length}),
         }
 
@@ -103,7 +107,7 @@ def validate(
         recipe: the backbone; left in train mode.
         draft: the heads.
         batches: the whole validation set, once.
-        objective: of the run, for the weights of the loss terms.
+        objective: of the run, for the heads' loss and the weights of its terms.
         stop: called before every batch; True in any process aborts the evaluation.
         world: the processes that evaluate together.
 
@@ -111,6 +115,7 @@ def validate(
         The result, or None if aborted.
     """
     heads, backbone = _HeadSums(draft.num_heads), _BackboneSums()
+    minimized = _MinimizedSums(objective) if objective.aims_at_acceptance else None
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
@@ -123,6 +128,8 @@ def validate(
             feats = recipe.features(batch, draft.needs)
             with recipe.precision.autocast():
                 ranks = heads.add(draft, batch, feats)
+                if minimized is not None:
+                    minimized.add(recipe, batch, feats)
                 if recipe.joint:
                     backbone.add(recipe, batch, feats)
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
@@ -131,9 +138,14 @@ def validate(
         draft.train(was_training)
     heads.reduce(world)
     backbone.reduce(world)
-    head_loss = heads.loss / heads.in_vocab.clamp(min=1)
+    counts = heads.in_vocab.clamp(min=1)
+    head_loss = heads.loss / counts
     trained = head_loss[: draft.trained_heads]
-    loss = float(sum(head_weight(k, objective.decay) * float(mean) for k, mean in enumerate(trained, start=1)))
+    alpha: list[float] | None = None
+    if minimized is not None:
+        minimized.reduce(world)
+        trained, alpha = minimized.means(counts[: draft.trained_heads])
+    loss = float(sum(objective.head_weight(k) * float(mean) for k, mean in enumerate(trained, start=1)))
     return ValidationResult(
         loss=loss,
         objective=validation_objective(objective, loss, backbone.ce, backbone.kl),
@@ -143,6 +155,7 @@ def validate(
         in_vocab=heads.in_vocab.tolist(),
         lm_loss=backbone.ce,
         lm_kl=backbone.kl,
+        head_alpha=alpha,
         conversations=_in_data_order(world.gather(conversations)),
     )
 
@@ -216,8 +229,31 @@ def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
             continue
         logits = head.logits(states).float()
         loss += float(cross_entropy(logits, targets, reduction="sum", ignore_index=-1))
-        ranks.append(rank_of(logits, targets).cpu())
+        ranks.append(rank_of(head.guesses(states, logits, MAX_RANK), targets).cpu())
     return loss, torch.cat(ranks)
+
+
+class _MinimizedSums:
+    """The heads' loss as training minimizes it, summed over the validation set, where it is not a cross-entropy."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        # float64 [2, K]: loss in nats, alpha
+        self._sums = torch.zeros(2, objective.draft.trained_heads, dtype=torch.float64)
+
+    def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
+        teacher = recipe.teacher(batch, feats) if self._objective.soft_heads else (None, None)
+        for i, sums in enumerate(self._objective.head_sums(feats, batch, *teacher)):
+            self._sums[:, i] += torch.stack([sums.loss_sum, sums.alpha_sum]).double().cpu()
+
+    def reduce(self, world: World) -> None:
+        """Sum over all processes."""
+        self._sums = world.sum(self._sums)
+
+    def means(self, counts: Tensor) -> tuple[Tensor, list[float] | None]:
+        """Return per head the mean loss, times the objective's weight, and the mean alpha; `counts`: targets, [K]."""
+        loss, alpha = self._sums / counts
+        return self._objective.weight * loss, None if self._objective.lk_eta is None else alpha.tolist()
 
 
 class _BackboneSums:

@@ -89,6 +89,10 @@ class TreeCache(Cache):
         self._pending = count
         return self._storage
 
+    def pending_columns(self, device: torch.device) -> Tensor:
+        """Return the columns of the pending positions after `reserve`, long [count]."""
+        return torch.arange(self.length, self.length + self._pending, device=device)
+
     def commit(self, count: int) -> None:
         """Commit the first `count` pending positions and drop the others."""
         if count > self._pending:
@@ -139,19 +143,49 @@ class BatchCache(TreeCache):
     Pending positions are at the same columns in all rows, after the longest row, so that a pass writes them in one
     piece. Accepted ones move to the end of their row. Storage of removed rows is reused for rows added later.
 
+    Args:
+        num_layers, capacity: as in `TreeCache`.
+        rows: rows to allocate, so that others can be appended without copying the first ones.
+
     Attributes:
         lengths: number of committed positions of each row; `length` is the largest.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, capacity: int, rows: int = 0) -> None:
         super().__init__(num_layers, capacity)
         self.lengths: list[int] = []
+        self._rows = rows
+        self._in_place = False  # each row's pending position follows its committed ones
         self._memory: Tensor | None = None  # all allocated rows; `_storage` is a view of the first ones
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the storage, see `TreeCache.allocate`."""
-        super().allocate(keys, values)
-        self._memory = self._storage
+        count = len(keys)
+        most = max(self._rows, count)
+        super().allocate(keys[:1].expand(most, -1, -1, -1), values[:1].expand(most, -1, -1, -1))
+        assert self._storage is not None
+        self._memory, self._storage = self._storage, self._storage[:, :, :count]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write pending positions after the longest row, see `TreeCache.write`."""
+        self._in_place = False
+        return super().write(layer, keys, values)
+
+    def reserve(self, count: int) -> Tensor:
+        """Mark `count` positions of each row as pending, at `pending_columns`, and return the memory of all rows.
+
+        See `TreeCache.reserve`. A single pending position follows its row, so that it need not be moved there.
+        """
+        super().reserve(count)
+        self._in_place = count == 1
+        assert self._memory is not None
+        return self._memory
+
+    def pending_columns(self, device: torch.device) -> Tensor:
+        """Return the columns of the pending positions of each row after `reserve`, long [B, count]."""
+        if self._in_place:
+            return self.row_lengths(device)
+        return super().pending_columns(device).expand(len(self.lengths), -1).contiguous()
 
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """Commit the first `lengths[b]` pending positions of each row, for right-padded prompts.
@@ -174,12 +208,13 @@ class BatchCache(TreeCache):
         last = max(path[-1] for path in paths)
         if last >= self._pending:
             raise MedusaError(f"node {last} to keep, only {self._pending} are pending")
-        # Shorter paths repeat their last node: the copies land after the end of the row, in its padding.
-        count = max(len(path) for path in paths)
-        source = [[self.length + path[min(i, len(path) - 1)] for i in range(count)] for path in paths]
-        target = [[length + i for i in range(count)] for length in self.lengths]
-        if source != target:
-            self._move(source, target)
+        if not self._in_place:
+            # Shorter paths repeat their last node: the copies land after the end of the row, in its padding.
+            count = max(len(path) for path in paths)
+            source = [[self.length + path[min(i, len(path) - 1)] for i in range(count)] for path in paths]
+            target = [[length + i for i in range(count)] for length in self.lengths]
+            if source != target:
+                self._move(source, target)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
         self.length = max(self.lengths)
         self._pending = 0

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.side_rows import PassRows
 from medusa_train.trees.tree import Tree
+
+#: Numbers by which rows of a mask are aligned in memory: torch's memory-efficient kernel copies others.
+_ALIGNMENT = 8
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,13 +39,16 @@ class TreeMask:
         self._mask = block.new_full((1, 1, len(block), capacity), float("-inf"))
         self._clean = 0  # columns before this one are all zero
 
-    def at(self, prefix: int, key_length: int | None = None) -> Tensor:
+    def at(self, prefix: int, key_length: int | None = None, block: Tensor | None = None) -> Tensor:
         """Return the mask [1, 1, n + 1, S] for nodes after `prefix` cached positions.
 
         Args:
             prefix: never smaller than in the call before.
             key_length: S; by default prefix + n + 1. Keys after the nodes are masked.
+            block: replaces the mask among the nodes, for another tree of the same size.
         """
+        if block is not None:
+            self._block = block
         end = prefix + len(self._block)
         self._mask[..., self._clean : prefix] = 0
         self._mask[0, 0, :, prefix:end] = self._block
@@ -49,9 +57,10 @@ class TreeMask:
 
 
 class TreeMasks:
-    """The masks of all trees that occur in one generation, built once per tree.
+    """The masks of all trees that occur in one generation.
 
-    Usually there is one tree, but a draft may propose less than the tree it is asked for.
+    Usually there is one tree, whose mask is built once, but a draft may propose less than the tree it is asked for.
+    `RowTrees` and `PassRows` differ from step to step: only the memory of their masks is kept, by size.
     """
 
     def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,18 +70,61 @@ class TreeMasks:
         # by identity, since comparing trees compares their paths; holding the tree keeps its id from being reused
         self._blocks: dict[int, tuple[Tree, Tensor]] = {}
         self._masks: dict[int, TreeMask] = {}
+        self._by_size: dict[int, TreeMask] = {}
 
-    def block(self, tree: Tree) -> Tensor:
-        """Return the mask among the nodes of `tree`, additive [n + 1, n + 1]: each attends to itself and ancestors."""
+    def block(self, tree: Tree | RowTrees | PassRows) -> Tensor:
+        """Return the mask among the nodes of `tree`, additive: each attends to itself and its ancestors.
+
+        [n + 1, n + 1]; for `RowTrees` and `PassRows` [1 or B, n + 1, n + 1].
+        """
+        if not isinstance(tree, Tree):
+            return additive_mask(tree.ancestors, self._dtype)
         if id(tree) not in self._blocks:
             self._blocks[id(tree)] = tree, additive_mask(tree.ancestors.to(self._device), self._dtype)
         return self._blocks[id(tree)][1]
 
-    def at(self, tree: Tree, prefix: int, key_length: int | None = None) -> Tensor:
-        """Return the mask of `tree` after `prefix` cached positions, see `TreeMask.at`."""
+    def at(self, tree: Tree | RowTrees | PassRows, prefix: int, key_length: int | None = None) -> Tensor:
+        """Return the mask of `tree`, in a single row, after `prefix` cached positions; see `TreeMask.at`."""
+        if not isinstance(tree, Tree):
+            block = self.block(tree)[0]
+            if tree.size not in self._by_size:
+                self._by_size[tree.size] = TreeMask(block, self._capacity)
+            return self._by_size[tree.size].at(prefix, key_length, block)
         if id(tree) not in self._masks:
             self._masks[id(tree)] = TreeMask(self.block(tree), self._capacity)
         return self._masks[id(tree)].at(prefix, key_length)
+
+
+class MaskTable:
+    """The mask of a tree at any prefix by one lookup, for steps whose shapes and addresses are fixed.
+
+        column - length    < 0: committed    0 .. n: the nodes    > n: masked
+
+    Args:
+        ancestors: bool [n + 1, n + 1], see `Tree.ancestors`. depths: long [n + 1].
+        window: number of positions that a node attends to, itself included; None: all.
+        dtype: of the mask.
+    """
+
+    def __init__(self, ancestors: Tensor, depths: Tensor, window: int | None, dtype: torch.dtype) -> None:
+        self._prefix = window or 1  # all columns before these are alike
+        offsets = torch.arange(-self._prefix, 0, device=depths.device)
+        committed = torch.ones(len(depths), self._prefix, dtype=torch.bool, device=depths.device)
+        if window is not None:
+            committed = depths[:, None] - offsets < window
+            ancestors = ancestors & (depths[:, None] - depths < window)
+        visible = torch.cat([committed, ancestors, torch.zeros_like(committed[:, :1])], dim=1)
+        self._table = additive_mask(visible, dtype)
+
+    def at(self, lengths: Tensor, key_length: int) -> Tensor:
+        """Return the mask [B, 1, n + 1, key_length] for nodes after `lengths` committed positions, long [B].
+
+        It is a slice of a larger one, as compiled passes expect it, whose rows are aligned as kernels of GPUs do.
+        """
+        columns = torch.arange(key_length + _ALIGNMENT, device=lengths.device)
+        index = (columns - lengths[:, None] + self._prefix).clamp(0, self._table.shape[1] - 1)
+        mask = self._table.index_select(1, index.flatten()).unflatten(1, index.shape)
+        return mask.transpose(0, 1)[:, None, :, :key_length]
 
 
 def mask_with_prefix(cache: TreeCache, block: Tensor) -> Tensor:
@@ -94,6 +146,23 @@ def mask_with_prefix(cache: TreeCache, block: Tensor) -> Tensor:
     prefix = block.new_zeros(rows, cache.length).masked_fill_(cache.padding_mask(block.device), float("-inf"))
     prefix = prefix[:, None].expand(-1, block.shape[1], -1)
     return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]
+
+
+def mask_of_slots(cache: BatchCache, block: Tensor, key_length: int) -> Tensor:
+    """Mask keys in fixed columns: the committed positions of each row and those pending after `BatchCache.reserve`.
+
+    Args:
+        block: additive mask among the pending positions, [q, q], or [B, q, q] if rows differ.
+        key_length: S; columns after the pending ones are masked.
+
+    Returns:
+        [B, 1, q, S], contiguous.
+    """
+    if block.shape[-1] > 1:
+        mask = mask_with_prefix(cache, block)
+        return torch.nn.functional.pad(mask, (0, key_length - mask.shape[3]), value=float("-inf"))
+    columns = torch.arange(key_length, device=block.device)
+    return additive_mask(columns <= cache.pending_columns(block.device), block.dtype)[:, None, None]
 
 
 def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -21,8 +21,47 @@ from medusa_train.io import replace_text
 Ranks = tuple[int, ...]
 
 
+class Nodes:
+    """A rooted tree given by the parent of every node.
+
+    Attributes:
+        parent_list: parent of every node, length n + 1; -1 for the root, node 0. Parents come before their children.
+    """
+
+    parent_list: list[int]
+
+    @property
+    def size(self) -> int:
+        """Number of nodes without the root."""
+        return len(self.parent_list) - 1
+
+    @cached_property
+    def depth_list(self) -> list[int]:
+        """Depth of every node, length n + 1; 0 for the root."""
+        depths = [0]
+        for parent in self.parent_list[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Children of every node in increasing order, length n + 1."""
+        children: list[list[int]] = [[] for _ in self.parent_list]
+        for node, parent in enumerate(self.parent_list[1:], start=1):
+            children[parent].append(node)
+        return children
+
+    def path_nodes(self, node: int) -> list[int]:
+        """Return the nodes from the root (0) to `node`."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parent_list[node]
+        return nodes[::-1]
+
+
 @dataclass(frozen=True)
-class Tree:
+class Tree(Nodes):
     """A prefix-closed set of paths of top-k ranks (Medusa, "Tree Attention").
 
     The path `(0, 2)` is the most likely token of head 1 followed by the third most likely token of head 2. The root
@@ -81,26 +120,14 @@ class Tree:
         return max((max(path) for path in self.paths), default=-1) + 1
 
     @cached_property
-    def parent_list(self) -> list[int]:
+    def parent_list(self) -> list[int]:  # type: ignore[override]
         """Parent of every node, length n + 1; -1 for the root."""
         index = {path: i for i, path in enumerate(((), *self.paths))}
         return [-1, *(index[path[:-1]] for path in self.paths)]
 
-    @cached_property
-    def children(self) -> list[list[int]]:
-        """Children of every node by increasing rank, length n + 1."""
-        children: list[list[int]] = [[] for _ in range(self.size + 1)]
-        for node, parent in enumerate(self.parent_list[1:], start=1):
-            children[parent].append(node)
-        return children
-
-    def path_nodes(self, node: int) -> list[int]:
-        """Return the nodes from the root (0) to `node`."""
-        nodes = []
-        while node >= 0:
-            nodes.append(node)
-            node = self.parent_list[node]
-        return nodes[::-1]
+    def row(self, index: int) -> Nodes:
+        """Return the tree of a row, which is the same for all; see `RowTrees.row`."""
+        return self
 
     @cached_property
     def parents(self) -> Tensor:
@@ -129,6 +156,11 @@ class Tree:
         for node, parent in enumerate(self.parent_list[1:], start=1):
             mask[node] |= mask[parent]
         return mask
+
+    @cached_property
+    def by_level(self) -> TreeLevels:
+        """The tree by levels."""
+        return TreeLevels(self)
 
     def to(self, device: torch.device) -> Tree:
         """Return the tree with its tensors on `device`, for loops that read them at every step."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from medusa_train.data.targets import shift_labels
+from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
@@ -37,7 +37,8 @@ class AmphistaDraft(Draft):
 
     - The MLP is the residual block of Medusa.
     - `AutoEmbedding` has a norm and a residual.
-    - Embeddings are scaled to a root mean square of 1; they are several times smaller than the states next to them.
+    - Embeddings are scaled to a root mean square of 1, unless `normalize_embeddings` is False; they are several times
+      smaller than the states next to them.
     - Initially fc = [I, 0], layers and blocks add 0, and W2 = a copy of lm_head, so that untrained heads give the
       backbone's next-token logits exactly.
 
@@ -47,8 +48,11 @@ class AmphistaDraft(Draft):
         auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits the positions.
         adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they read fc[h ; e].
         sampled_token: False omits e and fc: the layers read h and h1.
+        normalize_embeddings: False leaves e as it is.
         dtype: dtype of the parameters; by default the backbone's.
     """
+
+    guesses_at_once = True
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class AmphistaDraft(Draft):
         auto_blocks: int = 1,
         adaptation_layers: int = 2,
         sampled_token: bool = True,
+        normalize_embeddings: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -65,6 +70,7 @@ class AmphistaDraft(Draft):
         self.auto_blocks = auto_blocks
         self.adaptation_layers = adaptation_layers
         self.sampled_token = sampled_token
+        self.normalize_embeddings = normalize_embeddings
         dtype = dtype or backbone.dtype
         self.embedding = backbone.embedding()
         lm_head, size = backbone.lm_head(), backbone.hidden_size
@@ -114,11 +120,19 @@ class AmphistaDraft(Draft):
             "auto_blocks": self.auto_blocks,
             "adaptation_layers": self.adaptation_layers,
             "sampled_token": self.sampled_token,
+            "normalize_embeddings": self.normalize_embeddings,
         }
 
     @classmethod
     def count_parameters(
-        cls, model: Any, *, num_heads: int, auto_blocks: int, adaptation_layers: int, sampled_token: bool
+        cls,
+        model: Any,
+        *,
+        num_heads: int,
+        auto_blocks: int,
+        adaptation_layers: int,
+        sampled_token: bool,
+        **without_weights: Any,
     ) -> int:
         """Per head `d x d` and a copy of lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
         lm_head = model.get_output_embeddings()
@@ -136,7 +150,7 @@ class AmphistaDraft(Draft):
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
         # a document's last position has no next token, but no target either, so any token will do there
         following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)
-        stages = self._stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
+        stages = self.stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
         yield from self._mix(self._head_vectors(stages)).unbind(-2)
 
     def lm_head(self, k: int) -> LMHead:
@@ -150,15 +164,26 @@ class AmphistaDraft(Draft):
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> AmphistaState:
         """Return the state of the prompts, which `propose` will read."""
         caches = [LayerCache(len(lengths), cache.capacity) for _ in self.layers]
+        return self._unread(feats, tokens, [range(length) for length in lengths], caches, self.stacked())
+
+    def stacked(self) -> Stacked | None:
+        """Return the weights of all heads as one tensor each; None if they are not stacked."""
         mlp, lm_head = self.mlps.stacked(), self.lm_heads.stacked()
-        stacked = None if mlp is None or lm_head is None else Stacked(mlp, lm_head)
-        return self._unread(feats, tokens, [range(length) for length in lengths], caches, stacked)
+        return None if mlp is None or lm_head is None else Stacked(mlp, lm_head)
 
     def propose(self, state: AmphistaState, roots: Tensor, tree: Tree) -> Proposal:
         """Place the top guesses of every head in the tree by rank."""
-        logits = self._head_logits(self._read(state, roots), state.stacked, tree.max_depth)
+        return self.guess(self._read(state, roots), state.stacked, roots, tree)
+
+    def guess(self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree) -> Proposal:
+        """Propose from h1 and h2 [B, d] of the last positions, see `propose`."""
+        logits = self._head_logits(stages, stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         return Proposal(torch.cat([roots[:, None], best[:, tree.candidate_index]], dim=1), tree)
+
+    def all_head_logits(self, state: AmphistaState, roots: Tensor, count: int) -> Tensor:
+        """Return the logits of heads 1..count, [count, B, V]."""
+        return self.lm_head(1).transform(self._head_logits(self._read(state, roots), state.stacked, count))
 
     def advance(
         self, state: AmphistaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
@@ -199,7 +224,7 @@ class AmphistaDraft(Draft):
         rows = torch.arange(len(roots), device=roots.device)
         last = torch.tensor(state.counts, device=roots.device) - 1
         following = state.following.index_put((rows, last), roots)
-        stages = self._stages(
+        stages = self.stages(
             state.hidden, following, lambda i, x: state.caches[i].append(self._layer(i), x, state.counts)
         )
         state.read = True
@@ -207,8 +232,8 @@ class AmphistaDraft(Draft):
 
     # The layers of the formulas above
 
-    def _stages(self, hidden: Tensor, following: Tensor, layer: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
-        """h1 and h2 (Eq. 1), [B, T, d] each; a single one where there is no second layer.
+    def stages(self, hidden: Tensor, following: Tensor, layer: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+        """Return h1 and h2 (Eq. 1), [B, T, d] each; a single one where there is no second layer.
 
         Args:
             hidden: [B, T, d]. following: long [B, T], the token after each position.
@@ -218,7 +243,7 @@ class AmphistaDraft(Draft):
         x, stages = hidden.to(dtype), []
         if self.sampled_token:
             e = self.embedding(following).to(dtype)
-            e = rms_norm(e, e.shape[-1:], eps=1e-12)
+            e = rms_norm(e, e.shape[-1:], eps=1e-12) if self.normalize_embeddings else e
         for i in range(max(self.adaptation_layers, len(self.fc))):
             if self.sampled_token:
                 x = self.fc[i](torch.cat([x, e], dim=-1)).to(dtype)

@@ -1,4 +1,4 @@
-"""The interface of a draft: head states for training, tree proposals for decoding."""
+"""The interfaces of drafts: tree proposals for decoding, and head states for training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.side_rows import PassRows, SideRows
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -27,29 +29,129 @@ class Proposal:
 
     Attributes:
         tokens: long [B, n + 1], each row's root first, in the tree's node order.
-        tree: the tree of all rows, with its tensors on the device of `tokens`. It may be smaller than the requested
-            one. A draft that cuts trees must return the same object for the same cut, since masks are cached by it.
+        tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`. A `Tree` may be
+            smaller than the requested one; a draft that cuts trees must return the same object for the same cut, since
+            masks are cached by it.
         early: [B, n + 1, d], the nodes' states after the first `needs.early` layers of the backbone, if the draft ran
             these itself and left keys and values pending in the backbone's cache: verification runs only the others.
+        side: further rows of the pass, which are not verified; the draft gets their logits (`Proposer.observe`). Not
+            together with `early`.
     """
 
     tokens: Tensor
-    tree: Tree
+    tree: Tree | RowTrees
     early: Tensor | None = None
+    side: SideRows | None = None
+
+    def rows(self) -> tuple[Tensor, Tree | RowTrees | PassRows]:
+        """Return the tokens of the pass, the side rows' last, and the tree that all of them form."""
+        if self.side is None:
+            return self.tokens, self.tree
+        return torch.cat([self.tokens, self.side.tokens], dim=1), PassRows(self.tree, self.side.layout)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """Return the states [B, .., d] of all rows of the pass at those whose logits are read: nodes, then outputs."""
+        if self.side is None:
+            return states
+        nodes, read = self.tokens.shape[1], self.side.layout.outputs
+        return torch.cat([states[:, :nodes], states[:, states.shape[1] - read :]], dim=1)
 
 
-class Draft(nn.Module):
-    """K heads that guess the tokens after the backbone's next token.
+class Limits(NamedTuple):
+    """The most nodes below the root, and the most levels, of a proposal, its side rows included."""
+
+    size: int
+    depth: int
+
+
+class Proposer:
+    """Guesses the tokens after the backbone's next token, in trees: what decoding needs of a draft.
+
+    Guesses depend on the text and the draft alone, never on tokens that are drawn in the same step, so sampling stays
+    lossless.
+
+    Attributes:
+        needs: states of the backbone that it reads.
+        num_heads: K, the depth of the deepest tree that it can fill.
+    """
+
+    needs: FeatureSpec = PLAIN
+    num_heads: int
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Size of a reduced vocabulary; None if every token of the backbone can be guessed."""
+        return None
+
+    def limits(self, tree: Tree) -> Limits:
+        """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
+        return Limits(tree.size, tree.max_depth)
+
+    @abstractmethod
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> Any:
+        """Return the decoding state after the prefill of B prompts.
+
+        Args:
+            feats: of the prompts, [B, T, d]. tokens: long [B, T].
+            lengths: of the prompts; later positions of a row are padding.
+            cache: the backbone's, with the prompts committed; a `BatchCache` for several rows. Its capacity suffices
+                for the draft's cache too. A draft that runs layers of the backbone keeps a reference to it.
+        """
+
+    @abstractmethod
+    def propose(self, state: Any, roots: Tensor, tree: Tree) -> Proposal:
+        """Guess the tokens of `tree` below `roots` (long [B], the backbone's next tokens).
+
+        Each state is proposed from at most once before `advance`.
+
+        Args:
+            tree: not empty, with its tensors on the device of `roots`; drafts that choose the shape of their trees
+                ignore it.
+        """
+
+    def no_early_exit(self) -> AbstractContextManager[None]:
+        """Within this context proposals fill the whole tree however unlikely their guesses, as simulations assume."""
+        return nullcontext()
+
+    def observe(self, state: Any, proposal: Proposal, logits: Tensor) -> Any:
+        """Return the state after a pass with side rows, before `advance`; drafts without them need not define it.
+
+        Args:
+            proposal: the verified proposal. logits: at the outputs of its side rows, [B, outputs, V].
+        """
+        return state
+
+    @abstractmethod
+    def advance(self, state: Any, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> Any:
+        """Return the state after a verification pass.
+
+        Args:
+            feats: of the verified nodes, [B, n + 1, d].
+            proposal: the verified proposal; the roots alone if `propose` was not called.
+            paths: the accepted nodes per row, the root first.
+        """
+
+    @abstractmethod
+    def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
+        """Return the state of `rows` only, in that order; the other rows are finished."""
+
+
+class Draft(Proposer, nn.Module):
+    """K trained heads that guess the tokens after the backbone's next token.
 
     Head k (k = 1..K) at position t predicts the token t + k + 1; the backbone itself predicts t + 1.
 
     Attributes:
         needs: states of the backbone that the draft reads, in training and in decoding.
         num_heads: K, the depth of the deepest tree that it can fill.
+        independent_heads: whether heads share no trained layers, so that training can free the activations of one
+            before it computes the next one.
+        guesses_at_once: whether the guesses of all heads are known before any node of the tree is chosen, so that
+            `all_head_logits` gives them.
     """
 
-    needs: FeatureSpec = PLAIN
-    num_heads: int
+    independent_heads: bool = False
+    guesses_at_once: bool = False
 
     # Construction
 
@@ -82,11 +184,6 @@ class Draft(nn.Module):
         """The number of states that `head_states` yields; fewer than K where one head drafts all depths."""
         return self.num_heads
 
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """Size of a reduced vocabulary; None if every token of the backbone can be guessed."""
-        return None
-
     # Training
 
     @abstractmethod
@@ -110,48 +207,17 @@ class Draft(nn.Module):
 
     # Decoding
 
-    def prepack(self) -> bool:
+    def all_head_logits(self, state: Any, roots: Tensor, count: int) -> Tensor:
+        """Return the logits of heads 1..count, [count, B, V], whatever the nodes before; only with `guesses_at_once`.
+
+        Args:
+            state, roots: as in `propose`, in place of which it is called.
+        """
+        raise NotImplementedError(f"the heads of {type(self).__name__} read the guesses before them")
+
+    def prepack_weights(self) -> bool:
         """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""
         return prepack_linears(self)
-
-    @abstractmethod
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> Any:
-        """Return the decoding state after the prefill of B prompts.
-
-        Args:
-            feats: of the prompts, [B, T, d]. tokens: long [B, T].
-            lengths: of the prompts; later positions of a row are padding.
-            cache: the backbone's, with the prompts committed; a `BatchCache` for several rows. Its capacity suffices
-                for the draft's cache too. A draft that runs layers of the backbone keeps a reference to it.
-        """
-
-    @abstractmethod
-    def propose(self, state: Any, roots: Tensor, tree: Tree) -> Proposal:
-        """Guess the tokens of `tree` below `roots` (long [B], the backbone's next tokens).
-
-        Each state is proposed from at most once before `advance`.
-
-        Args:
-            tree: not empty, with its tensors on the device of `roots`.
-        """
-
-    def no_early_exit(self) -> AbstractContextManager[None]:
-        """Within this context proposals fill the whole tree however unlikely their guesses, as simulations assume."""
-        return nullcontext()
-
-    @abstractmethod
-    def advance(self, state: Any, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> Any:
-        """Return the state after a verification pass.
-
-        Args:
-            feats: of the verified nodes, [B, n + 1, d].
-            proposal: the verified proposal; the roots alone if `propose` was not called.
-            paths: the accepted nodes per row, the root first.
-        """
-
-    @abstractmethod
-    def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
-        """Return the state of `rows` only, in that order; the other rows are finished."""
 
 
 def hidden_at_positions(feats: Features, positions: Sequence[int]) -> Tensor:

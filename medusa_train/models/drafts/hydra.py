@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.tree import Tree, TreeLevels
+from medusa_train.trees.tree import Tree
 
 
 class HydraDraft(Draft):
@@ -31,7 +31,8 @@ class HydraDraft(Draft):
 
     Differences from the reference implementation:
 
-    - E is scaled: it is many times smaller than the states next to it, and would be learned from slowly.
+    - E is scaled: it is many times smaller than the states next to it, and would be learned from slowly
+      (`normalize_embeddings=False`: as it is).
     - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 = a copy of lm_head, so that without a prefix layer
       untrained heads give the backbone's next-token logits. (The reference initialises P and all biases randomly, and
       uses one block object for layers 2 .. n.)
@@ -42,7 +43,7 @@ class HydraDraft(Draft):
     Args:
         backbone: the model whose embeddings, lm_head and layer class are used; its weights are not changed.
         num_heads: K. num_layers: blocks per head, the first one included.
-        prefix_layer: Hydra++. dropout: in training.
+        prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -53,6 +54,7 @@ class HydraDraft(Draft):
         num_layers: int = 4,
         *,
         prefix_layer: bool = True,
+        normalize_embeddings: bool = True,
         dropout: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class HydraDraft(Draft):
         lm_head, size = backbone.lm_head(), backbone.hidden_size
         self.num_heads = num_heads
         self.num_layers = num_layers
+        self.normalize_embeddings = normalize_embeddings
         self.dropout = dropout
         self.embedding = backbone.embedding()
         self.softcap, self.scale = lm_head.softcap, lm_head.scale
@@ -74,7 +77,6 @@ class HydraDraft(Draft):
         self.lm_heads = nn.ModuleList(
             nn.Linear(size, backbone.vocab_size, bias=lm_head.bias is not None, dtype=dtype) for _ in range(num_heads)
         )
-        self._levels: dict[int, TreeLevels] = {}  # by the tree's id; each holds its tree, so that ids are not reused
         self._init_from(backbone, lm_head)
         self.to(backbone.device)
 
@@ -101,12 +103,13 @@ class HydraDraft(Draft):
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
             "prefix_layer": self.prefix is not None,
+            "normalize_embeddings": self.normalize_embeddings,
             "dropout": self.dropout,
         }
 
     @classmethod
     def count_parameters(
-        cls, model: Any, *, num_heads: int, num_layers: int, prefix_layer: bool, dropout: float
+        cls, model: Any, *, num_heads: int, num_layers: int, prefix_layer: bool, **without_weights: Any
     ) -> int:
         """Per head `2 d x (k + 1) d`, `d x d` per further block, and lm_head's size; the prefix layer with its norm."""
         lm_head = model.get_output_embeddings()
@@ -134,9 +137,9 @@ class HydraDraft(Draft):
         return self._embed(tokens.masked_fill(past_end, 0)).masked_fill(past_end[..., None], 0.0)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """E at a root mean square of 1."""
-        e = self.embedding(tokens)
-        return rms_norm(e, e.shape[-1:], eps=1e-12)
+        """E, at a root mean square of 1 unless `normalize_embeddings` is off."""
+        e: Tensor = self.embedding(tokens)
+        return rms_norm(e, e.shape[-1:], eps=1e-12) if self.normalize_embeddings else e
 
     def lm_head(self, k: int) -> LMHead:
         """Return head k's W2 with the backbone's logit transform."""
@@ -159,7 +162,7 @@ class HydraDraft(Draft):
         """
         x, nodes = state.hidden[:, None], roots[:, None]
         tokens = [nodes]
-        for k, level in enumerate(self._levels_of(tree).levels[:-1], start=1):
+        for k, level in enumerate(tree.by_level.levels[:-1], start=1):
             if level.inner is not None:
                 x, nodes = x[:, level.inner], nodes[:, level.inner]
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
@@ -168,11 +171,6 @@ class HydraDraft(Draft):
             x = x[:, level.parents]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)
-
-    def _levels_of(self, tree: Tree) -> TreeLevels:
-        if id(tree) not in self._levels:
-            self._levels[id(tree)] = TreeLevels(tree)
-        return self._levels[id(tree)]
 
     def advance(
         self, state: HydraState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.drafts.kangaroo_state import KangarooState
-from medusa_train.models.drafts.layers import DraftLayer, init_from_layer
+from medusa_train.models.drafts.layers import DraftLayer, gather_paths, init_from_layer
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerInputs, LayerRunner
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import apply_sliding_window, mask_with_prefix
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.masks import additive_mask, apply_sliding_window, mask_with_prefix
 from medusa_train.trees.tree import Level, Tree, TreeLevels
 
 
@@ -70,11 +70,11 @@ class KangarooDraft(Draft):
         self.shared = backbone.lm_head()
         self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
         self._backbone = backbone
-        self._split = backbone.split_at(exit_layer)
+        self.split = backbone.split_at(exit_layer)
         init_from_layer(self.adapter.body.layers[0], backbone.layer(exit_layer))
         init_from_layer(self.adapter.body.norm, backbone.body.norm)
         body: Any = self.adapter.body
-        self._runner = LayerRunner(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
+        self.runner = LayerRunner(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
 
     @classmethod
     def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> KangarooDraft:
@@ -123,7 +123,7 @@ class KangarooDraft(Draft):
     def states(self, feats: Features, batch: TokenRows) -> Tensor:
         """Return the adapter's states [B, T, d]; position t predicts the token t + 1."""
         assert feats.early is not None
-        return self.adapter(self._cast(feats.early), batch.positions, batch.segments)
+        return self.adapter(self.cast(feats.early), batch.positions, batch.segments)
 
     def lm_head(self, k: int) -> LMHead:
         """Return the backbone's lm_head."""
@@ -136,7 +136,7 @@ class KangarooDraft(Draft):
         assert feats.early is not None
         state = KangarooState.empty(cache, len(lengths), tokens.device)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self.adapter.extend(self._cast(feats.early), positions, state.adapter_cache)
+        self.adapter.extend(self.cast(feats.early), positions, state.adapter_cache)
         state.adapter_cache.commit_rows(lengths)
         return state
 
@@ -149,7 +149,7 @@ class KangarooDraft(Draft):
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
             inputs = first_layers.slice(level.first, level.last)
-            early.append(self._split.run_first(tokens[-1], inputs, state.cache))
+            early.append(self.split.run_first(tokens[-1], inputs, state.cache))
             if depth == deepest:
                 break
             logits = self._logits(state, early[-1], level, adapter)
@@ -173,24 +173,32 @@ class KangarooDraft(Draft):
         mask = None
         if not single_chain or backbone.layer_types != {"full_attention"}:
             mask = mask_with_prefix(state.cache, state.node_mask(levels, backbone.dtype))
-        first_layers = self._split.inputs(positions, mask, state.cache.length)
+        first_layers = self.split.inputs(positions, mask, state.cache.length)
         if single_chain and not num_unread and window is None:
-            return first_layers, self._runner.inputs(adapter_positions, None)
+            return first_layers, self.runner.inputs(adapter_positions, None)
         mask = mask_with_prefix(state.adapter_cache, state.adapter_mask(levels, self._dtype))
         mask = apply_sliding_window(mask, adapter_positions, state.adapter_cache.length, window)
-        return first_layers, self._runner.inputs(adapter_positions, mask)
+        return first_layers, self.runner.inputs(adapter_positions, mask)
 
     def _logits(self, state: KangarooState, early: Tensor, level: Level, inputs: LayerInputs) -> Tensor:
         """Logits [B, m, V] at a level's inner nodes. With the root the adapter also reads the unread states."""
-        backbone = self._backbone
         states = early if level.inner is None else early[:, level.inner]
         first, last = level.inner_first + state.num_unread, level.inner_last + state.num_unread
         if level.first == 0 and state.unread is not None:
             states, first = torch.cat([state.unread, states], dim=1), 0
-        states = self._runner.run(self._cast(states), range(1), inputs.slice(first, last), state.adapter_cache)
-        states = self._runner.body.norm(states[:, level.inner_first - level.inner_last :])
-        logits = backbone.logits(states.to(backbone.dtype))
+        states = self.runner.run(self.cast(states), range(1), inputs.slice(first, last), state.adapter_cache)
+        states = self.runner.body.norm(states[:, level.inner_first - level.inner_last :])
+        return self.logits(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the draft's logits [..., V] of the adapter's states [..., d], in at least float32."""
+        logits = self._backbone.logits(states.to(self._backbone.dtype))
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def top_tokens(self, logits: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+        """Return the best logits [B, m, width] at a level's inner nodes, and the tokens [B, next] of the next level."""
+        best, tokens = logits.max(-1, keepdim=True) if level.width == 1 else logits.topk(level.width)
+        return best, tokens.flatten(1)[:, level.candidates]
 
     def _guess(self, logits: Tensor, level: Level, mass: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens [B, next] of the next level by rank, the probability of their paths, and their share of this level's.
@@ -199,8 +207,7 @@ class KangarooDraft(Draft):
             logits: [B, m, V] at the inner nodes.
             mass: [B, nodes], probability of this level's paths under the draft, up to a factor.
         """
-        best, tokens = logits.max(-1, keepdim=True) if level.width == 1 else logits.topk(level.width)
-        tokens = tokens.flatten(1)[:, level.candidates]
+        best, tokens = self.top_tokens(logits, level)
         if not self.threshold:
             return tokens, mass, None
         p = (best - logits.logsumexp(-1, keepdim=True)).exp().flatten(1)[:, level.candidates]
@@ -236,6 +243,112 @@ class KangarooDraft(Draft):
     def _dtype(self) -> torch.dtype:
         return next(self.adapter.parameters()).dtype
 
-    def _cast(self, states: Tensor) -> Tensor:
+    def cast(self, states: Tensor) -> Tensor:
         """Cast to the adapter's dtype, which in training may be more precise than the backbone's."""
         return states.to(self._dtype)
+
+
+@dataclass
+class KangarooState:
+    """The decoding state of B rows.
+
+    The adapter reads only nodes that have children, so it may lack the last node of an accepted path (in a chain: if
+    every guess was accepted). Such states are kept in `unread` and are read together with the next root.
+
+    Attributes:
+        cache: the backbone's; the draft fills its first layers. adapter_cache: the adapter's.
+        unread: [B, m, d], early states that the adapter has not read, the newest last; None if no row has any.
+        unread_counts: how many of the m states belong to each row, counted from the newest; the others are padding.
+    """
+
+    cache: TreeCache
+    adapter_cache: TreeCache
+    unread_counts: list[int]
+    device: torch.device
+    unread: Tensor | None = None
+    _levels: TreeLevels | None = None
+    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, cache: TreeCache, rows: int, device: torch.device) -> KangarooState:
+        """Return the state before the adapter reads the prompts of `rows` rows, which are committed in `cache`."""
+        cache_class = BatchCache if isinstance(cache, BatchCache) else TreeCache
+        # one more position than the backbone's cache, for padding where only other rows have unread states
+        return cls(cache, cache_class(1, cache.capacity + 1), [0] * rows, device)
+
+    @property
+    def num_unread(self) -> int:
+        """m, the width of `unread`."""
+        return 0 if self.unread is None else self.unread.shape[1]
+
+    def levels_of(self, tree: Tree) -> TreeLevels:
+        """Return the levels of `tree`, computed once."""
+        if self._levels is None or self._levels.tree is not tree:
+            self._levels = TreeLevels(tree)
+            self._masks.clear()
+        return self._levels
+
+    def is_single_chain(self, levels: TreeLevels) -> bool:
+        """Return whether each part of a pass is a single position that attends to the whole cache."""
+        return not isinstance(self.cache, BatchCache) and levels.tree.max_depth == levels.tree.size
+
+    def node_mask(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
+        """Return the mask among the nodes of a tree, additive [n + 1, n + 1]."""
+        if (-1, dtype) not in self._masks:
+            self._masks[-1, dtype] = additive_mask(levels.tree.ancestors, dtype)
+        return self._masks[-1, dtype]
+
+    def adapter_mask(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
+        """Return the adapter's mask among unread states and inner nodes, additive [1 or B, q, q].
+
+        m = 2, root, child    x          in rows whose first state is padding:   x
+                              x x                                                x x
+                              x x x                                              . x x
+                              x x x x                                            . x x x
+        """
+        m = self.num_unread
+        if (m, dtype) not in self._masks:
+            n = len(levels.inner)
+            visible = torch.ones(m + n, m + n, dtype=torch.bool, device=levels.inner.device).tril()
+            visible[m:, m:] = levels.tree.ancestors[levels.inner][:, levels.inner]
+            self._masks[m, dtype] = additive_mask(visible, dtype)[None]
+        mask = self._masks[m, dtype]
+        if all(count == m for count in self.unread_counts):
+            return mask
+        counts = torch.tensor(self.unread_counts, device=mask.device)[:, None]
+        padding = torch.arange(m, device=mask.device) < m - counts  # [B, m]
+        mask = mask.repeat(len(self.unread_counts), 1, 1)
+        mask[:, m:, :m].masked_fill_(padding[:, None], float("-inf"))
+        return mask
+
+    def add_unread(self, early: Tensor) -> None:
+        """Add one committed position per row that the adapter has not read, with early states [B, 1, d]."""
+        self.unread = early if self.unread is None else torch.cat([self.unread, early], dim=1)
+        self.unread_counts = [count + 1 for count in self.unread_counts]
+
+    def commit_paths(self, early: Tensor, depth: int, paths: Sequence[Sequence[int]]) -> None:
+        """Commit what the adapter read of the accepted `paths`; last nodes that it did not read become unread states.
+
+        Args:
+            early: [B, n + 1, d] of the verified tree. depth: of that tree, whose last level the adapter did not read.
+        """
+        assert self._levels is not None
+        columns, m = self._levels.columns, self.num_unread
+        kept, unread_counts = [], []
+        for path, count in zip(paths, self.unread_counts, strict=True):
+            complete = columns[path[-1]] is not None and len(path) <= depth
+            nodes = path if complete else path[:-1]
+            kept.append([*range(m - count, m), *(m + (columns[node] or 0) for node in nodes)])
+            unread_counts.append(0 if complete else 1)
+        self.adapter_cache.keep_rows(kept)
+        self.unread_counts, self.unread = unread_counts, None
+        if any(unread_counts):
+            self.unread = gather_paths(early, [path[-1:] for path in paths])
+
+    def select_rows(self, rows: Sequence[int]) -> KangarooState:
+        """Keep `rows` only, in that order."""
+        assert isinstance(self.adapter_cache, BatchCache)
+        self.adapter_cache.select_rows(rows)
+        self.unread_counts = [self.unread_counts[row] for row in rows]
+        self.unread = self.unread[list(rows)] if self.unread is not None and any(self.unread_counts) else None
+        return self

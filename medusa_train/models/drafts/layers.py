@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.document_attention import document_bounds, register_document_attention, separates_documents
 from medusa_train.models.features import capture_inputs
-from medusa_train.models.quantization import plain_weight
+from medusa_train.models.partitioned import gathered
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.masks import apply_sliding_window, document_mask, mask_with_prefix
+from medusa_train.trees.static_cache import SlotCache
 
 
 class DraftLayer(nn.Module):
@@ -65,6 +67,9 @@ class DraftLayer(nn.Module):
         if not torch.equal(captured[0], probe):
             raise BackboneError(f"a draft can't use a layer of {name}: it changes its input before the first layer")
         self.body = body
+        self._attention: str = config._attn_implementation
+        self._documents: str | None = None
+        self._use_document_attention(probe.device)
         self.to(device=backbone.device, dtype=dtype or backbone.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
@@ -82,10 +87,29 @@ class DraftLayer(nn.Module):
         Args:
             positions, segments: [B, T], see `models.features.TokenRows`.
         """
+        if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
+            return self._run(states, positions, bounds=document_bounds(segments))
         mask = document_mask(segments, _compute_dtype(states))
         if mask is not None:
             mask = apply_sliding_window(mask, positions, 0, self.window)
-        return self._run(states, positions, mask, None)
+        return self._run(states, positions, mask)
+
+    def _use_document_attention(self, device: torch.device) -> None:
+        """Separate packed documents by their bounds in training, if this architecture passes them to its attention.
+
+        Soft-capped scores ("eager" attention) need a mask.
+        """
+        if self._attention == "eager":
+            return
+        self._documents = register_document_attention()
+        width = self.body.config.hidden_size
+        states = torch.arange(10 * width, dtype=torch.float32, device=device).sin().view(2, 5, width)
+        try:
+            separate = separates_documents(self.forward, states)
+        except (TypeError, ValueError):
+            separate = False
+        if not separate:
+            self._documents = None
 
     @torch.no_grad()
     def match_rms(self, states: Tensor) -> None:
@@ -109,13 +133,30 @@ class DraftLayer(nn.Module):
             mask = apply_sliding_window(mask, positions, cache.length, self.window)
         return self._run(states, positions, mask, cache)
 
-    def _run(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None) -> Tensor:
+    def run_slots(self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
+        """Decoding: run q further positions [B, q, d], whose keys and values go to slots of `cache`.
+
+        Args:
+            mask: additive [B, 1, q, key_length], sliding windows applied.
+        """
+        return self._run(states, positions, mask, cache)
+
+    def _run(
+        self,
+        states: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: TreeCache | SlotCache | None = None,
+        bounds: dict[str, Any] | None = None,
+    ) -> Tensor:
+        self.body.config._attn_implementation = self._documents if bounds else self._attention
         out = self.body(
             inputs_embeds=states,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
+            **(bounds or {}),
         )
         return out.last_hidden_state
 
@@ -230,11 +271,16 @@ def init_from_layer(layer: nn.Module, source: nn.Module) -> None:
     A narrower MLP keeps the units with the largest input and output weights. A wider MLP, a mixture of experts, and
     modules that `source` lacks keep their initialisation. Quantised weights are dequantised.
     """
+    with gathered(source.parameters()):
+        _copy_weights(layer, source)
+
+
+def _copy_weights(layer: nn.Module, source: nn.Module) -> None:
     source_modules = dict(source.named_modules())
     pairs: list[Pair] = []
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            weight = plain_weight(source_modules[path], name) if path in source_modules else None
+            weight = _plain_weight(source_modules[path], name) if path in source_modules else None
             if weight is not None:
                 pairs.append((parameter, weight))
     same = [(parameter, weight) for parameter, weight in pairs if parameter.shape == weight.shape]
@@ -264,3 +310,16 @@ def _strongest_units(pairs: Sequence[Pair]) -> Iterator[Pair]:
     yield output[0][0], output[0][1][:, strongest]
     for parameter, weight in inputs:
         yield parameter, weight.unflatten(0, (-1, units))[:, strongest].flatten(0, 1)
+
+
+def _plain_weight(module: Any, name: str) -> Tensor | None:
+    """Return a parameter of a module in floating point, dequantized if needed; None if there is no such parameter."""
+    weight = getattr(module, name, None)
+    if not isinstance(weight, nn.Parameter):
+        return None
+    if type(weight) is nn.Parameter:
+        return weight.detach()
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    dequantized: Tensor = dequantize_bnb_weight(weight, getattr(module, "state", None))
+    return dequantized.detach()

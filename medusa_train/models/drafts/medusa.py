@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.markov import MarkovBias, count_markov_parameters
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import LMHead
+from medusa_train.models.lm_head import CANDIDATES, LMHead
 from medusa_train.models.prepack import PrepackedWeight, worth_prepacking
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
@@ -35,8 +37,11 @@ class MedusaDraft(Draft):
             7B model). The heads read it, but neither train nor save it.
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
             tokens are never guessed. With `shared` the rows are copied once.
+        markov_rank: r of a bias that depends on the token before, see `MarkovBias`; 0: none.
+        markov_shared: one bias for all heads; False: one for each.
     """
 
+    independent_heads = True
     token_map: Tensor | None
 
     def __init__(
@@ -51,6 +56,8 @@ class MedusaDraft(Draft):
         scale: float = 1.0,
         shared: LMHead | None = None,
         token_map: Tensor | None = None,
+        markov_rank: int = 0,
+        markov_shared: bool = True,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -70,6 +77,11 @@ class MedusaDraft(Draft):
             nn.Linear(hidden_size, self.draft_vocab_size, bias=bias, dtype=dtype)
             for _ in range(0 if shared else num_heads)
         )
+        self.markov: MarkovBias | None = None
+        if markov_rank:
+            pairs = 1 if markov_shared else num_heads
+            self.markov = MarkovBias(vocab_size, self.draft_vocab_size, markov_rank, pairs, dtype)
+        self.guesses_at_once = self.markov is None
         self._prepacked: Prepacked | None = None
         self._stack()
 
@@ -85,12 +97,15 @@ class MedusaDraft(Draft):
         share_lm_head: bool = False,
         vocab_size: int | None = None,
         token_map: Tensor | None = None,
+        markov_rank: int = 0,
+        markov_shared: bool = True,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
         """Create heads that predict what `backbone` predicts, on its device; by default in its dtype.
 
         Args:
             vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these rows of lm_head.
+            markov_rank, markov_shared: see the class.
 
         Raises:
             ValueError: `vocab_size` and `token_map` do not fit each other.
@@ -108,6 +123,8 @@ class MedusaDraft(Draft):
             scale=lm_head.scale,
             shared=lm_head if share_lm_head else None,
             token_map=token_map,
+            markov_rank=markov_rank,
+            markov_shared=markov_shared,
             dtype=dtype or backbone.dtype,
         ).to(backbone.device)
         if token_map is not None and draft.lm_heads:
@@ -128,18 +145,29 @@ class MedusaDraft(Draft):
             "num_layers": self.num_layers,
             "share_lm_head": self.shared is not None,
             "vocab_size": None if self.token_map is None else len(self.token_map),
+            "markov_rank": 0 if self.markov is None else self.markov.rank,
+            "markov_shared": self.markov is None or self.markov.shared,
         }
 
     @classmethod
     def count_parameters(
-        cls, model: Any, *, num_heads: int, num_layers: int, share_lm_head: bool, vocab_size: int | None = None
+        cls,
+        model: Any,
+        *,
+        num_heads: int,
+        num_layers: int,
+        share_lm_head: bool,
+        vocab_size: int | None = None,
+        markov_rank: int = 0,
+        markov_shared: bool = True,
     ) -> int:
-        """`d x d` and a bias per block; a copy of lm_head, or of N rows of it, per head."""
+        """`d x d` and a bias per block; a copy of lm_head, or of N rows of it, per head; r x (V + N) per bias."""
         lm_head = model.get_output_embeddings()
         rows, hidden = lm_head.weight.shape
         per_row = sum(p.numel() for p in lm_head.parameters()) // rows
         output = 0 if share_lm_head else per_row * (vocab_size or rows)
-        return num_heads * (num_layers * (hidden * hidden + hidden) + output)
+        markov = count_markov_parameters(rows, vocab_size or rows, markov_rank, 1 if markov_shared else num_heads)
+        return num_heads * (num_layers * (hidden * hidden + hidden) + output) + markov
 
     def check_fits(self, backbone: Backbone) -> None:
         """Raise BackboneError if d or V differ from the backbone's."""
@@ -172,16 +200,22 @@ class MedusaDraft(Draft):
     # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
+        """Yield for k = 1..K the states that `lm_head(k)` reads, [B, T, d]; with a Markov bias [B, T, d + r]."""
         for k in range(1, self.num_heads + 1):
-            yield self.head_state(feats.hidden, k)
+            states = self.head_state(feats.hidden, k)
+            yield states if self.markov is None else self.markov.append_to(states, batch, k)
 
     def head_state(self, states: Tensor, k: int) -> Tensor:
         """Return head k's states [..., d] for the backbone's [..., d], k = 1..K."""
         return self.blocks[k - 1](states)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2, or the shared one, with the backbone's logit transform."""
+        """Return head k's W2, or the shared one, with the backbone's logit transform and the Markov bias."""
+        head = self._lm_head(k)
+        return head if self.markov is None else replace(head, token_bias=self.markov.output(k))
+
+    def _lm_head(self, k: int) -> LMHead:
+        """`lm_head(k)` without the Markov bias."""
         if self.shared is not None:
             return self.shared
         head = self.lm_heads[k - 1]
@@ -189,8 +223,11 @@ class MedusaDraft(Draft):
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Return head k's logits [..., V] (reduced vocabulary: [..., N]) for the backbone's states [..., d]."""
-        return self.lm_head(k).logits(self.head_state(states, k))
+        """Return head k's logits [..., V] (reduced vocabulary: [..., N]) for the backbone's states [..., d].
+
+        They do not contain the Markov bias.
+        """
+        return self._lm_head(k).logits(self.head_state(states, k))
 
     # Decoding
 
@@ -199,19 +236,21 @@ class MedusaDraft(Draft):
         return MedusaState(hidden_at_positions(feats, [length - 1 for length in lengths]), self.stacked())
 
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
-        """Place the top guesses of every head in the tree by rank."""
-        if self._prepacked is not None:
-            logits = self._prepacked_logits(state.hidden, self._prepacked, tree.max_depth)
-        elif state.stacked is not None:
-            logits = self._stacked_logits(state.hidden, state.stacked, tree.max_depth)
-        else:
-            heads = range(1, tree.max_depth + 1)
-            logits = torch.stack([self.lm_head(k).raw_logits(self.head_state(state.hidden, k)) for k in heads])
+        """Place the top guesses of every head in the tree by rank; with a Markov bias, each level by the one before."""
+        logits = self._raw_logits(state, tree.max_depth)
+        if self.markov is not None:
+            candidates = logits.topk(min(max(tree.width, CANDIDATES), logits.shape[-1]))
+            tokens = self.markov.fill_tree(candidates.values, candidates.indices, roots, tree, self.token_map)
+            return Proposal(tokens, tree)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         if self.token_map is not None:
             best = self.token_map[best]
         guesses = best.index_select(1, tree.candidate_index)
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
+
+    def all_head_logits(self, state: MedusaState, roots: Tensor, count: int) -> Tensor:
+        """Return the logits of heads 1..count, [count, B, V] (reduced vocabulary: [count, B, N])."""
+        return self._lm_head(1).transform(self._raw_logits(state, count))
 
     def advance(
         self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
@@ -224,6 +263,15 @@ class MedusaDraft(Draft):
         return state._replace(hidden=state.hidden[list(rows)])
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the order of the guesses.
+
+    def _raw_logits(self, state: MedusaState, count: int) -> Tensor:
+        """Logits of heads 1..count, [count, B, V]."""
+        if self._prepacked is not None:
+            return self._prepacked_logits(state.hidden, self._prepacked, count)
+        if state.stacked is not None:
+            return self._stacked_logits(state.hidden, state.stacked, count)
+        heads = range(1, count + 1)
+        return torch.stack([self._lm_head(k).raw_logits(self.head_state(state.hidden, k)) for k in heads])
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
         self._prepacked = None  # it holds the old weights
@@ -243,7 +291,7 @@ class MedusaDraft(Draft):
             return None
         return Stacked(stacked[: self.num_layers], stacked[-1] if self.shared is None else None)
 
-    def prepack(self) -> bool:
+    def prepack_weights(self) -> bool:
         """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""
         groups = self._parallel_linears()
         if worth_prepacking([linear.get_parameter("weight") for linears in groups for linear in linears]):

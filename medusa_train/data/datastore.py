@@ -1,0 +1,124 @@
+"""A datastore of tokenized text with a suffix array, to look up what followed a sequence of tokens (REST)."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medusa_train.data.records import read_conversations
+from medusa_train.errors import DataError
+
+SEPARATOR = -1  # after every document
+CHAT_FILES = (".json", ".jsonl", ".parquet")
+
+
+class Datastore:
+    """Documents of token ids, sorted by what follows every position.
+
+    Positions are sorted by their next tokens, at least `order` of them, by prefix doubling: about log2(order) sorts of
+    all positions in numpy. All occurrences of an n-gram are then neighbours, found by binary search, and evenly spaced
+    ones among them have its continuations in proportion.
+
+    Args:
+        documents: token ids. order: number of following tokens by which positions are sorted, at least.
+
+    Attributes:
+        size: number of tokens. seconds: time to sort them.
+
+    Raises:
+        DataError: there are no tokens.
+    """
+
+    def __init__(self, documents: Iterable[Sequence[int]], order: int) -> None:
+        started = time.perf_counter()
+        parts = [[*document, SEPARATOR] for document in documents if document]
+        if not parts:
+            raise DataError("the datastore has no tokens")
+        self._tokens: NDArray[np.int32] = np.concatenate([np.array(part, dtype=np.int32) for part in parts])
+        self._suffixes = _sort_suffixes(self._tokens, order)
+        self.size = len(self._tokens) - len(parts)
+        self.seconds = time.perf_counter() - started
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of tokens and suffix array."""
+        return self._tokens.nbytes + self._suffixes.nbytes
+
+    def describe(self) -> str:
+        """Return size, memory and sorting time in one phrase."""
+        return f"{self.size:,} tokens, {self.num_bytes / 1e6:,.1f} MB, sorted in {self.seconds:.1f} s"
+
+    def continuations(self, recent: Sequence[int], length: int, count: int) -> list[list[int]]:
+        """Return what follows the longest end of `recent` that occurs.
+
+        Args:
+            recent: the last tokens of a text. length: most tokens of a continuation.
+            count: most continuations, evenly spaced among all occurrences.
+        """
+        shortest, longest, found = 0, len(recent), range(0)
+        while shortest < longest:  # an n-gram occurs only if its own ends do
+            n = (shortest + longest + 1) // 2
+            if occurrences := self._occurrences(recent[len(recent) - n :]):
+                shortest, found = n, occurrences
+            else:
+                longest = n - 1
+        step = max(1, -(-len(found) // count))
+        copies = (self._after(int(self._suffixes[i]) + shortest, length) for i in found[::step])
+        return [copy for copy in copies if copy]
+
+    def _occurrences(self, ngram: Sequence[int]) -> range:
+        """The range of the suffixes that begin with `ngram`."""
+        pattern = list(ngram)
+
+        def start(suffix: int) -> list[int]:
+            return self._tokens[suffix : suffix + len(pattern)].tolist()
+
+        low = bisect_left(self._suffixes, pattern, key=start)
+        return range(low, bisect_right(self._suffixes, pattern, lo=low, key=start))
+
+    def _after(self, position: int, length: int) -> list[int]:
+        """The tokens from a position on, up to the end of its document."""
+        tokens: list[int] = self._tokens[position : position + length].tolist()
+        return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
+
+
+def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
+    """Sort positions by their next `order` tokens or more (prefix doubling; Manber and Myers 1990)."""
+    ranks = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    suffixes = np.argsort(ranks, kind="stable")
+    sorted_by, n = 1, len(tokens)
+    while sorted_by < order and ranks.max() < n - 1:
+        following = np.zeros(n, dtype=np.int64)  # 0: the end of the text
+        following[: n - sorted_by] = ranks[sorted_by:] + 1
+        keys = ranks * (n + 1) + following
+        suffixes = np.argsort(keys, kind="stable")
+        ordered = keys[suffixes]
+        ranks[suffixes] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])
+        sorted_by *= 2
+    return suffixes.astype(np.int32)
+
+
+def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
+    """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet), or from any text.
+
+    Raises:
+        DataError: the file cannot be read, has invalid records, or holds no text.
+    """
+    if path.suffix in CHAT_FILES:
+        chats = read_conversations(path).conversations
+        texts = [message.content for chat in chats for message in chat.messages if message.role == "assistant"]
+    else:
+        try:
+            texts = [path.read_text(encoding="utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as text ({error})") from error
+    texts = [text for text in texts if text]
+    if not texts:
+        raise DataError(f"{path}: has no text for a datastore")
+    return Datastore(tokenizer(texts, add_special_tokens=False)["input_ids"], order)

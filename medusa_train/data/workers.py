@@ -1,0 +1,152 @@
+"""Tokenization of conversations in several processes, in order and with the result of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+from medusa_train.data.conversation import Conversation
+from medusa_train.data.encoded import EncodedExamples
+from medusa_train.data.examples import encode_examples
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.errors import DataError
+from medusa_train.worker_processes import Worker, kill_workers, start_worker
+
+#: A worker imports torch and transformers, which takes as long as tokenizing about this many conversations.
+CONVERSATIONS_PER_WORKER = 2000
+#: Conversations that are tokenized between two updates of the progress.
+CHUNK = 128
+#: More workers by default would wait for the one process that reads and collects.
+MAX_WORKERS = 16
+
+#: Receives the number of tokenized conversations of a data set, and the number of all.
+OnEncoded = Callable[[int, int], None]
+
+
+def default_workers() -> int:
+    """Return the number of CPU cores that this process may use, at most `MAX_WORKERS`."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        cores = os.cpu_count() or 1
+    return min(cores, MAX_WORKERS)
+
+
+def encode_conversations(
+    conversations: Sequence[Conversation],
+    encoder: ChatEncoder,
+    max_length: int,
+    max_workers: int | None = None,
+    on_encoded: OnEncoded | None = None,
+) -> EncodedExamples:
+    """Tokenize the conversations of a data set; see `encode_examples` for long ones.
+
+    Args:
+        conversations: any number of them; few are tokenized in this process.
+        encoder: the same for all.
+        max_length: maximum tokens of an example.
+        max_workers: maximum number of processes; default: `default_workers`.
+        on_encoded: called every `CHUNK` conversations.
+
+    Returns:
+        The examples in order, with `origins` 0. `skipped` of the report holds the conversations that the template does
+        not support. The number of processes changes nothing.
+
+    Raises:
+        DataError: a worker process was killed, or failed.
+    """
+    encoded, total = EncodedExamples.empty(max_length), len(conversations)
+    chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
+
+    def collect(parts: Iterable[EncodedExamples]) -> None:
+        for number, part in enumerate(parts, start=1):
+            encoded.extend(part)
+            if on_encoded is not None:
+                on_encoded(min(number * CHUNK, total), total)
+
+    workers = min(max_workers or default_workers(), total // CONVERSATIONS_PER_WORKER)
+    if workers < 2:
+        collect(_encode(chunk, encoder, max_length) for chunk in chunks)
+        return encoded
+    with contextlib.closing(_encode_in_workers(chunks, encoder, max_length, workers)) as parts:
+        collect(parts)
+    return encoded
+
+
+def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_length: int) -> EncodedExamples:
+    encoded = EncodedExamples.empty(max_length)
+    report = encoded.report
+    for conversation in conversations:
+        try:
+            examples, outcome = encode_examples(conversation, encoder, max_length)
+        except DataError as error:
+            report.skipped.append(str(error))
+            continue
+        report.outcomes[outcome] += 1
+        if len(examples) > 1:
+            report.split = (report.split[0] + 1, report.split[1] + len(examples))
+        encoded.examples += examples
+        encoded.origins += [0] * len(examples)
+    return encoded
+
+
+# Processes
+
+
+def _encode_in_workers(
+    chunks: Sequence[Sequence[Conversation]], encoder: ChatEncoder, max_length: int, workers: int
+) -> Generator[EncodedExamples, None, None]:
+    """Yield the examples of every chunk, in order. A worker gets the next chunk when it has returned its last one."""
+    waiting = iter(enumerate(chunks))
+    numbers: dict[Connection, int] = {}  # of the chunks in progress
+    finished: dict[int, bytes] = {}
+    following = 0
+    try:
+        with _open_workers(workers) as connections:
+            while following < len(chunks):
+                for connection in wait(connections):
+                    assert isinstance(connection, Connection)
+                    result = connection.recv_bytes()
+                    if connection in numbers:
+                        finished[numbers.pop(connection)] = result
+                    else:  # it has started
+                        connection.send((encoder, max_length))
+                    if (task := next(waiting, None)) is not None:
+                        numbers[connection] = task[0]
+                        connection.send(task[1])
+                while following in finished:
+                    yield EncodedExamples.from_bytes(finished.pop(following), max_length)
+                    following += 1
+    except (EOFError, ConnectionError):
+        raise DataError(
+            f"one of {workers} tokenization processes ended, killed for lack of memory or by an error above; "
+            "set dataset_processes to a smaller number, or to 1 to tokenize in the main process"
+        ) from None
+
+
+@contextlib.contextmanager
+def _open_workers(count: int) -> Iterator[list[Connection]]:
+    """Start processes that run `_work`, and kill them at the end, whatever they are doing."""
+    workers: list[Worker] = []
+    try:
+        for _ in range(count):
+            workers.append(start_worker(_work))
+        yield [worker.connection for worker in workers]
+    finally:
+        kill_workers(workers)
+
+
+def _work(connection: Connection) -> None:
+    """Report the start, then receive the settings and chunks, and return the examples of each.
+
+    They are returned as bytes, since torch passes each tensor between processes through a file descriptor of its own.
+    """
+    torch.set_num_threads(1)
+    connection.send_bytes(b"")
+    encoder, max_length = connection.recv()
+    while True:
+        connection.send_bytes(_encode(connection.recv(), encoder, max_length).to_bytes())

@@ -1,0 +1,335 @@
+"""The loss of one predictor and its gradients, computed a chunk of rows at a time.
+
+A chunk is one matrix product; softmax and loss run over blocks of it that fit the caches, and write the gradient over
+the logits in the products' dtype, so float32 logits exist for one block only.
+
+Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a cross-entropy up to a
+constant, and its gradient with respect to the logits is softmax minus target. Rows with weights, and the LK loss, are
+those of `row_losses.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
+from medusa_train.losses.row_losses import RowLoss, label_terms, lk_terms, soft_cross_entropy_terms
+
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+_MIN_ROWS = 512
+_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
+
+
+class Teacher(NamedTuple):
+    """The teacher's part of the target; it gets no gradients.
+
+    Attributes:
+        hidden: [N, d'], aligned with the student's rows.
+        lm_head: over the same V tokens; its LoRA branch is applied without dropout.
+        ahead: row n of the student is compared with row n + ahead of the teacher.
+        share: weight of the teacher in the target; the label has the rest.
+        divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same gradient.
+        log_mass: [N], see `log_mass`, where `lm_head` is restricted to a reduced vocabulary; only the LK loss reads it.
+    """
+
+    hidden: Tensor
+    lm_head: LMHeadLike
+    ahead: int
+    share: float
+    divergence: bool
+    log_mass: Tensor | None = None
+
+
+class LossInputs(NamedTuple):
+    """What a loss is computed from, besides the student's hidden states and the low-rank z.
+
+    Attributes:
+        rows: long [M], indices of the supervised rows among N. labels: long [M], rows of the weight.
+        lm_head: of the student. teacher: None for labels only.
+        autocast: the products' dtype under autocast, None without it.
+        chunk: rows of a product; None: `chunk_rows`.
+        row_loss: LK loss, or weights [M] of the supervised rows; None: cross-entropy (or divergence) without weights.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    lm_head: LMHeadLike
+    teacher: Teacher | None
+    autocast: torch.dtype | None
+    chunk: int | None
+    row_loss: RowLoss | None = None
+
+
+class Gradients(NamedTuple):
+    """Tensors that receive a loss's gradients; None where none is needed.
+
+    Attributes:
+        hidden: [N, d], z: [M, r], zeros: each supervised row is written once.
+        weight: [V, d], bias: [V], up: [V, r], in the dtype of the softmax: gradients are added to them.
+    """
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    z: Tensor | None = None
+    up: Tensor | None = None
+
+
+NO_GRADIENTS = Gradients()
+
+
+class ChunkedLoss:
+    """Sums over the supervised rows of one call, and the gradients of their loss.
+
+    Attributes:
+        correct: long scalar, rows whose argmax is the label.
+        ce, kl: cross-entropy against the labels and KL(teacher || student) in nats, float32 (float64 for float64
+            weights). entropy: the teacher's.
+        rows, alpha: with a `row_loss`, the minimized loss, and the acceptance of the LK loss.
+        label_log_probs: [M], log-probability of each supervised row's label.
+    """
+
+    def __init__(
+        self,
+        inputs: LossInputs,
+        hidden: Tensor,
+        z: Tensor | None,
+        grads: Gradients = NO_GRADIENTS,
+        scale: float = 1.0,
+    ) -> None:
+        """Compute the sums, and add `scale` times the loss's gradients to `grads`.
+
+        Args:
+            inputs: targets, teacher and weights. hidden: [N, d]. z: [M, r], see `logits.low_rank_input`.
+        """
+        self.inputs = inputs
+        self.student = student = Projection(inputs.lm_head, inputs.autocast)
+        self.teacher: _TeacherRows | None = None
+        if inputs.teacher is not None:
+            self.teacher = _TeacherRows(inputs.teacher, inputs, hidden.shape[0], student)
+        self.grads, self.scale = grads, scale
+        self.any_grad = any(grad is not None for grad in grads)
+        self.correct = inputs.labels.new_zeros(())
+        zeros = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(5))
+        self.ce, self.kl, self.entropy, self.rows, self.alpha = zeros
+        self.label_log_probs = student.weight.new_empty(len(inputs.labels), dtype=student.dtype)
+
+        vocab, device = student.weight.shape[0], hidden.device.type
+        chunk = inputs.chunk or chunk_rows(vocab, device, student.buffer_dtype.itemsize)
+        self.block = block_rows(vocab, device)
+        rows = min(chunk, inputs.rows.shape[0])
+        self.buffer = student.weight.new_empty(rows, vocab, dtype=student.buffer_dtype)
+        self.theirs: Tensor | None = None
+        if self.teacher is not None:
+            self.theirs = student.weight.new_empty(rows, vocab, dtype=self.teacher.matrix.buffer_dtype)
+        for start in range(0, inputs.rows.shape[0], chunk):
+            self._add_chunk(hidden, z, slice(start, start + chunk))
+
+    def loss(self) -> Tensor:
+        """Return the loss from the sums so far."""
+        if self.inputs.row_loss is not None:
+            return self.rows.clone()
+        if (teacher := self.teacher) is None:
+            return self.ce.clone()
+        soft = self.kl if teacher.divergence else self.kl + self.entropy
+        return teacher.share * soft + (1.0 - teacher.share) * self.ce
+
+    def _add_chunk(self, hidden: Tensor, z: Tensor | None, part: slice) -> None:
+        """Add the supervised rows in `part`."""
+        student, rows = self.student, self.inputs.rows[part]
+        states = hidden[rows].to(student.weight.dtype)
+        logits = self.buffer[: len(rows)]
+        student.product(states, logits)
+        if self.teacher is not None and self.theirs is not None:
+            self.teacher.product(part, self.theirs[: len(rows)])
+        for first in range(0, len(rows), self.block):
+            self._add_block(z, slice(first, min(first + self.block, len(rows))), part.start)
+        if self.any_grad:
+            self._add_grads(logits, states, None if z is None else z[part], rows, part)
+
+    def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
+        """Add a block of the chunk that starts at `start`; overwrite its raw logits with their gradient."""
+        student = self.student
+        part = slice(start + block.start, start + block.stop)
+        product, index = self.buffer[block], self.inputs.labels[part].unsqueeze(1)
+        logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
+        self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()  # scale and soft cap are monotonic
+        log_probs = log_softmax(student.transform_(logits), dim=1)
+        label = log_probs.gather(1, index)
+        self.ce -= label.sum()
+        self.label_log_probs[part] = label[:, 0]
+        theirs = None
+        if self.teacher is not None and self.theirs is not None:
+            theirs = self.teacher.log_probs(self.theirs[block], part).to(student.dtype)
+        if self.inputs.row_loss is None:
+            grad = self._add_sums(log_probs, index, theirs)
+        else:
+            grad = self._add_row_losses(self.inputs.row_loss, log_probs, index, theirs, part)
+        if not self.any_grad:
+            return
+        student.transform_grad_(grad, logits)
+        if self.grads.bias is not None:
+            self.grads.bias.add_(grad.sum(dim=0), alpha=self.scale)
+        product.copy_(grad)
+
+    def _add_sums(self, log_probs: Tensor, index: Tensor, theirs: Tensor | None) -> Tensor:
+        """Add KL and entropy of a block; return its gradient over the logits, softmax minus target.
+
+        Args:
+            log_probs: [b, V], overwritten. index: long [b, 1], labels. theirs: the teacher's, overwritten.
+        """
+        soft, label_share = None, 1.0
+        if self.teacher is not None and theirs is not None:
+            probs = theirs.exp()
+            if not self.teacher.divergence:
+                self.entropy -= (probs * theirs).sum()
+            # sum differences of logarithms: a difference of two cross-entropies would cancel for small KL
+            self.kl += theirs.sub_(log_probs).mul_(probs).sum()
+            soft, label_share = probs.mul_(self.teacher.share), 1.0 - self.teacher.share
+        if not self.any_grad:
+            return log_probs
+        grad = log_probs.exp_()
+        if soft is not None:
+            grad -= soft
+        if label_share:
+            grad.scatter_add_(1, index, grad.new_full((1, 1), -label_share).expand_as(index))
+        return grad
+
+    def _add_row_losses(
+        self, row_loss: RowLoss, log_probs: Tensor, index: Tensor, theirs: Tensor | None, part: slice
+    ) -> Tensor:
+        """Add the rows' weighted losses; return their gradient over the logits. Arguments as in `_add_sums`."""
+        eta, teacher = row_loss.eta, self.teacher
+        against_label = label_terms(log_probs.gather(1, index), eta if teacher is None else None)
+        share = 0.0 if teacher is None else teacher.share
+        loss, alpha = (1.0 - share) * against_label.loss[:, 0], against_label.alpha[:, 0]
+        soft = None
+        if teacher is not None and theirs is not None:
+            if eta is None:
+                soft = soft_cross_entropy_terms(log_probs, theirs)
+            else:
+                soft = lk_terms(log_probs, theirs, teacher.log_mass_of(part), eta)
+            self.kl += soft.kl.sum()
+            loss, alpha = loss + share * soft.loss, soft.alpha
+        slope = (1.0 - share) * against_label.slope
+        grad = log_probs.exp_().mul_(slope).scatter_add_(1, index, -slope)
+        if soft is not None:
+            grad.add_(soft.grad, alpha=share)
+        if row_loss.weights is not None:
+            weights = row_loss.weights[part].to(grad.dtype)
+            loss, grad = loss * weights, grad.mul_(weights[:, None])
+        self.rows += loss.sum()
+        self.alpha += alpha.sum()
+        return grad
+
+    def _add_grads(self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice) -> None:
+        """Backpropagate the raw logits' gradient [C, V] to weights, z and hidden states."""
+        student, grads = self.student, self.grads
+        if student.up is not None and z is not None:
+            narrow = grad.to(student.up.dtype)
+            if grads.z is not None:
+                grads.z[part] = (narrow @ student.up).to(grads.z.dtype).mul_(self.scale)
+            if grads.up is not None:
+                _add_product(grads.up, narrow, z.to(narrow.dtype), self.scale)
+            del narrow
+        grad = grad.to(student.weight.dtype)
+        if grads.hidden is not None:
+            grad_states = (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale)
+            grads.hidden.index_copy_(0, rows, grad_states)
+        if grads.weight is not None:
+            _add_product(grads.weight, grad, states, self.scale)
+
+
+def _add_product(total: Tensor, grad: Tensor, states: Tensor, scale: float) -> None:
+    """`total += scale * grad^T states`, in place: [V, d], [C, V], [C, d]."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.t(), states, alpha=scale)
+        return
+    # a product of lower precision needs a temporary: a few rows at a time, which stay in the caches
+    rows = block_rows(states.shape[1], states.device.type)
+    for part, columns in zip(total.split(rows), grad.split(rows, dim=1), strict=True):
+        part.add_(columns.t() @ states, alpha=scale)
+
+
+class _TeacherRows:
+    """The teacher's log-probabilities for the student's supervised rows [M].
+
+    Args:
+        inputs: the student's, with its supervised rows. total: N, all rows of the student.
+    """
+
+    def __init__(self, teacher: Teacher, inputs: LossInputs, total: int, student: Projection) -> None:
+        ours, theirs = student.weight.shape[0], teacher.lm_head.weight.shape[0]
+        if ours != theirs or teacher.hidden.shape[0] != total:
+            raise ValueError(
+                f"the teacher has {teacher.hidden.shape[0]} rows and {theirs} tokens, "
+                f"the student {total} rows and {ours} tokens"
+            )
+        rows = inputs.rows
+        self.rows = rows + teacher.ahead
+        if rows.numel() and not 0 <= int(rows[0]) + teacher.ahead <= int(rows[-1]) + teacher.ahead < total:
+            raise IndexError(f"ahead {teacher.ahead:+} reaches beyond the teacher's {total} rows")
+        self.hidden = teacher.hidden.detach()
+        self.matrix = Projection(teacher.lm_head, inputs.autocast, shared=student)
+        self.share, self.divergence = teacher.share, teacher.divergence
+        self._log_mass = teacher.log_mass
+        self.z: Tensor | None = None
+        low_rank = teacher.lm_head.low_rank
+        if low_rank is not None:
+            a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))
+            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling  # without dropout
+
+    def product(self, part: slice, out: Tensor) -> None:
+        """Write W h of a chunk of supervised rows into `out` [C, V]."""
+        self.matrix.product(self.hidden[self.rows[part]].to(self.matrix.weight.dtype), out)
+
+    def log_probs(self, product: Tensor, part: slice) -> Tensor:
+        """Return log-probabilities [b, V] of a block from its W h, which may be overwritten."""
+        logits = self.matrix.raw_logits(product, None if self.z is None else self.z[part])
+        return log_softmax(self.matrix.transform_(logits), dim=1)
+
+    def log_mass_of(self, part: slice) -> Tensor | None:
+        """Return the teacher's log-mass in the reduced vocabulary for a block, [b]; None without one."""
+        return None if self._log_mass is None else self._log_mass[self.rows[part]]
+
+
+@torch.no_grad()
+def log_mass(hidden: Tensor, lm_head: LMHeadLike, tokens: Tensor, rows: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return the log-probability that the next token is among `tokens`, [N]; 0 except at `rows`.
+
+    Args:
+        hidden: [N, d]. lm_head: over all tokens. tokens: long [S]. rows: long, among N, ascending.
+        autocast: the products' dtype under autocast, None without it.
+    """
+    matrix = Projection(lm_head, autocast)
+    inputs = LossInputs(rows, rows, lm_head, None, autocast, None)
+    source = _TeacherRows(Teacher(hidden, lm_head, 0, share=1.0, divergence=True), inputs, hidden.shape[0], matrix)
+    vocab, device = matrix.weight.shape[0], hidden.device.type
+    chunk, block = chunk_rows(vocab, device, matrix.buffer_dtype.itemsize), block_rows(vocab, device)
+    buffer = matrix.weight.new_empty(min(chunk, len(rows)), vocab, dtype=matrix.buffer_dtype)
+    mass = matrix.weight.new_zeros(hidden.shape[0], dtype=matrix.dtype)
+    for start in range(0, len(rows), chunk):
+        product = buffer[: min(chunk, len(rows) - start)]
+        source.product(slice(start, start + chunk), product)
+        for first in range(0, len(product), block):
+            part = slice(start + first, start + min(first + block, len(product)))
+            log_probs = source.log_probs(product[first : first + block], part)
+            mass[rows[part]] = log_probs[:, tokens].logsumexp(dim=1)
+    return mass
+
+
+def chunk_rows(vocab: int, device: str, itemsize: int = 4) -> int:
+    """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the weights.
+
+    At least 512, since every chunk reads the whole weight and, if trained, its whole gradient.
+    """
+    return max(_MIN_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (itemsize * vocab))
+
+
+def block_rows(vocab: int, device: str) -> int:
+    """Return the rows of one softmax: few enough for the CPU's caches, many enough to fill a GPU."""
+    return max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // (4 * vocab))

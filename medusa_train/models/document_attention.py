@@ -1,0 +1,235 @@
+"""Attention within the documents of packed rows, from their bounds and without a mask of T x T positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from medusa_train.models.attention import folded_head_attention, folded_head_forward
+
+#: transformers' name of flash-attn's kernels.
+FLASH = "flash_attention_2"
+#: Name under which `document_attention_forward` is registered with transformers. It has no mask function there, so
+#: models build no mask of their own.
+DOCUMENTS = "sdpa_documents"
+
+_HALF = (torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 256  # of torch's flash kernels
+_WINDOW_QUERIES = 256  # queries with a sliding window that share a mask
+
+
+def document_bounds(segments: Tensor) -> dict[str, Any]:
+    """Return the bounds of packed documents as keyword arguments of a model (transformers' `FlashAttentionKwargs`).
+
+        segments   0 0 0 1 -      cumulative lengths   0 3 4 5 | 7 10      rows joined end to end
+                   0 0 1 1 1      maximum length       3
+
+    Padding counts as a document. The bounds are passed explicitly, since transformers derives them from restarting
+    position ids only for a batch of one row.
+
+    Args:
+        segments: [B, T], index of the document within the row, contiguous; -1: padding.
+
+    Returns:
+        Cumulative lengths, int32 [documents + 1], and the maximum length, for queries and for keys.
+    """
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    end = torch.tensor([segments.numel()], device=segments.device)
+    bounds = torch.cat([starts.flatten().nonzero().squeeze(1), end]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+@torch.no_grad()
+def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Tensor) -> bool:
+    """Return whether a row's second document is unchanged, bit for bit, when its first document changes.
+
+    Args:
+        run: inputs, position ids [2, 5] and segments [2, 5] -> states [2, 5, d].
+        inputs: [2, 5, ...], whose rows differ at every position.
+    """
+    segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=inputs.device)
+    positions = torch.tensor([[0, 1, 2, 0, 1]], device=inputs.device).expand(2, -1)
+    changed = inputs.clone()
+    changed[segments == 0] = inputs.flip(0)[segments == 0]
+    before, after = (run(rows, positions, segments)[segments == 1] for rows in (inputs, changed))
+    return torch.equal(before, after)
+
+
+# The implementations that can be chosen
+
+
+def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool) -> str | None:
+    """Return why flash-attn's varlen kernel cannot be used, or None if it can.
+
+    Args:
+        device: device type. dtype: of queries and keys.
+        capped: whether the model soft-caps its attention scores.
+        supported: whether the architecture in transformers supports flash attention.
+        installed: whether the package can be imported.
+    """
+    if device != "cuda":
+        return f"flash-attn needs a GPU, the device is {device}"
+    if not installed:
+        return "flash-attn is not installed"
+    if dtype not in _HALF:
+        return f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
+    if capped:
+        return "this model soft-caps its attention scores"
+    return None if supported else "this architecture does not support flash attention"
+
+
+def register_document_attention() -> str:
+    """Register `document_attention_forward` with transformers, and return its name there."""
+    AttentionInterface.register(DOCUMENTS, document_attention_forward)
+    return DOCUMENTS
+
+
+@lru_cache(maxsize=1)
+def _varlen_attn() -> Callable[..., Any] | None:
+    """Return torch's varlen kernel for GPUs; None where it is missing or lacks groups or windows (before 2.12)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    kernel: Callable[..., Any] = varlen_attn  # without `return_aux` it returns a tensor alone
+    needed = {"scale", "window_size", "enable_gqa"}
+    return kernel if needed <= set(inspect.signature(kernel).parameters) else None
+
+
+def uses_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
+    """Return whether documents are computed by torch's varlen kernel; otherwise by a call for each."""
+    if device.type != "cuda" or dtype not in _HALF or head_dim > _MAX_HEAD_DIM or dropout:
+        return False
+    return _varlen_attn() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# Attention
+
+
+def document_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention in transformers' interface: query [B, H, T, d], key and value [B, H_kv, T, d] -> [B, T, H, d].
+
+    Every document is causal in itself; the bounds are those of `document_bounds`. Without bounds this is
+    `folded_head_forward`.
+
+    Raises:
+        ValueError: the model needs something that this does not compute, or has a sliding window and neither bounds
+            nor a mask.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
+            raise ValueError("a sliding window needs the bounds of documents or a mask")
+        return folded_head_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if used := [name for name in ("position_bias", "softcap", "cache", "s_aux") if kwargs.get(name) is not None]:
+        raise ValueError(f"attention by document does not support {', '.join(used)}")
+    rows, heads, length, _ = query.shape
+    if torch.is_autocast_enabled(query.device.type):  # rotary embeddings leave queries and keys in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # rows joined end to end: [H, B * T, d]
+    joined = [states.transpose(0, 1).flatten(1, 2) for states in (query, key, value)]
+    if uses_varlen_kernel(query.device, query.dtype, query.shape[3], dropout):
+        out = _by_kernel(joined, cu_seq_lens_q, max_length_q, sliding_window, scaling)
+    else:
+        out = _one_by_one(joined, cu_seq_lens_q.diff().tolist(), sliding_window, scaling, dropout)
+    return out.view(rows, length, heads, value.shape[3]), None
+
+
+def _by_kernel(joined: list[Tensor], bounds: Tensor, longest: int, window: int | None, scaling: float | None) -> Tensor:
+    """Compute all documents with torch's varlen kernel, -> [B * T, H, d]. Never run: it needs a GPU."""
+    kernel = _varlen_attn()
+    assert kernel is not None
+    query, key, value = (states.transpose(0, 1) for states in joined)
+    # the kernel counts the positions before a query, a window in transformers the query as well
+    before = -1 if window is None else window - 1
+    out: Tensor = kernel(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out
+
+
+def _one_by_one(
+    joined: list[Tensor], lengths: list[int], window: int | None, scaling: float | None, dropout: float
+) -> Tensor:
+    """Compute each document with a call of its own, -> [B * T, H, d]."""
+    # split, not slices: the gradient of a slice is as long as the whole row
+    documents = zip(*(states.split(lengths, dim=1) for states in joined), strict=True)
+    outputs = []
+    for query, key, value in documents:
+        states = query[None], key[None], value[None]
+        if window is None or query.shape[1] <= window:
+            out = _causal(*states, scaling, dropout)
+        else:
+            out = _windowed(*states, window, scaling, dropout)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float) -> Tensor:
+    """Compute causal attention of one document, [1, H, L, d] and [1, H_kv, L, d] -> [1, H, L, d]."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.device.type == "cuda" and query.dtype not in _HALF:
+        # torch's only kernel for GPUs that takes groups in float32 stores all scores (never run)
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float | None, dropout: float) -> Tensor:
+    """Compute attention of one document longer than its sliding window, in blocks of queries with their keys.
+
+        window 3, blocks of 2     block 1   x . . .     block 2   x x x .     the same mask in all blocks,
+        (keys from left)                    x x                     x x x     cut where the document begins
+
+    The mask has `_WINDOW_QUERIES` x (window + `_WINDOW_QUERIES`) positions, whatever the length of the document.
+    """
+    length = query.shape[2]
+    size = min(_WINDOW_QUERIES, length)
+    rows = torch.arange(size, device=query.device)[:, None]
+    columns = torch.arange(window - 1 + size, device=query.device)[None]
+    visible = (rows <= columns) & (columns < rows + window)
+    outputs = []
+    for start in range(0, length, size):
+        end, first = min(start + size, length), max(0, start - window + 1)
+        mask = visible[: end - start, first - start + window - 1 : end - start + window - 1]
+        block = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        outputs.append(folded_head_attention(*block, mask[None, None], scaling, dropout))
+    return torch.cat(outputs, dim=2)

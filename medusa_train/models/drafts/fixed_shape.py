@@ -1,0 +1,252 @@
+"""Drafting in steps whose shapes and addresses are fixed, so that CUDA graphs can replay them.
+
+An accepted path is padded to the tree's depth and comes as tensors. Layers of a draft read all of it and write to slots
+of a cache of their own; what the padding writes lies after the accepted nodes, where it is masked and overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.amphista import AmphistaDraft
+from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.hydra import HydraDraft, HydraState
+from medusa_train.models.drafts.kangaroo import KangarooDraft
+from medusa_train.models.drafts.layers import DraftLayer
+from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
+from medusa_train.models.features import Features
+from medusa_train.models.layer_split import LayerInputs
+from medusa_train.models.slot_pass import SlotPass, slot_cache
+from medusa_train.trees.masks import MaskTable
+from medusa_train.trees.static_cache import StaticCache, move_columns
+from medusa_train.trees.tree import Level, Tree
+
+
+@dataclass(frozen=True)
+class AcceptedNodes:
+    """The accepted nodes of the last verified tree of B rows.
+
+    Attributes:
+        feats: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
+        path: the accepted nodes, the root first, long [B, D + 1], padded at the end.
+        counts: their number, long [B]. starts: position of the root, long [B].
+    """
+
+    feats: Features
+    tokens: Tensor
+    path: Tensor
+    counts: Tensor
+    starts: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Position of the next root, long [B]."""
+        return self.starts + self.counts
+
+    def along_path(self, values: Tensor) -> Tensor:
+        """Return the values [B, D + 1, ...] of the accepted nodes, of [B, n + 1, ...] of all."""
+        return values[self._rows[:, None], self.path]
+
+    def last(self, values: Tensor) -> Tensor:
+        """Return the values [B, ...] of the last accepted node, of [B, D + 1, ...] along the path."""
+        return values[self._rows, self.counts - 1]
+
+    @property
+    def _rows(self) -> Tensor:
+        return torch.arange(len(self.path), device=self.path.device)
+
+
+class FixedShapeDraft:
+    """Proposes from fixed buffers; one instance serves one answer after the other.
+
+    Args:
+        draft: whose heads it uses. tree: the only one that it fills, with its tensors on the device.
+        cache: the backbone's.
+
+    Attributes:
+        caches: of layers of the draft. The caller makes sure of their room before each `propose`.
+        exit_layer: number of layers of the backbone that `propose` runs itself.
+    """
+
+    exit_layer: int | None = None
+
+    def __init__(self, draft: Any, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+        self.tree = tree
+        self.caches: list[StaticCache] = []
+        self._max_position = backbone.max_context - 1
+        self._backbone_cache = cache
+        self._levels = tree.by_level  # computed here: it copies from the host, which a graph can't
+
+    def start(self, feats: Features, tokens: Tensor) -> None:
+        """Read the prompts, [B, T, d] and long [B, T]. The last position is read again as the first accepted node."""
+
+    def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
+        """Read the accepted nodes and guess the tokens below `roots`, long [B]."""
+        raise NotImplementedError
+
+    def _add_cache(self) -> StaticCache:
+        cache = StaticCache(1, self._backbone_cache.capacity, self._backbone_cache.block)
+        self.caches.append(cache)
+        return cache
+
+
+class _Medusa(FixedShapeDraft):
+    def __init__(self, draft: MedusaDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+        super().__init__(draft, backbone, tree, cache)
+        self._draft, self._stacked = draft, draft.stacked()
+
+    def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
+        hidden = accepted.last(accepted.along_path(accepted.feats.hidden))
+        return self._draft.propose(MedusaState(hidden, self._stacked), roots, self.tree)
+
+
+class _LayerSteps:
+    """A `DraftLayer` that reads accepted paths of D + 1 positions."""
+
+    def __init__(self, layer: DraftLayer, cache: StaticCache, depth: int, max_position: int) -> None:
+        parameter = next(layer.parameters())
+        self._layer = layer
+        self._cache = cache
+        self._max_position = max_position
+        self._offsets = torch.arange(depth + 1, device=parameter.device)
+        chain = self._offsets[:, None] >= self._offsets
+        self._mask = MaskTable(chain, self._offsets, layer.window, parameter.dtype)
+
+    def prefill(self, states: Tensor) -> Tensor:
+        """Read the prompts, [B, T, d] -> [B, T, d]."""
+        self._cache.reset()
+        positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+        return self._layer.extend(states, positions, self._cache)
+
+    def append(self, states: Tensor, starts: Tensor, key_length: int) -> Tensor:
+        """Read D + 1 positions from `starts` on, [B, D + 1, d] -> [B, D + 1, d]."""
+        slots = starts[:, None] + self._offsets
+        cache = slot_cache(self._cache.storage(key_length), slots, key_length)
+        positions = slots.clamp(max=self._max_position)
+        return self._layer.run_slots(states, positions, self._mask.at(starts, key_length), cache)
+
+
+class _Hydra(FixedShapeDraft):
+    def __init__(self, draft: HydraDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+        super().__init__(draft, backbone, tree, cache)
+        self._draft = draft
+        self._prefix: _LayerSteps | None = None
+        if draft.prefix is not None:
+            self._prefix = _LayerSteps(draft.prefix, self._add_cache(), tree.max_depth, self._max_position)
+
+    def start(self, feats: Features, tokens: Tensor) -> None:
+        if self._prefix is not None:
+            self._prefix.prefill(feats.hidden)
+
+    def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
+        states = accepted.along_path(accepted.feats.hidden)
+        if self._prefix is not None:
+            states = self._prefix.append(states, accepted.starts, nodes.key_length)
+        return self._draft.propose(HydraState(accepted.last(states), None), roots, self.tree)
+
+
+class _Amphista(FixedShapeDraft):
+    def __init__(self, draft: AmphistaDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+        super().__init__(draft, backbone, tree, cache)
+        self._draft, self._stacked = draft, draft.stacked()
+        self._layers = [
+            _LayerSteps(layer, self._add_cache(), tree.max_depth, self._max_position)
+            for layer in draft.layers
+            if isinstance(layer, DraftLayer)
+        ]
+
+    def start(self, feats: Features, tokens: Tensor) -> None:
+        following = tokens.roll(-1, dims=1)  # the last position is read again with the root
+        self._draft.stages(feats.hidden, following, lambda i, x: self._layers[i].prefill(x))
+
+    def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
+        rows = torch.arange(len(roots), device=roots.device)
+        following = accepted.along_path(accepted.tokens).roll(-1, dims=1)
+        following = following.index_put((rows, accepted.counts - 1), roots)
+
+        def append(i: int, x: Tensor) -> Tensor:
+            return self._layers[i].append(x, accepted.starts, nodes.key_length)
+
+        stages = self._draft.stages(accepted.along_path(accepted.feats.hidden), following, append)
+        return self._draft.guess([accepted.last(stage) for stage in stages], self._stacked, roots, self.tree)
+
+
+class _Kangaroo(FixedShapeDraft):
+    """The first layers and the adapter, level by level; no early exit, for which the host would wait at every level.
+
+    The adapter always reads the last accepted node together with the next root, whether it has read it or not.
+    """
+
+    def __init__(self, draft: KangarooDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+        super().__init__(draft, backbone, tree, cache)
+        self.exit_layer = draft.exit_layer
+        self._draft = draft
+        self._adapter_cache = self._add_cache()
+        inner = self._levels.inner
+        columns = [0 if column is None else column for column in self._levels.columns]
+        self._columns = torch.tensor(columns, device=inner.device)
+        # the last accepted node, then the inner nodes
+        visible = torch.ones(len(inner) + 1, len(inner) + 1, dtype=torch.bool, device=inner.device).tril()
+        visible[1:, 1:] = tree.ancestors[inner][:, inner]
+        self._depths = torch.cat([inner.new_zeros(1), tree.depths[inner] + 1])
+        self._offsets = torch.arange(len(inner) + 1, device=inner.device)
+        self._mask = MaskTable(visible, self._depths, draft.adapter.window, next(draft.adapter.parameters()).dtype)
+
+    def start(self, feats: Features, tokens: Tensor) -> None:
+        assert feats.early is not None
+        self._adapter_cache.reset()
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self._draft.adapter.extend(self._draft.cast(feats.early), positions, self._adapter_cache)
+
+    def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
+        draft, inputs = self._draft, self._draft.split.with_masks(nodes.positions, nodes.masks)
+        assert accepted.feats.early is not None
+        move_columns(self._adapter_cache.storage(nodes.key_length), accepted.starts, self._columns[accepted.path])
+        before = accepted.last(accepted.along_path(accepted.feats.early))[:, None]
+        slots = accepted.lengths[:, None] - 1 + self._offsets
+        positions = (accepted.lengths[:, None] - 1 + self._depths).clamp(max=self._max_position)
+        adapter = draft.runner.inputs(positions, self._mask.at(accepted.lengths - 1, nodes.key_length))
+        tokens, early = [roots[:, None]], []
+        for level in self._levels.levels:
+            first_layers = inputs.rows(level.first, level.last)
+            early.append(draft.split.run_first(tokens[-1], first_layers, nodes.cache(level.first, level.last)))
+            if level.last == self.tree.size + 1:
+                break
+            states = early[-1] if level.inner is None else early[-1][:, level.inner]
+            states = states if level.first else torch.cat([before, states], dim=1)
+            states = self._adapt(states, level, adapter, slots, nodes.key_length)
+            tokens.append(draft.top_tokens(draft.logits(states), level)[1])
+        return Proposal(torch.cat(tokens, dim=1), self.tree, torch.cat(early, dim=1))
+
+    def _adapt(self, states: Tensor, level: Level, inputs: LayerInputs, slots: Tensor, key_length: int) -> Tensor:
+        """The adapter's states [B, m, d] at a level's m inner nodes."""
+        last = level.inner_last + 1
+        first = last - states.shape[1]
+        cache = slot_cache(self._adapter_cache.storage(key_length), slots[:, first:last], key_length)
+        states = self._draft.runner.run(self._draft.cast(states), range(1), inputs.rows(first, last), cache)
+        out: Tensor = self._draft.runner.body.norm(states[:, level.inner_first - level.inner_last :])
+        return out
+
+
+_FIXED_SHAPES: dict[type[Proposer], type[FixedShapeDraft]] = {
+    MedusaDraft: _Medusa,
+    HydraDraft: _Hydra,
+    AmphistaDraft: _Amphista,
+    KangarooDraft: _Kangaroo,
+}
+
+
+def has_fixed_shape(draft: Proposer) -> bool:
+    """Return whether a draft fills the tree that it is given, instead of choosing the shape itself."""
+    return isinstance(draft, tuple(_FIXED_SHAPES))
+
+
+def fixed_shape_draft(draft: Proposer, backbone: Backbone, tree: Tree, cache: StaticCache) -> FixedShapeDraft:
+    """Return what drafts `tree` in steps of fixed shape, for a draft that `has_fixed_shape`."""
+    fixed = next(fixed for kind, fixed in _FIXED_SHAPES.items() if isinstance(draft, kind))
+    return fixed(draft, backbone, tree, cache)

@@ -1,0 +1,157 @@
+"""Lookahead decoding: n-grams from a window of Jacobi iterations, without training (Lookahead Decoding, Fu et al.)."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from medusa_train.models.drafts.base import Limits, Proposal
+from medusa_train.models.drafts.lookup import LookupDraft, LookupState
+from medusa_train.models.features import Features
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.side_rows import SideLayout, SideRows
+from medusa_train.trees.tree import Tree
+
+
+class LookaheadDraft(LookupDraft):
+    """Guesses n-grams that the backbone itself wrote ahead of the text, in the same passes that verify guesses.
+
+    The lookahead branch is a window of W columns and N - 1 levels of guessed tokens, the side rows of every pass. The
+    token of level l in column i stands l + i positions after the root; level 0 begins with the root itself. It attends
+    to level 0 up to its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A
+    pass gives the token after each column. With it a column is an n-gram for the pool, and the window moves on by one
+    position (Jacobi iteration): its levels become lower by one and the new tokens are the highest one. The
+    verification branch is the tree of the pool's n-grams that begin with the root.
+
+    The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same ones in every run.
+    It takes the most probable token however the text is sampled, and moves by one position however many tokens are
+    accepted, as in the authors' code.
+
+    Args:
+        window: W. ngram: N, at least 3.
+        guesses: G: n-grams that the pool keeps for each first token, and that are verified in a step.
+        pool_from_prompt: also fill the pool with the n-grams of the prompt and the answer.
+    """
+
+    def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True) -> None:
+        super().__init__(max_tokens=ngram - 1, nodes=guesses * (ngram - 1))
+        self.window = window
+        self.ngram = ngram
+        self.guesses = guesses
+        self.pool_from_prompt = pool_from_prompt
+        self._layout = window_layout(window, ngram, torch.device("cpu"))
+
+    def text(self, tokens: Sequence[int]) -> LookaheadText:
+        """Return the pool and the window for a prompt."""
+        return LookaheadText(tokens, self.window, self.ngram, self.guesses, self.pool_from_prompt)
+
+    def limits(self, tree: Tree) -> Limits:
+        """Return the limits of its own trees with the window."""
+        return Limits(self.nodes + self._layout.size, max(self.num_heads, self._layout.max_depth))
+
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> LookupState:
+        """Fill pools and windows from the prompts."""
+        if self._layout.depths.device != tokens.device:
+            self._layout = window_layout(self.window, self.ngram, tokens.device)
+        return super().start(feats, tokens, lengths, cache)
+
+    def side_rows(self, state: LookupState) -> SideRows:
+        """Return the windows, level by level."""
+        windows = [[token for level in text.levels for token in level] for text in _texts(state)]
+        return SideRows(torch.tensor(windows, device=self._layout.depths.device), self._layout)
+
+    def observe(self, state: LookupState, proposal: Proposal, logits: Tensor) -> LookupState:
+        """Move the windows on by the tokens after their columns, and take the n-grams of the columns into the pools.
+
+        The tokens cross from the device in one copy.
+        """
+        # in bfloat16 the argmax is slow on a CPU
+        following = torch.cat([proposal.tokens[:, :1], logits.float().argmax(-1)], dim=1).tolist()
+        for text, (root, *tokens) in zip(_texts(state), following, strict=True):
+            text.move_window(root, tokens)
+        return state
+
+
+class LookaheadText:
+    """The n-gram pool and the window of one row.
+
+    Args:
+        tokens: of the prompt. window, ngram, guesses, pool_from_prompt: see `LookaheadDraft`.
+
+    Attributes:
+        levels: N - 1 levels of the window; level 0 has W - 1 tokens, without the root, and the others have W.
+        pool: for each first token up to G times the N - 1 tokens after it, the most recently seen ones last.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], window: int, ngram: int, guesses: int, pool_from_prompt: bool = True
+    ) -> None:
+        draw = random.Random(0)
+        self.levels = [draw.choices(tokens, k=window - (level == 0)) for level in range(ngram - 1)]
+        self.pool: dict[int, dict[tuple[int, ...], None]] = {}
+        self._guesses = guesses
+        self._random_levels = ngram - 2  # above level 0, whose tokens are still those of the start
+        self._recent: deque[int] | None = deque(maxlen=ngram) if pool_from_prompt else None
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens, and take the n-grams that they end into the pool."""
+        if self._recent is None:
+            return
+        for token in tokens:
+            self._recent.append(token)
+            if len(self._recent) == self._recent.maxlen:
+                self._add(tuple(self._recent))
+
+    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
+        """Return the pool's n-grams after `root`, the most recent ones first; `length` is theirs."""
+        return list(reversed(self.pool.get(root, {})))
+
+    def move_window(self, root: int, following: list[int]) -> None:
+        """Take the columns' n-grams into the pool, and move the window on.
+
+        Args:
+            root: of the pass. following: the backbone's token after each column.
+        """
+        lowest, *upper = self.levels
+        if self._random_levels:
+            self._random_levels -= 1  # n-grams of random tokens would replace better ones
+        else:
+            for ngram in zip([root, *lowest], *upper, following, strict=True):
+                self._add(ngram)
+        self.levels = [upper[0][1:], *upper[1:], following]
+
+    def _add(self, ngram: tuple[int, ...]) -> None:
+        """Make an n-gram the most recent one of its first token, and drop the oldest one above G."""
+        entries = self.pool.setdefault(ngram[0], {})
+        entries.pop(ngram[1:], None)
+        entries[ngram[1:]] = None
+        if len(entries) > self._guesses:
+            del entries[next(iter(entries))]
+
+
+def window_layout(window: int, ngram: int, device: torch.device) -> SideLayout:
+    """Return positions and mask of a window of W columns and N - 1 levels, level by level.
+
+    W = 3, N = 4:           depth  0  1  2  3  4
+        level 0                    r--a--b               r is the root, not a side row
+        level 1                     \\  \\  \\
+                                    c  d  e              as a tree: b's parent is a, e's is b, h's is e
+        level 2                      \\  \\  \\
+                                     f  g  h             the outputs
+    """
+    parents = list(range(-1, window - 2))
+    first = -1  # index of column 0 in the level before; the root's is -1
+    for _ in range(ngram - 2):
+        parents += range(first, first + window)
+        first = len(parents) - window
+    return SideLayout(parents, window, device)
+
+
+def _texts(state: LookupState) -> list[LookaheadText]:
+    return cast("list[LookaheadText]", state.texts)

@@ -1,0 +1,190 @@
+"""Drafts without training, which look up what may follow the last tokens; those that copy: prompt lookup and REST."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from medusa_train.data.datastore import Datastore
+from medusa_train.models.drafts.base import Limits, Proposal, Proposer
+from medusa_train.models.features import Features
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.row_trees import RowTrees, TokenTree
+from medusa_train.trees.side_rows import SideRows
+from medusa_train.trees.tree import Tree
+
+MAX_CANDIDATES = 32  # continuations that are compared per step; more change little and cost time
+
+
+class Text(Protocol):
+    """The tokens of a row so far."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+
+    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
+        """Return guesses of up to `length` tokens each after the text and `root`, the most plausible first."""
+
+
+class LookupState(NamedTuple):
+    """The texts of B rows, up to their next roots."""
+
+    texts: list[Text]
+
+
+class LookupDraft(Proposer):
+    """Looks up continuations of each row's text.
+
+    One continuation forms a chain, several form a tree; of this, the nodes through which most continuations pass are
+    proposed. The trees are chosen here, whatever tree is asked for, and where nothing is found a step decodes plainly.
+
+    Args:
+        max_tokens: longest continuation. nodes: most nodes of a proposal below the root.
+    """
+
+    def __init__(self, max_tokens: int, nodes: int) -> None:
+        self.num_heads = min(max_tokens, nodes)
+        self.nodes = nodes
+        self._root_only = Tree.empty()
+
+    @abstractmethod
+    def text(self, tokens: Sequence[int]) -> Text:
+        """Return a row's text with the tokens of its prompt."""
+
+    def limits(self, tree: Tree) -> Limits:
+        """Return the limits of its own trees."""
+        return Limits(self.nodes, self.num_heads)
+
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> LookupState:
+        """Index the prompts."""
+        if self._root_only.depths.device != tokens.device:
+            self._root_only = Tree.empty().to(tokens.device)
+        rows = zip(tokens.tolist(), lengths, strict=True)
+        return LookupState([self.text(row[:length]) for row, length in rows])
+
+    def guess(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
+        """Return a tree of guesses below each row's root, possibly without any."""
+        trees = []
+        for text, root in zip(state.texts, roots, strict=True):
+            tree = TokenTree([root])
+            for continuation in text.continuations(root, self.num_heads):
+                tree.add(continuation)
+            trees.append(tree.most_frequent(self.nodes))
+        return trees
+
+    def side_rows(self, state: LookupState) -> SideRows | None:
+        """Return the rows that it runs through the backbone beside its tree; None where it needs none."""
+        return None
+
+    def propose(self, state: LookupState, roots: Tensor, tree: Tree) -> Proposal:
+        """Propose the continuations of each row's text."""
+        trees = self.guess(state, roots.tolist())
+        side = self.side_rows(state)
+        if not any(one.size for one in trees):
+            return Proposal(roots[:, None], self._root_only, side=side)
+        return propose_trees(trees, roots.device, side)
+
+    def advance(
+        self, state: LookupState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+    ) -> LookupState:
+        """Append the accepted tokens to the texts."""
+        for text, tokens, path in zip(state.texts, proposal.tokens.tolist(), paths, strict=True):
+            text.extend(tokens[node] for node in path)
+        return state
+
+    def select_rows(self, state: LookupState, rows: Sequence[int]) -> LookupState:
+        """Return the texts of `rows`."""
+        return LookupState([state.texts[row] for row in rows])
+
+
+class PromptLookupDraft(LookupDraft):
+    """Copies what followed the last tokens earlier in the prompt and the answer (prompt lookup decoding, Saxena 2023).
+
+    Args:
+        max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
+    """
+
+    def __init__(self, max_ngram: int = 3, max_tokens: int = 10, nodes: int = 10) -> None:
+        super().__init__(max_tokens, nodes)
+        self.max_ngram = max_ngram
+
+    def text(self, tokens: Sequence[int]) -> Text:
+        """Return the prompt with an index of its n-grams."""
+        return NgramIndex(tokens, self.max_ngram)
+
+
+class NgramIndex:
+    """A text with the positions of its n-grams, n = 1..max_ngram; a token costs as many dictionary entries."""
+
+    def __init__(self, tokens: Iterable[int], max_ngram: int) -> None:
+        self._max_ngram = max_ngram
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # positions after each occurrence, increasing
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+        for token in tokens:
+            self._tokens.append(token)
+            end = len(self._tokens)
+            for n in range(1, min(self._max_ngram, end) + 1):
+                self._ends.setdefault(tuple(self._tokens[end - n :]), []).append(end)
+
+    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
+        """Return what followed the longest n-gram that ends with `root`, the most recent occurrences first."""
+        recent = [*self._tokens[len(self._tokens) - min(len(self._tokens), self._max_ngram - 1) :], root]
+        for start in range(len(recent)):
+            if ends := self._ends.get(tuple(recent[start:])):
+                return [self._after(end, root, length) for end in ends[: -MAX_CANDIDATES - 1 : -1]]
+        return []
+
+    def _after(self, position: int, root: int, length: int) -> Sequence[int]:
+        """The tokens from `position` on; the root follows the text."""
+        tokens = self._tokens[position : position + length]
+        return tokens if len(tokens) == length else [*tokens, root]
+
+
+class RestDraft(LookupDraft):
+    """Copies from a datastore, such as the model's own answers (REST: Retrieval-Based Speculative Decoding).
+
+    Args:
+        datastore: sorted by at least `max_ngram` tokens; by `max_ngram + max_tokens`, its samples are representative.
+        max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
+    """
+
+    def __init__(self, datastore: Datastore, max_ngram: int = 16, max_tokens: int = 10, nodes: int = 16) -> None:
+        super().__init__(max_tokens, nodes)
+        self.max_ngram = max_ngram
+        self.datastore = datastore
+
+    def text(self, tokens: Sequence[int]) -> Text:
+        """Return the end of the prompt, by which continuations are looked up."""
+        return _DatastoreText(self.datastore, tokens, self.max_ngram)
+
+
+class _DatastoreText:
+    """The last tokens of a text."""
+
+    def __init__(self, datastore: Datastore, tokens: Sequence[int], max_ngram: int) -> None:
+        self._datastore = datastore
+        self._recent = deque(tokens, maxlen=max_ngram - 1)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+        self._recent.extend(tokens)
+
+    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
+        """Return what follows the longest n-gram of the datastore that ends with `root`."""
+        return self._datastore.continuations([*self._recent, root], length, MAX_CANDIDATES)
+
+
+def propose_trees(trees: Sequence[TokenTree], device: torch.device, side: SideRows | None = None) -> Proposal:
+    """Return the proposal of one tree per row; rows with fewer nodes are padded."""
+    row_trees = RowTrees([tree.parents for tree in trees], device)
+    tokens = [tree.tokens + [0] * (row_trees.size - tree.size) for tree in trees]
+    return Proposal(torch.tensor(tokens, device=device), row_trees, side=side)

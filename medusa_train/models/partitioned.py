@@ -1,0 +1,109 @@
+"""Read and change weights that DeepSpeed's ZeRO-3 has partitioned: gathered for as long as a block of code runs.
+
+Everything here is a collective operation: all processes call it for the same parameters in the same order. Parameters
+that are not partitioned, or are gathered already, are left alone, so that one process needs no other code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    """Return whether this process holds only a part of a parameter, in its `ds_tensor`."""
+    status = getattr(tensor, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """Return a parameter's shape, partitioned or not."""
+    shape: torch.Size = tensor.ds_shape if is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
+    return shape
+
+
+@contextmanager
+def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[None]:
+    """Make parameters whole in all processes.
+
+    Args:
+        parameters: those that are not partitioned are ignored.
+        modify: they are changed in the block; rank 0's values are kept.
+    """
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if modify else None):
+        yield
+
+
+@contextmanager
+def gathering_modules(model: nn.Module) -> Iterator[None]:
+    """Gather each module's weights while its forward pass runs, before DeepSpeed's engine does so; no gradients."""
+    running: dict[nn.Module, ExitStack] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module not in running:  # otherwise an earlier pass raised in it, and it is gathered still
+            running[module] = ExitStack()
+            running[module].enter_context(gathered(module.parameters(recurse=False)))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop(module).close()
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if any(is_partitioned(parameter) for parameter in module.parameters(recurse=False)):
+                hooks.callback(module.register_forward_pre_hook(enter).remove)
+                hooks.callback(module.register_forward_hook(leave).remove)
+        try:
+            yield
+        finally:
+            for stack in reversed(running.values()):  # of a forward pass that raised
+                stack.close()
+
+
+def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool, copy: bool) -> dict[str, Tensor]:
+    """Return tensors by name, whole; partitioned ones are gathered one at a time and copied to CPU memory.
+
+    Args:
+        keep: False in processes that only take part in gathering, which get an empty dict.
+        copy: copy those that are not partitioned to CPU memory as well.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        to_copy = copy or is_partitioned(tensor)
+        with gathered([tensor]):
+            if keep:
+                whole[name] = tensor.detach().to("cpu", copy=True) if to_copy else tensor.detach()
+    return whole
+
+
+def make_whole(parameters: Iterable[nn.Parameter], *, keep: bool) -> None:
+    """End partitioning, once nothing is computed with these parameters any more.
+
+    Where `keep` is True they are whole afterwards, in CPU memory; elsewhere they are empty.
+    """
+    for parameter in parameters:
+        if not is_partitioned(parameter):
+            continue
+        with gathered([parameter]):
+            whole = parameter.detach().to("cpu", copy=True) if keep else None
+        if whole is not None:
+            parameter.data = whole
+            parameter.ds_status = type(parameter.ds_status).AVAILABLE  # type: ignore[attr-defined]
+
+
+def to_float32(module: nn.Module) -> None:
+    """Convert a module's weights to float32, each process its part of them."""
+    for parameter in module.parameters():
+        if is_partitioned(parameter):
+            part = parameter.ds_tensor  # type: ignore[attr-defined]
+            part.data = part.data.float()
+    module.float()

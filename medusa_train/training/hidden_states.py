@@ -1,0 +1,249 @@
+"""Keep the hidden states of a frozen backbone on disk, so that later epochs and runs need no pass of it.
+
+A document's states depend on its tokens alone: it starts at position 0 and attends to nothing else, packed or not. They
+are stored as computed in the batch that has the document first, and read from then on. The rounding of a pass depends
+on the shape of its batch, so a run with the cache equals one without it to the bit where a document's batches have the
+same shape in all epochs, and up to rounding elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Batch
+from medusa_train.data.examples import Example
+from medusa_train.data.state_store import StateFormat, StateStore, distinct_documents, document_key
+from medusa_train.errors import ConfigError
+from medusa_train.io import describe_size, replace_text, write_failure
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.features import Features, FeatureSpec
+from medusa_train.training.distributed import SINGLE_PROCESS, World
+
+_LIBRARIES = ("torch", "transformers")
+#: Entries of a model's config that do not affect its hidden states.
+_NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+
+
+@dataclass
+class HiddenStateCache:
+    """The states of a frozen backbone: read from disk, or computed and stored.
+
+    Attributes:
+        store: the states on disk.
+        device: where features are returned.
+        rope_switch: see `Backbone`; beyond it a model computes the whole batch with other positions.
+        world: the processes that train together; all of them call `features`, the same number of times.
+        warn: prints a line.
+        read, computed: number of documents whose states were read, and computed, by this process.
+    """
+
+    store: StateStore
+    device: torch.device
+    rope_switch: int | None = None
+    world: World = SINGLE_PROCESS
+    warn: Callable[[str], None] = print
+    read: int = 0
+    computed: int = 0
+    _writable: bool = field(default=True, repr=False)
+    _warned: bool = field(default=False, repr=False)
+
+    def features(self, batch: Batch, compute: Callable[[], Features]) -> Features:
+        """Return the features of `batch`; `compute` runs the backbone on it, unless all documents are stored.
+
+        The states at padding are zero where they are read, and the backbone's where it ran. A backbone that is
+        partitioned over the processes has to run in all of them, so it runs if any process lacks a document.
+        """
+        documents = list(self._documents(batch))
+        states, missing = self._read(batch, documents)
+        if missing and self.world.size > 1:  # other processes may have stored them meanwhile
+            self.store.refresh()
+            states, missing = self._read(batch, documents)
+        if not self.world.any(bool(missing)):
+            self.read += len(documents)
+            return Features(*states.to(self.device, non_blocking=True))
+        feats = compute()
+        self.computed += len(documents)
+        computed = _states_of(feats)
+        for document in documents:
+            if document not in missing:  # keep the values of the batch that had it first: a resumed run reads them
+                for state, stored in zip(computed, states, strict=True):
+                    state[document.row, document.part] = stored[document.row, document.part].to(self.device)
+        self._write(missing, computed)
+        return feats
+
+    def describe(self) -> str:
+        """Return what this process read and computed, in one sentence."""
+        damaged = f"; {self.store.damaged} entries were damaged" if self.store.damaged else ""
+        return (
+            f"states of {self.read:,} documents read, of {self.computed:,} computed{damaged} ({self.store.directory})"
+        )
+
+    def _documents(self, batch: Batch) -> Iterator[_Document]:
+        """Yield the documents of all rows."""
+        if batch.documents is None:
+            raise ValueError("the batch was not collated from examples")
+        context = ""
+        if self.rope_switch is not None and int(batch.positions.max()) >= self.rope_switch:
+            context = "beyond rope_switch"
+        for row, examples in enumerate(batch.documents):
+            start = 0
+            for example in examples:
+                end = start + len(example)
+                yield _Document(document_key(example, context), row, slice(start, end))
+                start = end
+
+    def _read(self, batch: Batch, documents: list[_Document]) -> tuple[Tensor, list[_Document]]:
+        """Return the stored states [states, B, T, d], on the CPU, and the documents that have none."""
+        spec = self.store.format
+        pinned = self.device.type == "cuda"
+        states = torch.zeros(spec.states, *batch.tokens.shape, spec.width, dtype=spec.dtype, pin_memory=pinned)
+        missing: list[_Document] = []
+        for document in documents:
+            values = self.store.read(document.key, document.part.stop - document.part.start)
+            if values is None:
+                missing.append(document)
+            else:
+                states[:, document.row, document.part] = values
+        if self.store.damaged and not self._warned:
+            self._warned = True
+            self.warn(
+                f"cache_hidden_states: damaged entries in {self.store.directory}; their states are computed again"
+            )
+        return states, missing
+
+    def _write(self, documents: list[_Document], computed: list[Tensor]) -> None:
+        """Store the states of `documents`, each computed tensor [B, T, d]; a full disk ends storing, not the run."""
+        if not documents or not self._writable:
+            return
+        states = [state.cpu() for state in computed]
+        try:
+            for document in documents:
+                if document.key not in self.store:  # twice in one batch
+                    values = torch.stack([state[document.row, document.part] for state in states])
+                    self.store.append(document.key, values)
+        except OSError as error:
+            self._writable = False
+            reason = write_failure("hidden states", self.store.directory, error)
+            self.warn(f"cache_hidden_states: {reason}; states that are not stored are computed in every epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """A document's key and its place in a batch."""
+
+    key: str
+    row: int
+    part: slice
+
+
+def _states_of(feats: Features) -> list[Tensor]:
+    return [feats.hidden] if feats.early is None else [feats.hidden, feats.early]
+
+
+# Start of a run
+
+
+def open_hidden_states(
+    cfg: TrainConfig, examples: Iterable[Example], need: FeatureSpec, backbone: Backbone, world: World, console: Console
+) -> HiddenStateCache:
+    """Open the cache of `backbone` under `dataset_prepared_path` and print the size that it will have.
+
+    Args:
+        cfg: of the run. examples: all of its documents, validation included.
+        need: states to keep. backbone: frozen, with whole weights in every process.
+        world: the processes that train together. console: for notes.
+
+    Raises:
+        ConfigError: the disk has too little space for the states that are not stored yet, or cannot be written to.
+    """
+    prepared = Path(cfg.dataset_prepared_path or ".").expanduser()
+    fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=cfg.tf32))
+    directory = prepared / f"hidden-states-{fingerprint[:32]}"
+    spec = _computed_format(backbone, need)
+    store = StateStore(directory, spec, world.rank)
+
+    def check() -> str:
+        line = _check_space(store, distinct_documents(examples))
+        about = {"base_model": cfg.base_model, "early": need.early, "width": spec.width, "dtype": str(spec.dtype)}
+        try:
+            replace_text(directory / "about.json", json.dumps(about) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cache_hidden_states: {write_failure('about.json', directory, error)}") from error
+        return line
+
+    line = world.run_on_main(check)
+    console.print(f"hidden states: {line}", highlight=False, soft_wrap=True)
+    return HiddenStateCache(
+        store, backbone.device, backbone.rope_switch, world, lambda text: console.print(text, style="yellow")
+    )
+
+
+def state_format(need: FeatureSpec, width: int, dtype: torch.dtype) -> StateFormat:
+    """Return the format of the states that a draft needs."""
+    return StateFormat(1 if need.early is None else 2, width, dtype)
+
+
+@torch.no_grad()
+def _computed_format(backbone: Backbone, need: FeatureSpec) -> StateFormat:
+    """Return the format of the states that the backbone computes for one token."""
+    feats = backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need)
+    states = torch.stack(_states_of(feats))
+    return state_format(need, states.shape[-1], states.dtype)
+
+
+def describe_states(format: StateFormat, tokens: int) -> str:
+    """Return the arithmetic of the size of `tokens` tokens' states."""
+    states = "" if format.states == 1 else f" x {format.states} states"
+    return f"{tokens:,} tokens x {format.width:,} values{states} x {format.dtype.itemsize} bytes"
+
+
+def backbone_fingerprint(backbone: Backbone, need: FeatureSpec, *, tf32: bool = False) -> str:
+    """Digest everything that determines the states besides the tokens: weights, config, needs and library versions."""
+    config = backbone.model.config.to_dict()
+    inputs = {
+        "config": {name: value for name, value in config.items() if name not in _NAMES},
+        "early": need.early,
+        "dtype": str(backbone.dtype),
+        "tf32": tf32,
+        "libraries": [metadata.version(name) for name in _LIBRARIES],
+    }
+    digest = sha256(json.dumps(inputs, sort_keys=True, default=str).encode())
+    for name, value in backbone.model.state_dict().items():
+        if isinstance(value, Tensor):
+            digest.update(f"{name}{value.dtype}{list(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_space(store: StateStore, documents: dict[str, int]) -> str:
+    """Describe the size of the states of `documents` in one line.
+
+    Raises:
+        ConfigError: those that are not stored yet do not fit on the disk.
+    """
+    spec, directory = store.format, store.directory
+    needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
+    existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    tokens = sum(documents.values())
+    if needed > free:
+        raise ConfigError(
+            f"cache_hidden_states: {directory} needs {describe_size(needed)} more ({describe_states(spec, tokens)}), "
+            f"{describe_size(free)} are free. Set dataset_prepared_path to a directory on a larger disk, or "
+            "cache_hidden_states: false"
+        )
+    return (
+        f"{describe_states(spec, tokens)} = {describe_size(spec.size(tokens))} in {directory}, "
+        f"{describe_size(needed)} of them still to be computed"
+    )

@@ -1,0 +1,115 @@
+"""Trees that differ between the rows of a batch and from step to step, as drafts that copy text propose them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from medusa_train.trees.tree import Nodes
+
+
+class RowTrees:
+    """One tree per row, padded to the nodes of the largest one.
+
+    Unlike `Tree`, which is built once, this is built in every step, so it holds only what verification reads. Padding
+    comes after a row's nodes and counts as children of the root that `row` does not list, so it is never accepted.
+
+    Args:
+        parents: per row the parent of every node; -1 for the root, which comes first. Parents come before children.
+        device: of the tensors.
+
+    Attributes:
+        size: nodes of the largest tree without the root, n. max_depth: of the deepest tree.
+        parents: long [B, n + 1], -1 for the root.
+        depths: long [B, n + 1].
+        ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root included.
+    """
+
+    def __init__(self, parents: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._rows = [_RowTree(row) for row in parents]
+        self.size = max(row.size for row in self._rows)
+        self.max_depth = max(max(row.depth_list) for row in self._rows)
+        shape = len(parents), self.size + 1
+        self.parents = torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in parents], device=device)
+        self.depths = torch.tensor([row.depth_list + [1] * (self.size - row.size) for row in self._rows], device=device)
+        ancestors = np.zeros((*shape, shape[1]), dtype=np.bool_)
+        ancestors[:, range(shape[1]), range(shape[1])] = True
+        ancestors[:, :, 0] = True
+        for mask, row in zip(ancestors, self._rows, strict=True):
+            for node, parent in enumerate(row.parent_list[1:], start=1):
+                mask[node] |= mask[parent]
+        self.ancestors = torch.from_numpy(ancestors).to(device)
+
+    def row(self, index: int) -> Nodes:
+        """Return the tree of a row, without padding."""
+        return self._rows[index]
+
+
+class _RowTree(Nodes):
+    def __init__(self, parents: Sequence[int]) -> None:
+        self.parent_list = list(parents)
+
+
+@dataclass
+class TokenTree:
+    """Guessed tokens as a tree that grows: equal continuations share their nodes.
+
+    Attributes:
+        tokens: of every node, the root's first. parents: of every node; -1 for the root.
+        counts: how many of the added continuations pass through a node.
+    """
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * len(self.tokens)
+        edges = zip(self.parents[1:], self.tokens[1:], strict=True)
+        self._children = {edge: node for node, edge in enumerate(edges, start=1)}
+
+    @property
+    def size(self) -> int:
+        """Number of nodes without the root."""
+        return len(self.tokens) - 1
+
+    def child(self, parent: int, token: int) -> int:
+        """Return the child of `parent` with this token, added if there is none."""
+        node = self._children.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.counts.append(0)
+        return node
+
+    def add(self, continuation: Sequence[int]) -> None:
+        """Add a continuation of the root, and count its nodes."""
+        node = 0
+        for token in continuation:
+            node = self.child(node, token)
+            self.counts[node] += 1
+
+    def most_frequent(self, size: int) -> TokenTree:
+        """Return the tree of the `size` most frequent nodes; ties go to the shallower, then to the one added first.
+
+        A node is never more frequent than its parent, so parents are kept with their children.
+        """
+        if self.size <= size:
+            return self
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.counts[node], depths[node], node))
+        kept = [0, *sorted(order[:size])]
+        index = {node: i for i, node in enumerate(kept)}
+        parents = [-1, *(index[self.parents[node]] for node in kept[1:])]
+        return TokenTree([self.tokens[node] for node in kept], parents, [self.counts[node] for node in kept])
+
+    def merge(self, other: TokenTree) -> None:
+        """Add the nodes of another tree below the same root; equal children are one node."""
+        nodes = [0]
+        for parent, token in zip(other.parents[1:], other.tokens[1:], strict=True):
+            nodes.append(self.child(nodes[parent], token))
