@@ -5,10 +5,14 @@ Imports torch only once the paths are resolved: a wrong path is refused at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
+from medusa_train.config.drafts import LOOKUPS, LookupChoice
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import EvalConfig
 
 if TYPE_CHECKING:
     from medusa_train.inference.model import Model
@@ -21,8 +25,11 @@ def load(
     tree: str | Path | None = None,
     dtype: str = "auto",
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     compile: bool = False,
+    draft: str | None = None,
+    draft_settings: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a trained model, or a backbone alone.
 
@@ -30,31 +37,53 @@ def load(
         model: run directory or directory of heads; defaults to the newest run under runs/.
         base_model: directory or Hugging Face hub name of the backbone; defaults to the one that the heads were trained
             with. Given without `model`, the backbone decodes plainly, without heads.
-        tree: tree file; defaults to tree.json beside the heads.
+        tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic": a tree for every step, chosen by
+            the heads' confidences; the text is the same.
         dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast bfloat16 matrix
             products, else float16 on a GPU and float32 on a CPU.
-        chat_template: name of a chat template; defaults to the run's, else the tokenizer's.
+        chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the tokenizer's.
+        chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`; defaults to the
+            run's.
         trust_remote_code: allow Python code that the backbone's repository ships.
         compile: compile the decoding passes with torch.compile: up to a minute more to start, faster steps.
+        draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the heads, or beside them
+            ("medusa+prompt_lookup").
+        draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}` (docs/configuration.md); "rest" needs
+            a `datastore`.
 
     Raises:
+        ConfigError: no such draft or settings.
+        DataError: the datastore cannot be read.
         CheckpointError: no such run or heads, or files that cannot be read.
         BackboneError: the backbone cannot be found or loaded.
     """
+    lookup = None if draft is None else _choose_lookup(draft, draft_settings or {})
     paths = resolve_model(
         None if model is None else str(model),
         None if base_model is None else str(base_model),
-        None if tree is None else Path(tree),
+        tree,
         chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
         trust_remote_code=trust_remote_code,
+        lookup=lookup,
     )
     return open_model(paths, dtype, compiled=compile)
 
 
+def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | None:
+    """Validate a draft and its settings by the keys of `medusa-eval`."""
+    keys: dict[str, object] = {"draft": draft}
+    kind = draft.rpartition("+")[2]
+    if settings and kind in LOOKUPS:
+        keys[LOOKUPS[kind][1]] = dict(settings)
+    return load_config(EvalConfig, None, flags=keys).lookup_choice
+
+
 def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    from medusa_train.checkpoint.load_model import load_with_draft
+    from medusa_train.checkpoint.load_model import load_with_draft, require_dynamic_trees
     from medusa_train.inference.model import Model
 
     loaded = load_with_draft(paths, dtype, compiled=compiled)
-    return Model(loaded.backbone, loaded.draft, loaded.tree, paths.chat_template)
+    require_dynamic_trees(loaded, paths)
+    return Model(loaded.backbone, loaded.proposer, loaded.tree, paths.chat_template, paths.chat_template_kwargs)

@@ -24,7 +24,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota exceed
 _SCAN_BYTES = 1 << 16
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` atomically: readers see the old content or the new one, after a crash too.
 
     `write` fills a temporary file in the same directory, which is flushed to disk and renamed. Its name is random, so
@@ -154,14 +154,15 @@ def json_line(record: Mapping[str, Any]) -> bytes:
         return (json.dumps(record) + "\n").encode()
 
 
-def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in bytes, line with its newline) of every line, without an incomplete last one.
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset in bytes, line with its newline) of every line from offset `start`, without an incomplete last one.
 
     Raises:
         OSError: the file cannot be read, or does not exist.
     """
-    offset = 0
+    offset = start
     with path.open("rb") as file:
+        file.seek(start)
         for line in file:
             if not line.endswith(b"\n"):
                 return
@@ -177,8 +178,8 @@ def write_failure(what: str, directory: Path, error: Exception, needed: int | No
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if _errno(error) in _DISK_FULL:
         existing = next((path for path in (directory, *directory.parents) if path.exists()), Path())
-        free = f"{_size(shutil.disk_usage(existing).free)} free"
-        reason += f" ({free})" if needed is None else f" ({_size(needed)} needed, {free})"
+        free = f"{describe_size(shutil.disk_usage(existing).free)} free"
+        reason += f" ({free})" if needed is None else f" ({describe_size(needed)} needed, {free})"
     return f"could not write {what} to {directory}: {reason}"
 
 
@@ -217,7 +218,8 @@ def _errno(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
-def _size(size: int) -> str:
+def describe_size(size: int) -> str:
+    """Format a number of bytes: 31.2 GiB, 4.0 KiB, 17 bytes."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:,.1f} {name}"

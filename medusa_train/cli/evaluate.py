@@ -47,29 +47,56 @@ def evaluate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Run directory or heads; default: the newest run.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, baselines only.")] = None,
-    tree: Annotated[str | None, typer.Option(help="Tree file; default: the run's tree.json.")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="fixed (default: the run's tree.json), dynamic, or a tree file.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Without training: prompt_lookup, lookahead, rest; added to heads: medusa+prompt_lookup."),
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="By name; default: the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto: the fastest here for plain decoding.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="greedy (default), sampling or typical.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling and typical acceptance.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Answer this many questions in the same passes.")] = None,
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions, of all categories.")] = None,
     judge_base_url: Annotated[str | None, typer.Option(help="Server that grades the answers.")] = None,
     judge_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
     output_dir: Annotated[str | None, typer.Option(help="Directory of the report; default: RUN/eval/BENCH.")] = None,
+    server_url: Annotated[
+        str | None, typer.Option(help="Measure through this OpenAI-compatible server, http://HOST:PORT/v1.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="Its counterpart without heads, measured in turns.")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Start vLLM with and without the heads, and measure it.")
+    ] = False,
 ) -> None:
-    """Measure speed and output equality of the tree, plain decoding, and transformers' generate."""
+    """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or servers."""
     started = time.perf_counter()
     flags = {
         "bench": bench,
         "model": model,
         "base_model": base_model,
         "tree": tree,
+        "draft": draft,
         "max_new_tokens": max_new_tokens,
         "chat_template": chat_template,
         "dtype": dtype,
+        "acceptance": acceptance,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "batch_size": batch_size,
         "limit": limit,
         "judge_base_url": judge_base_url,
         "judge_model": judge_model,
         "output_dir": output_dir,
+        "server_url": server_url,
+        "against": against,
+        "serve": serve or None,
     }
     if calibrate + compare + interactive > 1:
         raise ConfigError("--calibrate, --compare and --interactive exclude each other; give one of them")
@@ -78,6 +105,13 @@ def evaluate(
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
     questions = None if interactive else _load_bench(cfg)
+    if cfg.uses_server:
+        if calibrate or interactive or questions is None:
+            raise ConfigError("--calibrate and --interactive use no server; remove --serve, or server_url")
+        _measure_servers(cfg, questions, RunProgress(_console(), started))
+        return
+    if calibrate and cfg.draft is not None:
+        raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
     console = _console()
     progress = RunProgress(console, started)
@@ -111,17 +145,37 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
     return resolve_model(
         cfg.model,
         cfg.base_model,
-        None if cfg.tree is None else Path(cfg.tree),
+        cfg.tree,
         chat_template=cfg.chat_template,
+        chat_template_kwargs=cfg.chat_template_kwargs,
         trust_remote_code=cfg.trust_remote_code,
+        lookup=None if cfg.uses_server else cfg.lookup_choice,
     )
+
+
+def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> None:
+    """Measure running servers, or those that `serve` starts. With a running server, a run only sets the directory."""
+    at_server = {"base_model": None, "chat_template": None}  # names of the server, not of this machine
+    local = cfg if cfg.serve else cfg.model_copy(update=at_server)
+    paths = _resolve_paths(local) if cfg.serve or cfg.model is not None else None
+    what = cfg.server_url if paths is None or not cfg.serve else f"vLLM with the heads of {paths.name or paths.home}"
+    versus = f" against {cfg.against}" if cfg.against else ""
+    asked = f"bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    counts = ", ".join(map(str, cfg.concurrency))
+    progress.print(f"medusa-eval: {what}{versus}; {asked}; concurrency {counts}")
+    with progress.phase("importing torch and transformers", ticking=True):
+        from medusa_train.server_bench.run import measure_servers
+        from medusa_train.training.signals import sigterm_as_interrupt
+    command = shlex.join(["medusa-eval", *sys.argv[1:]])
+    with sigterm_as_interrupt():  # servers are stopped at SIGTERM and when the terminal is closed, too
+        _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
 
 
 def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     from medusa_train.api import open_model
     from medusa_train.cli.chat import Chat
 
-    Chat(open_model(paths, cfg.dtype, compiled=cfg.compile), console, cfg.max_new_tokens).run()
+    Chat(open_model(paths, cfg.dtype, compiled=cfg.compile is True), console, cfg.max_new_tokens).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
@@ -145,10 +199,11 @@ def _console() -> Console:
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     """Return what is evaluated, defaults included."""
     asked = "" if bench is None else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    draft = "" if paths.lookup is None else f", draft {paths.lookup.describe()}"
     if paths.name is None:
-        return f"medusa-eval: backbone {paths.base_model} alone, no heads{asked}"
+        return f"medusa-eval: backbone {paths.base_model}{draft or ' alone, no heads'}{asked}"
     newest = " (the newest run)" if cfg.model is None else ""
-    return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}{asked}"
+    return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}{draft}{asked}"
 
 
 def main() -> None:

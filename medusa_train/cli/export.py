@@ -34,6 +34,8 @@ code's, TGI's, vLLM's, or a full Medusa-2 model); it defaults to the newest run 
 
   trtllm        TensorRT-LLM: heads, the backbone's config, the tree as --medusa_choices
 
+  transformers  generate(custom_generate=DIRECTORY) of transformers: heads, tree and the code that decodes with them
+
   merged        the jointly trained backbone, adapter merged, for plain transformers and every server
 
 Each export has a model card. --push-to-hub OWNER/NAME uploads it; a new repository is private unless private=false.
@@ -47,7 +49,9 @@ def export(
         list[str] | None,
         typer.Argument(metavar="[RUN | CONFIG.yaml] [key=value ...]", help="the run, or a configuration, and keys"),
     ] = None,
-    to: Annotated[str | None, typer.Option(help="reference, reference-v2, tgi, vllm, trtllm or merged")] = None,
+    to: Annotated[
+        str | None, typer.Option(help="reference, reference-v2, tgi, vllm, trtllm, transformers or merged")
+    ] = None,
     output_dir: Annotated[str | None, typer.Option(help="default: export/TO in the run directory")] = None,
     push_to_hub: Annotated[str | None, typer.Option(help="upload to this repository of the hub")] = None,
 ) -> None:
@@ -58,20 +62,25 @@ def export(
 
     paths = resolve_model(cfg.run, None, None, needs_backbone=False)
 
-    from medusa_train.export.write import export_run  # imports torch, so only after the paths are checked
+    from medusa_train.export.write import (  # imports torch, so only after the paths are checked
+        export_run,
+        local_base_model,
+        path_warning,
+        push,
+    )
 
     target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
     exported = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
     console = Console(highlight=False, soft_wrap=True)
     _print_export(exported, str(paths.home), console)
     if cfg.push_to_hub is not None:
-        from medusa_train.export.push import local_base_model, push
-
         if (path := local_base_model(exported.target)) is not None:
             error_console().print(
                 f"warning: config.json names the backbone by a local path, {path}: set base_model=OWNER/NAME",
                 style="yellow",
             )
+        if cfg.to == "vllm" and (warning := path_warning(cfg.push_to_hub)) is not None:
+            error_console().print(f"warning: {warning}", style="yellow")
         console.print(f"uploaded: {push(exported.target, cfg.push_to_hub, private=cfg.private)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +14,8 @@ from medusa_train.config.schema import SelfDistillConfig
 
 if TYPE_CHECKING:
     from medusa_train.selfdistill.output import OutputWriter
-    from medusa_train.selfdistill.prompts import Prompt
+    from medusa_train.selfdistill.prompts import Prompt, Shard
     from medusa_train.selfdistill.run import RunStats
-    from medusa_train.selfdistill.select_prompts import Shard
 
 EMBEDDED_MODEL = "data/tiny"
 
@@ -54,7 +54,9 @@ def selfdistill(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model (key base_model); default: data/tiny.")] = None,
-    server_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1.")] = None,
+    server_url: Annotated[
+        list[str] | None, typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated.")
+    ] = None,
     output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/PROMPTS.jsonl.")] = None,
     mode: Annotated[str | None, typer.Option(help="replay (answer the user's turns) or selftalk.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
@@ -73,7 +75,7 @@ def selfdistill(
     flags = {
         "seed_dataset": prompts,
         "base_model": model,
-        "server_url": server_url,
+        "server_url": server_url or None,
         "output": output,
         "mode": mode,
         "temperature": temperature,
@@ -111,7 +113,7 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
 
     model = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
-        model += f" at {cfg.server_url}"
+        model += f" at {', '.join(cfg.server_url or [])}"
     elif model == EMBEDDED_MODEL:
         model += " (the embedded tiny backbone)"
     if cfg.heads is not None:
@@ -152,10 +154,13 @@ def _run(
     from medusa_train.selfdistill.preview import describe, summary
     from medusa_train.selfdistill.run import build_mode, distill, open_engine, record_metadata
 
-    engine = open_engine(cfg, dtype)
+    todo = [prompt for prompt in prompts if prompt.id not in writer.done]
+    answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) for prompt in todo)
+    engine = open_engine(cfg, dtype, answers, partial(console.print, highlight=False))
     try:
-        done = sum(prompt.id in writer.done for prompt in prompts)
-        phase = RunProgress(console).phase("conversations", len(prompts), completed=done, transient=False)
+        phase = RunProgress(console).phase(
+            "conversations", len(prompts), completed=len(prompts) - len(todo), transient=False
+        )
         with phase:
             stats = distill(
                 prompts,

@@ -34,7 +34,7 @@ datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
 
   medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
 
-  medusa-train configs/vicuna7b_m2.yaml --num-gpus 8 deepspeed=configs/deepspeed/zero2.json
+  medusa-train configs/vicuna7b_m2.yaml --num-gpus 8 deepspeed=configs/deepspeed/zero2.json optimizer=adamw_torch
 
   medusa-train configs/tiny_m1.yaml --inspect
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.data.batch import Batch
-from medusa_train.data.dataset import EncodedDataset
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
+from medusa_train.data.dataset import EncodedDataset, load_datasets
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.evaluation.validation_data import run_config, validation_conversations
+from medusa_train.errors import MedusaError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
 from medusa_train.models.backbone import Backbone
@@ -81,7 +82,7 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     if cfg is None or not has_trained_backbone(paths):
         return None
     tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_unreachable())
-    validation = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template))
+    validation = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs))
     if validation is None:
         return None
     conversations, is_held_out = validation
@@ -95,6 +96,32 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
         "kl": quality.kl,
         "dtype": dtype,
     }
+
+
+def run_config(paths: ModelPaths) -> TrainConfig | None:
+    """Return the configuration of the run that `paths` belong to; None if it is no run, or its configuration broken."""
+    path = paths.home / "config.yaml"
+    if not path.is_file():
+        return None
+    try:
+        return load_config(TrainConfig, path, [])
+    except MedusaError:
+        return None
+
+
+def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[EncodedDataset, bool] | None:
+    """Return the validation split of a run, with only the assistant's turns supervised.
+
+    Returns:
+        The conversations (the training split if there is no validation split) and whether they were held out of
+        training; None if the data are gone.
+    """
+    try:
+        answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
+        train, validation = load_datasets(cfg.model_copy(update=answers_only), chat)
+    except MedusaError:
+        return None
+    return (validation, True) if len(validation) else (train, False)
 
 
 def _batches(conversations: EncodedDataset) -> Iterator[Batch]:

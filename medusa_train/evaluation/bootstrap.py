@@ -65,24 +65,25 @@ def _row(turns: Sequence[TurnRecord], names: Sequence[str]) -> list[float]:
 
 
 def _sums(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Sum tokens and seconds; and for the decoding steps alone: tokens, steps and seconds."""
+    """Sum tokens and seconds; and for the decoding steps alone: tokens, steps, seconds and passes."""
     return [
         sum(len(answer.tokens) for answer in answers),
         sum(answer.seconds for answer in answers),
         sum(len(answer.tokens) - 1 for answer in answers),
         sum(answer.steps for answer in answers),
         sum(answer.decode_seconds for answer in answers),
+        sum(answer.passes for answer in answers),
     ]
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the ratios [R] from the sums [R, 5] of every decoder."""
+    """Compute the ratios [R] from the sums [R, 6] of every decoder."""
     tree, plain = sums["tree"], sums["plain"]
     speed = {name: part[:, 0] / part[:, 1] for name, part in sums.items()}
     over = {name: speed["tree"] / rate for name, rate in speed.items() if name != "tree"}
     return {
         "acceleration_rate": tree[:, 2] / tree[:, 3],
-        "overhead": tree[:, 4] / tree[:, 3] / (plain[:, 4] / plain[:, 3]),
+        "overhead": tree[:, 4] / tree[:, 5] / (plain[:, 4] / plain[:, 5]),
         "speedup": over["plain"],
         "speedup_over_generate": over["generate"],
         "speedup_over_fastest": speed["tree"] / torch.maximum(speed["plain"], speed["generate"]),
@@ -95,10 +96,10 @@ PAIRED_RESAMPLES = 10_000
 
 
 class Counts(NamedTuple):
-    """Totals of a question's answers: tokens (without those of the prefill) and decoding steps."""
+    """Totals of a question's answers: tokens (without the prefill's) and decoding steps, or tokens and seconds."""
 
     tokens: int
-    steps: int
+    steps: float
 
 
 @dataclass(frozen=True)

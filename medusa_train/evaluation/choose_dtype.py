@@ -21,7 +21,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import resolve_backbone
-from medusa_train.models.precision import free_memory
+from medusa_train.models.precision import default_device, emulates_bf16, free_memory
 from medusa_train.progress import RunProgress
 
 PHASE = "choosing the dtype"
@@ -38,7 +38,8 @@ def choose_dtype(bench: Bench, paths: ModelPaths, progress: RunProgress) -> str:
     Measured are float32 and bfloat16, and float16 on a GPU (CPUs emulate it), with one backbone in memory at a time,
     on the first question of `bench`. The dtype of the checkpoint comes first, as the most likely to fit into memory. A
     dtype in which the weights do not fit is left out, and one that was timed while another process used the machine is
-    timed again.
+    timed again. Where bfloat16 is emulated, it is used only if the weights fit into memory in no other dtype: plain
+    steps of one row may be as fast, but a tree's rows are several times slower.
 
     Raises:
         BackboneError: the backbone cannot be loaded, or fits into memory in no dtype.
@@ -46,6 +47,9 @@ def choose_dtype(bench: Bench, paths: ModelPaths, progress: RunProgress) -> str:
     probes: dict[str, Probe] = {}
     memory: WeightMemory | None = None
     for dtype in _candidates(paths):
+        if probes and dtype == "bfloat16" and emulates_bf16(default_device()):
+            progress.print("dtype bfloat16: emulated on this device, so slow for trees; left out")
+            continue
         if memory is not None and not memory.fit(dtype):
             progress.print(f"dtype {dtype}: the weights do not fit into the free memory; left out")
             continue
@@ -96,7 +100,8 @@ def _candidates(paths: ModelPaths) -> list[str]:
     names = ["float32", "bfloat16"] + (["float16"] if torch.cuda.is_available() else [])
     config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)[1]
     stored = str(config.get_text_config().dtype or config.dtype).removeprefix("torch.")
-    return sorted(names, key=lambda name: name != stored)
+    last = "bfloat16" if emulates_bf16(default_device()) else None
+    return sorted(names, key=lambda name: (name == last, name != stored))
 
 
 class Round(NamedTuple):
@@ -127,7 +132,7 @@ def _probe(bench: Bench, paths: ModelPaths, dtype: str, progress: RunProgress) -
     with progress.phase(PHASE, ticking=True):
         backbone = load_base_model(paths, dtype)
         prepacked = backbone.prepack_weights()
-    chat = ChatEncoder(backbone.tokenizer, paths.chat_template)
+    chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     prompt = chat.prompt([Message("user", bench.questions[0].turns[0])])
     with progress.phase(PHASE, PROBE_ROUNDS + 1, "rounds") as phase:
         rounds = time_plain_steps(backbone, prompt, phase.advance)

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation.html_report.comparison import compare_page
+from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
+from medusa_train.evaluation.html_report.page import compare_page
 from medusa_train.io import replace_text
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
@@ -23,6 +24,7 @@ CONDITIONS = {
     "bench": "bench",
     "questions": "number of questions",
     "max_new_tokens": "max_new_tokens",
+    "chat_template_kwargs": "variables of the chat template (chat_template_kwargs)",
     "dtype": "dtype",
     "compiled": "compile",
     "packed": "weight prepacking",
@@ -51,11 +53,18 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
         bench: which report of a run to read; None: the newest.
 
     Raises:
-        CheckpointError: fewer than two names, or one of them has no such report.
+        CheckpointError: fewer than two names, one of them has no such report, or they decoded in different modes.
     """
     if len(names) < 2:
         raise CheckpointError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
     reports = [_read(_find(name, bench)) for name in names]
+    modes = [describe_settings(settings_of(report["meta"])) for report in reports]
+    if len(set(modes)) > 1:
+        measured = ", ".join(f"{name}: {mode}" for name, mode in zip(names, modes, strict=True))
+        raise CheckpointError(
+            f"--compare: the evaluations decode in different modes ({measured}).\n"
+            "Name reports of one mode, as RUN/eval/BENCH or by --bench."
+        )
     benches = {report["meta"]["bench"] for report in reports}
     titles = []
     for name, report in zip(names, reports, strict=True):
@@ -101,10 +110,21 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
 
 
 def rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
-    """Return titles, and one row of figures per evaluation."""
+    """Return titles, and one row of figures per evaluation; with grades and correct answers where there are any."""
     titles = ["run", "heads", "nodes", "tokens per step", "overhead", "speedup", "over generate", "tokens /s"]
-    titles += ["equal fp32", "loops", "grade"]
-    return titles, [_row(one) for one in evaluated]
+    titles += ["equal fp32", "loops"]
+    lines = [_row(one) for one in evaluated]
+    grades = [(one.report.get("judge") or {}).get("score") for one in evaluated]
+    if any(grade is not None for grade in grades):
+        titles.append("grade")
+        for line, grade in zip(lines, grades, strict=True):
+            line.append("not judged" if grade is None else f"{grade:.2f}")
+    scores = [one.report["overall"].get("scores") for one in evaluated]
+    if any(scores):
+        titles.append("correct")
+        for line, score in zip(lines, scores, strict=True):
+            line.append(_correct(score))
+    return titles, lines
 
 
 def _row(one: Evaluated) -> list[str]:
@@ -121,7 +141,6 @@ def _row(one: Evaluated) -> list[str]:
 
     equal = overall.get("equal_answers")
     ties = f"+{overall['tie_answers']}" if overall.get("tie_answers") else ""
-    judge = one.report.get("judge") or {}
     return [
         one.name,
         str(meta.get("heads") or "-"),
@@ -133,8 +152,16 @@ def _row(one: Evaluated) -> list[str]:
         cell("tokens_per_s", 0),
         "-" if equal is None else f"{equal}{ties}/{overall['answers']}",
         f"{overall['looping_answers']}/{overall['answers']}",
-        "not judged" if judge.get("score") is None else f"{judge['score']:.2f}",
     ]
+
+
+def _correct(scores: Mapping[str, Any] | None) -> str:
+    """Format the share of correct answers with its interval; "-" where answers are not scored."""
+    if scores is None:
+        return "-"
+    score = scores.get("tree", scores["plain"])
+    low, high = score["interval"]
+    return f"{score['rate']:.1%} ({low:.1%}-{high:.1%})"
 
 
 def category_rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
@@ -158,9 +185,9 @@ def show(evaluated: Sequence[Evaluated]) -> Group:
     for titles, lines in (rows(evaluated), category_rows(evaluated)):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
         for index, title in enumerate(titles):
-            table.add_column(title, justify="left" if index == 0 else "right")
+            table.add_column(title, justify="left" if index == 0 else "right", overflow="fold")
         for line in lines:
-            table.add_row(*line)
+            table.add_row(line[0], *(cell.replace(" (", "\n(") for cell in line[1:]))  # intervals below their values
         parts.append(table)
     parts += [Text(line, style="yellow") for line in differences(evaluated)]
     return Group(*parts)

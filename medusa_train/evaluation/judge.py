@@ -17,11 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.io import JsonLinesFile, complete_lines
-from medusa_train.openai_client import OpenAIClient, RequestRejected
+from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.server import RequestRejected
 
 PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0
@@ -203,7 +205,7 @@ def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord
         parts.append(f"### User, message {number + 1}\n{question.turns[turn.turn - 1]}")
         if number < len(references):
             parts.append(f"### Reference answer {number + 1}\n{references[number]}")
-        parts.append(f"### Assistant, answer {number + 1}\n{turn.text}")
+        parts.append(f"### Assistant, answer {number + 1}\n{without_reasoning(turn.text)}")
     return [{"role": "system", "content": task}, {"role": "user", "content": "\n\n".join(parts)}]
 
 

@@ -12,12 +12,14 @@ from statistics import fmean
 from typing import Any
 
 from medusa_train.data.conversation import is_looping
+from medusa_train.evaluation.answer_scores import summarize_scores
 from medusa_train.evaluation.bootstrap import Interval, speed_intervals
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Ranks, Tree
 
-#: By name: numbers (None: not measured), lists of them (`ctar`), and mappings (`baselines`, `intervals`).
+#: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings (`baselines`,
+#: `intervals`, `scores`).
 Figures = dict[str, Any]
 
 
@@ -38,6 +40,7 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
     tree_rate, plain_rate, generate_rate = (tokens_per_second(answers) for answers in (tree, plain, generate))
     fastest = max((rate for rate in (plain_rate, generate_rate) if rate is not None), default=None)
     intervals = speed_intervals(records)
+    chains = chain_rates(traces)
     return {
         "acceleration_rate": acceleration_rate(tree),
         "overhead": overhead(tree, plain),
@@ -51,6 +54,7 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "equal_answers": _count(records, "float32", Verdict.EQUAL),
         "tie_answers": _count(records, "float32", Verdict.TIE),
         "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
+        "scores": summarize_scores(records),
         "looping_answers": sum(is_looping(record.answer.tokens) for record in records),
         "mean_speedup": mean_speedup(records),
         "speedup_without_loops": speedup([record for record in records if not is_looping(record.answer.tokens)]),
@@ -58,7 +62,8 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "plain_time_to_first_token_s": time_to_first_token(plain),
         "accepted_lengths": accepted_lengths(tree),
         "ctar": ctar(tree),
-        "chain_acceleration_rate": chain_acceleration_rate(traces),
+        "chain_acceleration_rate": chains[-1] if chains else None,
+        "chain_rates": chains,
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": compare_baselines(records, intervals),
         "intervals": {name: interval for name, interval in intervals.items() if not name.startswith("over_")},
@@ -70,17 +75,18 @@ def acceleration_rate(answers: Sequence[TimedAnswer]) -> float | None:
 
     The first token of an answer comes from the prefill, which is not a step, and does not count.
     """
-    return _ratio(sum(len(answer.tokens) - 1 for answer in answers), sum(answer.steps for answer in answers))
+    tokens = sum(len(answer.tokens) - answer.prefill_tokens for answer in answers)
+    return _ratio(tokens, sum(answer.steps for answer in answers))
 
 
 def overhead(tree: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> float | None:
-    """Return the latency of a step with the tree over that of a plain step."""
+    """Return the latency of a decoding pass with the tree over that of a plain pass."""
     return _ratio(step_seconds(tree), step_seconds(plain))
 
 
 def step_seconds(answers: Sequence[TimedAnswer]) -> float | None:
-    """Return the mean latency of a decoding step in seconds, prefill excluded."""
-    return _ratio(sum(answer.decode_seconds for answer in answers), sum(answer.steps for answer in answers))
+    """Return the mean latency of a decoding pass (of a batch: over all its rows) in seconds, prefill excluded."""
+    return _ratio(sum(answer.decode_seconds for answer in answers), sum(answer.passes for answer in answers))
 
 
 def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
@@ -90,7 +96,7 @@ def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
 
 def time_to_first_token(answers: Sequence[TimedAnswer]) -> float | None:
     """Return the mean seconds to the first token; None if the decoder does not report it."""
-    return _ratio(sum(answer.prefill_seconds for answer in answers), len(answers)) or None
+    return _ratio(sum(answer.prefill_seconds * answer.rows for answer in answers), len(answers)) or None
 
 
 def speedup(records: Sequence[TurnRecord], baseline: str = "plain") -> float | None:
@@ -111,12 +117,13 @@ def mean_speedup(records: Sequence[TurnRecord]) -> float | None:
 def compare_baselines(
     records: Sequence[TurnRecord], intervals: dict[str, Interval | None]
 ) -> dict[str, dict[str, object]]:
-    """Return per baseline its tokens per second, the tree's speedup over it, and its answers equal to plain ones."""
+    """Return per baseline its rates, the tree's speedup over it, and its answers equal to plain ones."""
     baselines: dict[str, dict[str, object]] = {}
     for name in records[0].baselines if records else ():
         answers = [record.baselines[name] for record in records]
         baselines[name] = {
             "tokens_per_s": tokens_per_second(answers),
+            "tokens_per_step": acceleration_rate(answers),
             "speedup": speedup(records, name),
             "speedup_interval": intervals.get(f"over_{name}"),
             "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
@@ -168,12 +175,13 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
     return [accepted[path] / steps for path in tree.paths] if steps else None
 
 
-def chain_acceleration_rate(traces: Sequence[Trace]) -> float | None:
-    """Simulate decoding the traced answers with the chain of all heads' top-1 tokens; return its tokens per step.
+def chain_rates(traces: Sequence[Trace]) -> list[float]:
+    """Simulate decoding with the chain of the first k heads' top-1 tokens; return the tokens per step for k = 1..K.
 
-    Servers that draft without a tree (vLLM's Medusa) decode like this.
+    Servers that draft without a tree (vLLM's Medusa) decode like this. Empty without traces.
     """
-    return tokens_per_step(traces, Tree.chain(len(traces[0].ranks[0]))) if traces else None
+    num_heads = len(traces[0].ranks[0]) if traces else 0
+    return [tokens_per_step(traces, Tree.chain(k)) for k in range(1, num_heads + 1)]
 
 
 def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:

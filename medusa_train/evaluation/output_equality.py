@@ -9,7 +9,7 @@ import torch
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.records import TurnRecord, Verdict
-from medusa_train.inference.generate import Decoder
+from medusa_train.inference.batch import BatchDecoder
 from medusa_train.models.backbone import Backbone
 
 #: Dtypes in which the answers are compared.
@@ -34,6 +34,7 @@ def compare_regenerated_answers(
     dtype: str,
     max_new_tokens: int,
     on_turn: Callable[[int], None],
+    batch_size: int = 1,
 ) -> None:
     """Generate every answer again in `dtype`, with the tree and with the empty tree; results go to `record.exact`.
 
@@ -41,16 +42,19 @@ def compare_regenerated_answers(
         records: turns with the prompts of the timed pass, history included.
         model: loaded in `dtype`, with a draft.
         on_turn: called after each turn with the number of tokens generated for it.
+        batch_size: number of answers to generate in the same passes.
     """
-    tree_decoder = Decoder(model.backbone, model.draft, model.tree)
-    plain_decoder = Decoder(model.backbone)
-    for record in records:
-        tree = tree_decoder.generate(list(record.prompt_ids), max_new_tokens)
-        plain = plain_decoder.generate(list(record.prompt_ids), max_new_tokens)
-        record.exact[dtype] = compare_answers(
-            model.backbone, record.prompt_ids, tree.tokens, plain.tokens, ties=dtype == "float32"
-        )
-        on_turn(len(tree.tokens) + len(plain.tokens))
+    tree_decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
+    plain_decoder = BatchDecoder(model.backbone)
+    for start in range(0, len(records), batch_size):
+        batch = records[start : start + batch_size]
+        prompts = [list(record.prompt_ids) for record in batch]
+        answers = [decoder.generate_batch(prompts, max_new_tokens) for decoder in (tree_decoder, plain_decoder)]
+        for record, tree, plain in zip(batch, *answers, strict=True):
+            record.exact[dtype] = compare_answers(
+                model.backbone, record.prompt_ids, tree.tokens, plain.tokens, ties=dtype == "float32"
+            )
+            on_turn(len(tree.tokens) + len(plain.tokens))
 
 
 def compare_answers(

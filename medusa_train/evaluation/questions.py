@@ -1,24 +1,25 @@
 """Find and read a bench: its question file in MT-Bench's, HumanEval's or GSM8K's format.
 
 MT-Bench's format has one JSON object per line: `question_id` (number or text), `category` (text, optional), `turns`
-(the user's messages, asked one after the other) and `reference` (reference answers, optional).
+(the user's messages, asked one after the other) and `reference` (reference answers, optional). Questions in HumanEval's
+and GSM8K's formats also say what a correct answer is; `answer_scores` checks it.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import shutil
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.data.record_files import parquet_rows
+from medusa_train.data.record_files import RawRecord, read_file
+from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
 from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
@@ -27,7 +28,24 @@ BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
 MAX_REPORTED_PROBLEMS = 5
 FETCH_TIMEOUT = 15  # seconds
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
-HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function.\n\n"
+HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
+#: Follows a question of GSM8K, so that the answer can be told from the numbers of the calculation.
+GSM8K_INSTRUCTION = "\n\nSolve it step by step. Write the result on the last line, as #### and the number."
+
+
+@dataclass(frozen=True)
+class FunctionTest:
+    """What a correct answer to a question of HumanEval is: a function that passes a test.
+
+    Attributes:
+        prompt: imports and helper functions, and the function's signature with its docstring.
+        entry_point: name of the function.
+        test: Python code that defines `check(function)`, which raises an exception if the function is wrong.
+    """
+
+    prompt: str
+    entry_point: str
+    test: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,7 @@ class Question:
         turns: the user's messages.
         source: where it was read, as `file:line`.
         reference: reference answers, one per turn as far as there are any.
+        expected: the correct number, or the test of the correct function; None if answers are not scored.
     """
 
     question_id: int | str
@@ -45,6 +64,7 @@ class Question:
     turns: tuple[str, ...]
     source: str
     reference: tuple[str, ...] = ()
+    expected: Decimal | FunctionTest | None = None
 
 
 @dataclass(frozen=True)
@@ -71,49 +91,18 @@ class Bench:
         return Bench(self.name, self.path, tuple(self.questions[index] for index in chosen))
 
 
-@dataclass(frozen=True)
-class NamedBench:
-    """Where a bench that is known by name comes from.
-
-    Attributes:
-        folders: usual names of its folder.
-        origin: its public source, for messages.
-        hub_repo, hub_file: dataset and file on the Hugging Face hub, if it is there.
-        url: where it is downloaded from otherwise.
-    """
-
-    folders: tuple[str, ...]
-    origin: str
-    hub_repo: str | None = None
-    hub_file: str | None = None
-    url: str | None = None
-
-
+#: Benches that are known by name; `local_paths` are the usual names of their folder in a directory of benches.
 NAMED_BENCHES = {
-    "tiny": NamedBench(("tiny",), "this project's data/bench/tiny/question.jsonl"),
-    "mtbench": NamedBench(
-        ("mtbench", "mt_bench"),
-        "https://huggingface.co/datasets/HuggingFaceH4/mt_bench_prompts (raw/question.jsonl)",
-        "HuggingFaceH4/mt_bench_prompts",
-        "raw/question.jsonl",
-    ),
-    "specbench": NamedBench(
+    "tiny": PublicDataset(("tiny",)),
+    "mtbench": PublicDataset(("mtbench", "mt_bench"), "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
+    "specbench": PublicDataset(
         ("specbench", "spec_bench"),
-        "https://github.com/hemingkkk/Spec-Bench (data/spec_bench/question.jsonl)",
         url="https://raw.githubusercontent.com/hemingkkk/Spec-Bench/main/data/spec_bench/question.jsonl",
     ),
-    "humaneval": NamedBench(
-        ("humaneval",),
-        "https://huggingface.co/datasets/openai/openai_humaneval (its parquet file, or HumanEval.jsonl)",
-        "openai/openai_humaneval",
-        "openai_humaneval/test-00000-of-00001.parquet",
+    "humaneval": PublicDataset(
+        ("humaneval",), "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
     ),
-    "gsm8k": NamedBench(
-        ("gsm8k",),
-        "https://huggingface.co/datasets/openai/gsm8k (main/test-00000-of-00001.parquet, or test.jsonl)",
-        "openai/gsm8k",
-        "main/test-00000-of-00001.parquet",
-    ),
+    "gsm8k": PublicDataset(("gsm8k",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
 }
 #: Names of a question file in a bench's folder; messages name the first.
 FILES = ("question.jsonl", "test.jsonl", "HumanEval.jsonl", "HumanEval.jsonl.gz", "test-00000-of-00001.parquet")
@@ -154,7 +143,7 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
 
 
 def _candidates(name: str) -> list[Path]:
-    folders = NAMED_BENCHES[name].folders if name in NAMED_BENCHES else (name,)
+    folders = NAMED_BENCHES[name].local_paths if name in NAMED_BENCHES else (name,)
     paths: list[Path] = []
     if os.environ.get(BENCH_DIR_VARIABLE):
         root = Path(os.environ[BENCH_DIR_VARIABLE]).expanduser()
@@ -170,7 +159,7 @@ def _download_directory() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "medusa-train" / "bench"
 
 
-def _download(name: str, bench: NamedBench, note: Callable[[str], None]) -> Path | None:
+def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path | None:
     """Return the file from the hub or its cache, or from the bench's URL; None if it is in neither."""
     if bench.hub_repo is not None and bench.hub_file is not None:
         if not hub_is_unreachable():
@@ -194,12 +183,12 @@ def _download(name: str, bench: NamedBench, note: Callable[[str], None]) -> Path
     return target
 
 
-def _missing_bench(name: str, bench: NamedBench) -> str:
-    is_public = bench.hub_repo is not None or bench.url is not None
-    tried = " and it could not be downloaded" if is_public else ""
+def _missing_bench(name: str, bench: PublicDataset) -> str:
+    tried = " and it could not be downloaded" if bench.origin else ""
     return (
         f"bench {name!r}: its question file is not on this machine{tried}.\n"
-        f"Get it from {bench.origin} and put it at {PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'},\n"
+        f"Get it from {bench.origin or 'this project'} and put it at "
+        f"{PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name works as well),\n"
         f"or set {BENCH_DIR_VARIABLE} to a directory that holds {name}/question.jsonl or {name}.jsonl."
     )
 
@@ -223,57 +212,37 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     questions: list[Question] = []
     problems: list[str] = []
     first_seen: dict[int | str, str] = {}
-    for number, line in _lines(path):
-        source = f"{path}:{number}"
+    for record in read_file(path, skip_blank_lines=True):
         try:
-            question = _parse(line, source, number)
-            earlier = first_seen.setdefault(question.question_id, source)
-            if earlier != source:
+            question = _parse(record)
+            earlier = first_seen.setdefault(question.question_id, record.source)
+            if earlier != record.source:
                 raise ValueError(f"question_id {question.question_id!r} was used before, at {earlier}")
         except ValueError as error:
-            problems.append(f"{source}: {error}")
+            problems.append(f"{record.source}: {error}")
             continue
         questions.append(question)
     if problems:
         more = len(problems) - MAX_REPORTED_PROBLEMS
-        shown = problems[:MAX_REPORTED_PROBLEMS] + ([f"... and {more} more invalid lines"] if more > 0 else [])
-        raise DataError("\n".join(shown))
+        shown = problems[:MAX_REPORTED_PROBLEMS] + ([f"... and {more} more invalid records"] if more > 0 else [])
+        expected = "Expected: question_id and turns, a list of the user's messages; or HumanEval's or GSM8K's keys"
+        raise DataError("\n".join([*shown, f"{expected} (docs/evaluation.md)"]))
     if not questions:
         raise DataError(f"{path}: holds no questions; one JSON object per line is expected")
     return tuple(questions)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """Yield (number from 1, record) of the lines that are not empty, or of the rows of a parquet file."""
-    if path.suffix == ".parquet":
-        yield from enumerate(parquet_rows(path), start=1)
-        return
-    try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    # Not splitlines(), which also splits at U+2028, legal within JSON strings.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line
-
-
-def _parse(line: str | dict[str, Any], source: str, number: int) -> Question:
-    """Parse a line, or a row of a table; raises ValueError with the reason."""
-    record = line
-    if isinstance(line, str):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error.msg} (column {error.colno})") from None
+def _parse(raw: RawRecord) -> Question:
+    """Parse a record of any of the formats; raises ValueError with the reason."""
+    if raw.error is not None:
+        raise ValueError(raw.error)
+    record, source = raw.value, raw.source
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
     if isinstance(record.get("task_id"), str) and isinstance(record.get("prompt"), str):
-        return Question(record["task_id"], "humaneval", (HUMANEVAL_INSTRUCTION + record["prompt"],), source)
+        return _parse_humaneval(record, source)
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
-        return Question(number, "gsm8k", (record["question"],), source, (record["answer"],))
+        return _parse_gsm8k(record, source, raw.number)
     # The hub's copy of MT-Bench calls the turns `prompt` and, in its parquet form, the id `prompt_id`.
     question_id = record.get("question_id", record.get("prompt_id"))
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
@@ -291,3 +260,31 @@ def _parse(line: str | dict[str, Any], source: str, number: int) -> Question:
     answers = [reference] if isinstance(reference, str) else reference if isinstance(reference, list) else []
     texts = tuple(answer for answer in answers if isinstance(answer, str))
     return Question(question_id, category.strip(), tuple(turns), source, texts)
+
+
+def _parse_humaneval(record: dict[str, Any], source: str) -> Question:
+    task_id, prompt, entry_point, test = (record.get(key) for key in ("task_id", "prompt", "entry_point", "test"))
+    if not (isinstance(entry_point, str) and entry_point.isidentifier()):
+        raise ValueError("entry_point is missing or not the name of a function")
+    if not (isinstance(test, str) and "def check" in test):
+        raise ValueError("test is missing or does not define check(function)")
+    turns = (f"{HUMANEVAL_INSTRUCTION}{prompt}",)
+    return Question(str(task_id), "humaneval", turns, source, expected=FunctionTest(str(prompt), entry_point, test))
+
+
+def _parse_gsm8k(record: dict[str, Any], source: str, number: int) -> Question:
+    _, mark, result = record["answer"].rpartition("####")
+    expected = parse_number(result) if mark else None
+    if expected is None:
+        raise ValueError("answer does not end in #### and a number")
+    turns = (record["question"] + GSM8K_INSTRUCTION,)
+    return Question(number, "gsm8k", turns, source, (record["answer"],), expected)
+
+
+def parse_number(text: str) -> Decimal | None:
+    """Parse a decimal number, with commas between thousands or without; None if it is none."""
+    try:
+        number = Decimal(text.strip().replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None

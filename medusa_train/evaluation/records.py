@@ -23,14 +23,31 @@ class Verdict(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class Score:
+    """Whether an answer is correct.
+
+    Attributes:
+        metric: how that was decided, `exact match` or `pass@1`.
+        detail: the number that was read from the answer, or how its tests ended.
+    """
+
+    metric: str
+    correct: bool
+    detail: str
+
+
+@dataclass(frozen=True)
 class TimedAnswer:
-    """One decoded answer and its cost.
+    """One decoded answer and its cost. Answers of a batch share its times and passes equally.
 
     Attributes:
         seconds: wall time of the whole call, prefill included.
         prefill_seconds: wall time until the first token; 0 for transformers' `generate`, which does not report it.
-        steps: decoding passes, without the prefill; 0 for `generate`.
+        steps: decoding passes of this answer, without the prefill; 0 for `generate`.
         accepted: number of accepted draft tokens per step.
+        rows: number of answers in the batch.
+        batch_passes: decoding passes of the whole batch; None for a single answer, whose passes are `steps`.
+        prefill_tokens: tokens of the prefill: more than one where it also verifies a draft (assisted generation).
     """
 
     tokens: tuple[int, ...]
@@ -38,11 +55,19 @@ class TimedAnswer:
     prefill_seconds: float = 0.0
     steps: int = 0
     accepted: tuple[int, ...] = ()
+    rows: int = 1
+    batch_passes: int | None = None
+    prefill_tokens: int = 1
 
     @property
     def decode_seconds(self) -> float:
         """Wall time after the first token."""
         return self.seconds - self.prefill_seconds
+
+    @property
+    def passes(self) -> float:
+        """Decoding passes that `decode_seconds` paid for: a share of the batch's, so that sums count each pass once."""
+        return self.steps if self.batch_passes is None else self.batch_passes / self.rows
 
 
 @dataclass
@@ -54,6 +79,7 @@ class TurnRecord:
         tree: the answer with the tree; None in a baseline-only run.
         text: text of the reported answer.
         exact: comparison of the tree's and the plain answer per dtype; dtypes that were not run are absent.
+        scores: scores of the timed answers by `tree` and `plain`; empty on benches without correct answers.
         others: further baselines by name.
         asked: the user's message.
         pieces: text of the reported answer token by token.
@@ -69,6 +95,7 @@ class TurnRecord:
     generate: TimedAnswer
     text: str = ""
     exact: dict[str, Verdict] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
     others: dict[str, TimedAnswer] = field(default_factory=dict)
     asked: str = ""
     pieces: tuple[str, ...] = ()
@@ -97,7 +124,7 @@ class SkippedTurn:
 Turn = TurnRecord | SkippedTurn
 
 #: Not logged: computed from the tokens when the report is written.
-_DERIVED = ("exact", "pieces", "trace")
+_DERIVED = ("exact", "scores", "pieces", "trace")
 
 
 class TurnLog:
@@ -109,6 +136,7 @@ class TurnLog:
 
     Attributes:
         dtype: dtype of the turns in an existing file; None if there are none.
+        compiled: whether their passes were compiled; None if there are none, or the file does not say.
         turns: turns in an existing file, in the order in which they were measured.
         differing: settings in which an existing file differs; its turns are not used then.
     """
@@ -118,6 +146,7 @@ class TurnLog:
         self._settings = dict(settings)
         self._file: JsonLinesFile | None = None
         self.dtype: str | None = None
+        self.compiled: bool | None = None
         self.turns: list[Turn] = []
         self.differing: list[str] = []
         header, lines = _read(path)
@@ -127,6 +156,7 @@ class TurnLog:
         self.differing = [key for key in {**stored, **self._settings} if stored.get(key) != self._settings.get(key)]
         if not self.differing and lines:
             self.dtype = header["dtype"]
+            self.compiled = header.get("compiled")
             self.turns = lines
 
     def completed(self, questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
@@ -137,9 +167,9 @@ class TurnLog:
         expected = {question.question_id: len(question.turns) for question in questions}
         return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
 
-    def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]]) -> None:
+    def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]], *, compiled: bool = False) -> None:
         """Replace the file by a header and the `kept` turns, and open it for appending."""
-        header = json_line({"settings": self._settings, "dtype": dtype})
+        header = json_line({"settings": self._settings, "dtype": dtype, "compiled": compiled})
         replace_bytes(self.path, [header, *(json_line(_as_json(turn)) for turns in kept.values() for turn in turns)])
         self._file = JsonLinesFile(self.path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, require_dynamic_trees
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
+from medusa_train.evaluation.answer_scores import score_answers
+from medusa_train.evaluation.answerers import Answerer, extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
+from medusa_train.evaluation.calibrate import load_model, refit_tree
+from medusa_train.evaluation.choose_compile import compile_if_repaid
 from medusa_train.evaluation.choose_dtype import WeightMemory, choose_dtype, is_out_of_memory, release_memory
+from medusa_train.evaluation.code_sandbox import require_code_execution
+from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,
     compare_regenerated_answers,
@@ -27,17 +33,20 @@ from medusa_train.evaluation.output_equality import (
 )
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
-from medusa_train.evaluation.report import Report, model_id, terminal_table, write_report
+from medusa_train.evaluation.report import model_id, terminal_table, write_report
+from medusa_train.evaluation.report_text import Report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
-from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest, extra_baselines
+from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.inference.traces import trace_answer
+from medusa_train.models.precision import emulates_bf16
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 
 # Outcomes of comparing the answers in a dtype, in the report's meta.
 COMPARED = "compared"
 NO_MEMORY = "not enough memory"
+EMULATED = "this device emulates it, which takes too long"
 
 JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
 JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried
@@ -60,16 +69,28 @@ def evaluate(
         The report and the paths of its files.
 
     Raises:
-        BackboneError, CheckpointError, DataError: with a message that says what to do.
+        BackboneError, CheckpointError, ConfigError, DataError: with a message that says what to do.
         KeyboardInterrupt: what was measured so far is on disk.
     """
+    require_code_execution(cfg.allow_code_execution, bench.questions)
     torch.manual_seed(cfg.seed)
-    directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / bench.name
+    mode = DecodingMode.from_config(cfg)
+    directory = (
+        Path(cfg.output_dir)
+        if cfg.output_dir
+        else paths.home / "eval" / mode.directory_name(bench.name, cfg.draft, dynamic=paths.dynamic)
+    )
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, progress)
 
     with _explain_out_of_memory(paths, dtype):
-        model = load_model(paths, dtype, progress, compiled=cfg.compile)
+        model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
+        if cfg.compile == "auto":
+            compile_if_repaid(cfg, bench, model, paths, progress, log.compiled)
+        if (refitted := refit_tree(cfg, model, paths, progress)) is not None:
+            model, paths = refitted
+            log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
+        require_dynamic_trees(model, paths)
         records, skipped, notes = time_bench(cfg, bench, model, paths, dtype, log, progress)
     trace_records(records, model, progress)
 
@@ -77,17 +98,22 @@ def evaluate(
     meta["resumed_turns"] = sum(len(turns) for turns in log.completed(bench.questions).values())
     meta["notes"] = notes
     extra: dict[str, Any] = {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
-    files = ReportFiles(directory, records, skipped, meta, model.tree, extra, progress)
+    tree = model.tree if model.dynamic is None else None  # no tree to draw if each step has its own
+    files = ReportFiles(directory, records, skipped, meta, tree, extra, progress)
     files.write()
     try:
-        if model.draft is not None:
+        if any(question.expected is not None for question in bench.questions):
+            with progress.phase("scoring the answers", len(records), "turns", ticking=True) as phase:
+                score_answers(records, bench.questions, model.backbone.tokenizer, phase.advance)
+            files.write()
+        if model.proposer is not None:
             memory = WeightMemory.of(model.backbone.model, model.backbone.device)
-            if dtype in EQUALITY_DTYPES:
+            if mode.acceptance == "greedy" and dtype in EQUALITY_DTYPES:
                 compare = partial(compare_timed_answers, records, model.backbone, dtype)
                 meta["exactness"][dtype] = _compare(records, dtype, compare)
                 files.write()
             del model  # a large backbone fits into memory once, not once per dtype
-            for other in EQUALITY_DTYPES if cfg.exactness else ():
+            for other in EQUALITY_DTYPES if mode.acceptance == "greedy" and cfg.exactness else ():
                 if other != dtype:
                     meta["exactness"][other] = _compare_again(cfg, records, paths, other, memory, progress)
             if has_trained_backbone(paths):
@@ -141,15 +167,6 @@ def open_log(path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progr
     return log
 
 
-def load_model(paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False) -> LoadedModel:
-    """Load backbone, heads and tree for decoding in `dtype`; says so where there is no tree.json."""
-    with progress.phase(f"loading in {dtype}", ticking=True):
-        model = load_with_draft(paths, dtype, compiled=compiled)
-    if model.tree is not None and paths.tree is None:
-        progress.print("no tree.json beside the heads: using the chain of top-1 guesses (--tree names another tree)")
-    return model
-
-
 def time_bench(
     cfg: EvalConfig,
     bench: Bench,
@@ -158,19 +175,29 @@ def time_bench(
     dtype: str,
     log: TurnLog,
     progress: RunProgress,
+    more: Mapping[str, Answerer] | None = None,
 ) -> tuple[list[TurnRecord], list[SkippedTurn], list[str]]:
     """Time every decoder on every turn of the bench, appending each turn to `log`.
+
+    Args:
+        more: further decoders by name, beside the tree and the baselines.
 
     Returns:
         Measured turns, skipped turns, and notes on moments in which the machine was busy with something else.
     """
     completed = log.completed(bench.questions)
-    extra = extra_baselines(model.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=progress.print)
-    test = SpeedTest(model, ChatEncoder(model.backbone.tokenizer, paths.chat_template), cfg.max_new_tokens, extra)
+    mode = DecodingMode.from_config(cfg)
+    extra = extra_baselines(
+        model.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=progress.print, mode=mode
+    )
+    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    if note := chat.template.describe_unused_kwargs():
+        progress.print(f"note: {note}", style="yellow")
+    test = SpeedTest(model, chat, cfg.max_new_tokens, {**extra, **(more or {})}, mode)
     warm_up = bench.questions[: cfg.warmup]
     with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
         test.warm_up(warm_up, phase.advance)
-    log.start(dtype, completed)
+    log.start(dtype, completed, compiled=model.backbone.is_compiled)
     detector = SlowStepDetector(model.backbone.device.type)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
 
@@ -250,6 +277,8 @@ def _compare_again(
     progress: RunProgress,
 ) -> str:
     """Generate every answer again in `dtype`, with the tree and plainly, and compare the two; returns the outcome."""
+    if dtype == "bfloat16" and emulates_bf16(memory.device):
+        return EMULATED
     release_memory()
     if not memory.fit(dtype):
         return NO_MEMORY
@@ -258,7 +287,12 @@ def _compare_again(
         model = load_model(paths, dtype, progress)
         with progress.phase(f"output equality in {dtype}", len(records), "turns", ticking=True) as phase:
             compare_regenerated_answers(
-                records, model, dtype, cfg.max_new_tokens, lambda tokens: phase.advance(tokens=tokens)
+                records,
+                model,
+                dtype,
+                cfg.max_new_tokens,
+                lambda tokens: phase.advance(tokens=tokens),
+                batch_size=cfg.batch_size,
             )
 
     return _compare(records, dtype, compare)
@@ -302,9 +336,14 @@ def _judge(
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
     from medusa_train.evaluation.judge import Judge, grade
-    from medusa_train.openai_client import OpenAIClient
+    from medusa_train.servers.client import OpenAIClient
 
-    server = OpenAIClient(cfg.judge_base_url, timeout=JUDGE_TIMEOUT, retry_seconds=JUDGE_RETRY_SECONDS)
+    server = OpenAIClient(
+        cfg.judge_base_url,
+        timeout=JUDGE_TIMEOUT,
+        retry_seconds=JUDGE_RETRY_SECONDS,
+        concurrency=cfg.judge_concurrency,
+    )
     judge = Judge(server, cfg.judge_model)
     name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
     path = directory / "model_judgment" / f"{name}_single.jsonl"
@@ -320,8 +359,8 @@ def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: Run
     """Print the closing tables and what could not be measured."""
     progress.console.print(terminal_table(report))
     for dtype, outcome in (report.meta["exactness"] or {}).items():
-        if outcome == NO_MEMORY:
-            progress.print(f"answers were not compared in {dtype}: {NO_MEMORY}")
+        if outcome in (NO_MEMORY, EMULATED):
+            progress.print(f"answers were not compared in {dtype}: {outcome}")
     if skipped:
         progress.print(f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context")
     for note in report.meta["notes"]:

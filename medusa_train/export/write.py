@@ -1,20 +1,22 @@
-"""Export the heads or the backbone of a run to the layout of another program, with a model card."""
+"""Export the heads or the backbone of a run to the layout of another program, with a model card; upload it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.checkpoint.vllm_layout import copy_lm_head
+from medusa_train.checkpoint.resolve import CONFIG, ModelPaths
+from medusa_train.checkpoint.serialize import read_json
+from medusa_train.checkpoint.vllm_layout import copy_lm_head, method_in_path
 from medusa_train.config.types import ExportTarget
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
 from medusa_train.export.targets import (
     MERGED,
@@ -23,8 +25,10 @@ from medusa_train.export.targets import (
     load_trained_backbone,
     medusa_choices,
     tensorrt_config,
+    write_custom_generate,
     write_merged,
 )
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 
 PUBLIC_HEADS = 5
@@ -75,7 +79,7 @@ def export_run(
         raise CheckpointError(f"{paths.home}: holds no heads to export")
     exported = Exported(target or paths.home / "export" / to)
     heads = read_heads(paths.heads).with_base_model(base_model or _backbone_name(paths))
-    _check_vocabulary(paths, heads, to)
+    _check_layout(paths, heads, to)
     _WRITERS[to](paths, heads, exported)
     exported.warnings += warnings_for(to, heads)
     if to != MERGED:
@@ -92,12 +96,19 @@ def export_run(
     return exported
 
 
-def _check_vocabulary(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:
-    if heads.token_map is not None and to not in ("vllm", MERGED):
+def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:
+    """Refuse heads with weights that the layout of `to` has no place for."""
+    if heads.markov_rank and to != MERGED:
+        raise CheckpointError(
+            f"{paths.heads}: the guesses of these heads depend on the token before, by a Markov bias "
+            f"(medusa_markov_rank: {heads.markov_rank}), which the layout of {to} cannot store and no other program "
+            "computes; decode with them here (medusa-eval, medusa_train.load), or train without medusa_markov_rank"
+        )
+    if heads.token_map is not None and to not in ("vllm", "transformers", MERGED):
         raise CheckpointError(
             f"{paths.heads}: these heads have a draft vocabulary of {len(heads.token_map):,} tokens "
-            f"(medusa_vocab_size), which the layout of {to} cannot store; export --to vllm, or train without "
-            "medusa_vocab_size"
+            f"(medusa_vocab_size), which the layout of {to} cannot store; export --to vllm or transformers, or train "
+            "without medusa_vocab_size"
         )
 
 
@@ -106,6 +117,8 @@ def describe(heads: HeadTensors) -> str:
     matrix = "the lm_head of the backbone" if heads.shared else f"V {heads.vocab_size}"
     if heads.token_map is not None:
         matrix += f", draft vocabulary of {len(heads.token_map):,} tokens"
+    if heads.markov_rank:
+        matrix += f", Markov bias of rank {heads.markov_rank}"
     blocks = f"{heads.num_layers} block{'' if heads.num_layers == 1 else 's'}"
     return f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; backbone {heads.base_model}"
 
@@ -113,7 +126,7 @@ def describe(heads: HeadTensors) -> str:
 def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
     """List what the target program will not do with these heads."""
     warnings = []
-    if to != MERGED and "lm_heads.0.bias" in heads.state:
+    if to not in (MERGED, "transformers") and "lm_heads.0.bias" in heads.state:
         warnings.append("the heads' lm_head matrices have a bias, which the layout cannot store: it will be ignored")
     if to in ("tgi", "reference-v2") and heads.shared and heads.num_layers != 1:
         warnings.append("TGI reads heads that share lm_head only with one block each")
@@ -192,8 +205,35 @@ def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> No
     write_vllm(heads, exported.target, _lm_head(paths, heads)[0] if heads.shared else None)
     exported.facts.append(check_vllm_directory(exported.target, VLLM_WEIGHTS))
     exported.facts.append(
-        f"vLLM drafts a chain of top-1 tokens (no tree), at most {heads.num_heads} per step: measure "
-        "num_speculative_tokens on your server"
+        f"vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to {heads.num_heads}, as "
+        "measured on your server; it is fixed while the server runs"
+    )
+    if heads.token_map is not None:
+        vocab_size = read_json(exported.target / CONFIG)["vocab_size"]
+        exported.facts.append(_describe_expansion(heads, len(heads.token_map), vocab_size))
+    if (warning := path_warning(str(exported.target.resolve()))) is not None:
+        exported.warnings.append(warning)
+
+
+def _describe_expansion(heads: HeadTensors, rows: int, vocab_size: int) -> str:
+    """Say what a reduced vocabulary of `rows` tokens costs in vLLM, which loads only matrices of all tokens."""
+    element = heads.state["blocks.0.0.linear.weight"].element_size()
+    megabytes = heads.num_heads * heads.hidden_size * element / 1e6  # per row, of all heads
+    return (
+        f"vLLM cannot load a reduced vocabulary: the {vocab_size - rows:,} other rows are filled in so that their "
+        f"tokens are never drafted. A step reads {megabytes * vocab_size:,.1f} MB of lm_head matrices for "
+        f"{heads.num_heads} heads, instead of {megabytes * rows:,.1f} MB for {rows:,} tokens"
+    )
+
+
+def path_warning(path: str) -> str | None:
+    """Warn of a path or hub name of heads for which vLLM chooses another method; None for other paths."""
+    method = method_in_path(path)
+    if method is None:
+        return None
+    return (
+        f"vLLM would load heads at {path} as {method}, whatever the method in --speculative-config, because of that "
+        "word in the path: serve them from another path"
     )
 
 
@@ -206,6 +246,11 @@ def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -
     else:
         replace_text(exported.target / CHOICES, choices + "\n")
         exported.facts.append(f'tree: --medusa_choices="$(cat {exported.target / CHOICES})"')
+
+
+def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
+    write_heads(heads, exported.target)
+    exported.facts.append(write_custom_generate(paths, heads.num_heads, exported.target))
 
 
 def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
@@ -222,5 +267,59 @@ _WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], None]
     "tgi": _write_tgi,
     "vllm": _write_vllm,
     "trtllm": _write_tensorrt,
+    "transformers": _write_transformers,
     "merged": _write_merged,
 }
+
+
+# Upload
+
+
+def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
+    """Upload `directory` as the model repository `repo`; returns its URL.
+
+    Args:
+        directory: an exported directory.
+        repo: repository name, OWNER/NAME.
+        private: visibility of the repository if it has to be created.
+        api: `huggingface_hub.HfApi` or a test double.
+
+    Raises:
+        ConfigError: `repo` is not a valid repository name.
+        MedusaError: the hub cannot be reached or refuses the upload.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(f"push_to_hub: {repo}: {error}") from None
+    if api is None:
+        if hub_is_unreachable():
+            raise MedusaError(f"the hub can't be reached (or HF_HUB_OFFLINE is set); the export is in {directory}")
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+    try:
+        url = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
+        # evaluations of the export itself lie in it, with paths of this machine
+        api.upload_folder(
+            repo_id=url.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*"]
+        )
+    except Exception as error:  # the client raises a dozen unrelated types: no token, no permission, no network
+        raise MedusaError(
+            f"upload of {directory} to {repo} failed: {error}\n"
+            "Log in with `hf auth login` (or set HF_TOKEN) with a token that has write access; the export is complete"
+        ) from error
+    return str(url)
+
+
+def local_base_model(directory: Path) -> str | None:
+    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if it is no path.
+
+    Raises:
+        CheckpointError: config.json is not valid JSON.
+    """
+    config = directory / "config.json"
+    base = read_json(config).get("base_model_name_or_path") if config.is_file() else None
+    return base if isinstance(base, str) and Path(base).is_absolute() else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from medusa_train.data.chat_template import ChatTemplateError
-from medusa_train.data.conversation import Message
+from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.generate import FinishReason
@@ -25,16 +26,25 @@ class ChatPrompting:
 
     Args:
         tokenizer: of the model.
-        template: name of a built-in chat template; None for the tokenizer's.
+        template: name of a built-in chat template, or a Jinja file; None for the tokenizer's.
+        template_kwargs: variables of the template.
+        reasoning_tags: the tags around the reasoning part of an answer.
 
     Raises:
         ConfigError: unknown template.
         DataError: the tokenizer has no chat template, and none was named.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
+    ) -> None:
         self.tokenizer = tokenizer
-        self._encoder = ChatEncoder(tokenizer, template)
+        self._encoder = ChatEncoder(tokenizer, template, template_kwargs, reasoning_tags=reasoning_tags)
 
     def text(self, request: Request) -> str:
         """Return the prompt as text: the chat and the header of the requested message. Raises as `prompt` does."""
@@ -55,13 +65,27 @@ class ChatPrompting:
         return list(self.tokenizer(self.text(request), add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason) -> Answer:
-        """Parse the generated `tokens` (a final EOS included) into an answer."""
+        """Parse the generated `tokens` (a final EOS included) into an answer.
+
+        A reasoning part that the prompt opened begins with its tag, as in answers whose model writes the tag itself.
+        """
         kept = tokens[:-1] if finish == "eos" else tokens
         if request.speaker == "assistant":
-            text = self._decode(kept, skip_special_tokens=True)
-            return Answer(text, _REASONS[finish], prompt_tokens, len(tokens))
+            text = self._decode_answer(kept)
+            ids = None if self._encoder.tokenize_continuation(text) == kept else tuple(kept)
+            if text.strip():
+                text = self._encoder.template.opened_reasoning(self.text(request)) + text
+            return Answer(text, _REASONS[finish], prompt_tokens, len(tokens), ids)
         text, ended = self._split_user_message(request, self._decode(kept, skip_special_tokens=False))
         return Answer(text, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))
+
+    def _decode_answer(self, tokens: list[int]) -> str:
+        """Return the text without special tokens, except reasoning tags where the tokenizer has these as such."""
+        tags = self._encoder.template.reasoning_tags
+        removed = [token for token in self.tokenizer.all_special_tokens if token not in tags]
+        if len(removed) == len(self.tokenizer.all_special_tokens):
+            return self._decode(tokens, skip_special_tokens=True)
+        return re.sub("|".join(map(re.escape, removed)), "", self._decode(tokens, skip_special_tokens=False))
 
     def _decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         return str(

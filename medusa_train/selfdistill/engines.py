@@ -5,11 +5,13 @@ Engines keep no state between requests: an answer depends on its request only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from medusa_train.data.conversation import Message
+
+T = TypeVar("T")
 
 AnswerFinishReason = Literal["stop", "length", "context", "refused"]
 
@@ -38,12 +40,24 @@ class Answer:
         finish_reason: "stop" (end token), "length" (max_new_tokens), "context" (maximum context; `text` is empty if the
             prompt alone exceeds it) or "refused" (the template or server rejects the chat).
         prompt_tokens, completion_tokens: token counts, the end token included.
+        token_ids: the tokens without the end token, if `text` tokenizes otherwise.
     """
 
     text: str
     finish_reason: AnswerFinishReason
     prompt_tokens: int
     completion_tokens: int
+    token_ids: tuple[int, ...] | None = None
+
+
+def pick_similar(waiting: list[T], count: int, length: Callable[[T], int]) -> list[T]:
+    """Remove the oldest item and the `count` - 1 of the most similar length from `waiting`; return them in order."""
+    oldest, *others = range(len(waiting))
+    others.sort(key=lambda index: abs(length(waiting[index]) - length(waiting[oldest])))
+    picked = {oldest, *others[: count - 1]}
+    found = [item for index, item in enumerate(waiting) if index in picked]
+    waiting[:] = [item for index, item in enumerate(waiting) if index not in picked]
+    return found
 
 
 class Engine(Protocol):

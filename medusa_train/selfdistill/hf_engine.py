@@ -5,23 +5,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import Batch, BatchDecoder, PendingRequest
+from medusa_train.inference.batch import REFILL_FRACTION, Batch, BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.selfdistill.engines import Answer, Request, pick_similar
 from medusa_train.trees.tree import Tree
 
 POOL_BATCHES = 4  # batches of requests to keep waiting, so that prompts of similar length can be batched
-REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,42 @@ class _Pending:
     prompt: list[int]
 
 
-@dataclass
-class _Speed:
-    """Tokens and seconds of the same answers, with heads and without."""
+@dataclass(frozen=True)
+class Counts:
+    """What an engine has done so far; the counts of several engines can be added.
 
-    answers: int = 0
+    Attributes:
+        steps: decoding steps of answers.
+        again: answers generated again, because rounding may have changed them.
+        draft_steps, draft_tokens: steps with heads, and the tokens that they made.
+        compared, tokens, seconds, plain_tokens, plain_seconds: answers generated with heads and without, and the
+            tokens and time of both.
+    """
+
+    steps: int = 0
+    again: int = 0
+    draft_steps: int = 0
+    draft_tokens: int = 0
+    compared: int = 0
     tokens: int = 0
     seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
 
-    @property
-    def ratio(self) -> float:
-        """Speedup by the heads."""
-        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def figures(self) -> dict[str, str]:
+        """Return the figures for the summary, by name."""
+        figures = {}
+        if self.draft_steps:
+            figures["tokens per step"] = f"{self.draft_tokens / self.draft_steps:.2f}"
+        if self.compared:
+            ratio = (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+            figures["faster than without heads"] = f"{ratio:.2f}x ({self.compared} answers)"
+        if self.again:
+            figures["made again alone (rounding)"] = f"{self.again:,}"
+        return figures
 
 
 class HFEngine:
@@ -61,12 +84,17 @@ class HFEngine:
         max_new_tokens: maximum length of an answer.
         temperature: 0 for greedy decoding.
         top_p, top_k: sampling filters; 1 and 0 disable them.
-        chat_template: name of a built-in template; None for the tokenizer's.
+        chat_template: name of a built-in template, or a Jinja file; None for the tokenizer's.
+        chat_template_kwargs: variables of the template.
+        reasoning_tags: the tags around the reasoning part of an answer.
         batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
         draft, tree: heads for speculative decoding. Greedy answers equal the backbone's up to rounding; sampled ones
             follow its distribution, but differ from those without heads.
         exact: generate answers again that rounding may have changed, in batches without a draft.
         compare: number of first answers that are also generated without heads, to measure the speedup.
+
+    Attributes:
+        counts: what it has done so far.
 
     Raises:
         ConfigError: unknown template.
@@ -82,6 +110,8 @@ class HFEngine:
         top_p: float = 1.0,
         top_k: int = 0,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
         batch_size: int = 1,
         draft: Draft | None = None,
         tree: Tree | None = None,
@@ -92,7 +122,9 @@ class HFEngine:
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
         self.sampling = Sampling(temperature, top_k, top_p) if temperature else None
-        self._prompting = ChatPrompting(backbone.tokenizer, chat_template)
+        self._prompting = ChatPrompting(
+            backbone.tokenizer, chat_template, chat_template_kwargs, reasoning_tags=reasoning_tags
+        )
         self._plain = BatchDecoder(backbone)
         self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
         self._batch: Batch | None = None
@@ -100,10 +132,8 @@ class HFEngine:
             self._batch = self._plain.begin(max_new_tokens, rule=self.sampling)
         self._exact = exact and self._batch is not None and backbone.dtype in ROUNDING
         self._compare = compare if draft is not None else 0
-        self._speed = _Speed()
         self._warm = False
-        self._steps = self._stepped = 0
-        self._again = 0
+        self.counts = Counts()
         self._waiting: list[_Pending] = []
         self._underway: dict[int, _Pending] = {}
         self._finished: deque[tuple[int, Answer]] = deque()
@@ -129,43 +159,45 @@ class HFEngine:
     def next(self) -> tuple[int, Answer]:
         """Return the next answer, generating until one is finished."""
         while not self._finished:
-            if self._batch is None:
-                requests = self._pick(self.batch_size)
-                outputs = self._complete_batch(requests)
-            else:
-                requests, outputs = self._step(self._batch)
-            for pending, out in zip(requests, outputs, strict=True):
-                answer = self._prompting.answer(pending.request, len(pending.prompt), out.tokens, out.finish)
-                self._finished.append((pending.request_id, answer))
+            self._generate_some()
         return self._finished.popleft()
+
+    def advance(self) -> list[tuple[int, Answer]]:
+        """Run one decoding step, or a whole batch where others can't join; return the answers that are finished now.
+
+        At least one request must be unanswered.
+        """
+        if not self._finished:
+            self._generate_some()
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
+
+    def _generate_some(self) -> None:
+        if self._batch is None:
+            requests = self._pick(self.batch_size)
+            outputs = self._complete_batch(requests)
+        else:
+            requests, outputs = self._step(self._batch)
+        for pending, out in zip(requests, outputs, strict=True):
+            answer = self._prompting.answer(pending.request, len(pending.prompt), out.tokens, out.finish)
+            self._finished.append((pending.request_id, answer))
 
     @property
     def steps(self) -> tuple[int, int]:
         """Forward passes so far, and decoding steps of answers in them."""
-        return self._decoder.passes, self._steps
+        return self._decoder.passes, self.counts.steps
 
     def stats(self) -> Mapping[str, str]:
         """Return the heads' speedup, and the number of answers generated again."""
-        figures = {}
-        if self._steps and self._decoder is not self._plain:
-            figures["tokens per step"] = f"{self._stepped / self._steps:.2f}"
-        if self._speed.answers:
-            figures["faster than without heads"] = f"{self._speed.ratio:.2f}x ({self._speed.answers} answers)"
-        if self._again:
-            figures["made again alone (rounding)"] = f"{self._again:,}"
-        return figures
+        return self.counts.figures()
 
     def close(self) -> None:
         """Do nothing; there are no resources to release."""
 
     def _pick(self, count: int) -> list[_Pending]:
         """Take the oldest request and those with the most similar prompt lengths from the queue, in order."""
-        oldest, *others = self._waiting
-        others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
-        picked = {asked.request_id for asked in (oldest, *others[: count - 1])}
-        found = [asked for asked in self._waiting if asked.request_id in picked]
-        self._waiting = [asked for asked in self._waiting if asked.request_id not in picked]
-        return found
+        return pick_similar(self._waiting, count, lambda asked: len(asked.prompt))
 
     def _step(self, batch: Batch) -> tuple[list[_Pending], list[Generation]]:
         """Refill free rows, run one decoding step, and return the requests that are finished."""
@@ -180,7 +212,7 @@ class HFEngine:
         done = batch.step()
         asked = [self._underway.pop(request_id) for request_id, _ in done]
         made = [out for _, out in done]
-        self._steps += sum(out.steps for out in made)
+        self._count(steps=sum(out.steps for out in made))
         if self._exact:
             made = [self._verified(one, out) for one, out in zip(asked, made, strict=True)]
         return asked, made
@@ -189,9 +221,11 @@ class HFEngine:
         started = time.perf_counter()
         made = self._generate(self._decoder, batch)
         seconds = time.perf_counter() - started
-        self._steps += sum(out.steps for out in made)
-        self._stepped += sum(len(out.tokens) - 1 for out in made)
-        if self._speed.answers < self._compare:
+        steps = sum(out.steps for out in made)
+        self._count(steps=steps)
+        if self._decoder is not self._plain:
+            self._count(draft_steps=steps, draft_tokens=sum(len(out.tokens) - 1 for out in made))
+        if self.counts.compared < self._compare:
             self._compare_with_plain(batch, made, seconds)
         return made
 
@@ -209,9 +243,8 @@ class HFEngine:
         generator = self._generator(asked) if self.sampling else None
         if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
             return made
-        self._again += 1
         again = self._generate(self._plain, [asked])[0]
-        self._steps += again.steps
+        self._count(again=1, steps=again.steps)
         return again
 
     def _compare_with_plain(self, batch: Sequence[_Pending], made: Sequence[Generation], seconds: float) -> None:
@@ -222,16 +255,22 @@ class HFEngine:
         if not self._warm:
             self._warm = True
             return
-        self._speed.answers += len(batch)
-        self._speed.tokens += sum(len(out.tokens) for out in made)
-        self._speed.seconds += seconds
-        self._speed.plain_tokens += sum(len(out.tokens) for out in plain)
-        self._speed.plain_seconds += plain_seconds
+        self._count(
+            compared=len(batch),
+            tokens=sum(len(out.tokens) for out in made),
+            seconds=seconds,
+            plain_tokens=sum(len(out.tokens) for out in plain),
+            plain_seconds=plain_seconds,
+        )
+
+    def _count(self, **more: float) -> None:
+        self.counts += Counts(**more)  # type: ignore[arg-type]
 
 
 #: Bound on the rounding error of a logit, relative to the largest: ten times the largest error observed.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
-_SUMS = 1e-12  # bound on the rounding error of a sum of probabilities in float64
+#: Bound on the rounding error of a sum of probabilities, by the dtype in which tokens are drawn.
+SUM_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 _ROWS = 256  # positions per chunk of logits
 
 
@@ -269,7 +308,7 @@ def is_certain(
         if sampling is None or u is None:
             sure = _surely_best(logits, chosen[rows], error)
         else:
-            sure = _surely_drawn(logits, chosen[rows], u[rows], sampling, error)
+            sure = _surely_drawn(logits, chosen[rows], u[rows], sampling, error, SUM_ROUNDING[backbone.dtype])
         if not bool(sure.all()):
             return False
     return True
@@ -281,18 +320,24 @@ def _surely_best(logits: Tensor, tokens: Tensor, error: Tensor) -> Tensor:
     return (place[:, 0] == tokens) & (best[:, 0] - best[:, 1] > 2 * error[:, 0])
 
 
-def _surely_drawn(logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling, error: Tensor) -> Tensor:
-    """Return whether inversion sampling at `u` [N] gives the tokens [N] for all logits within `error` [N, 1]."""
+def _surely_drawn(
+    logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling, error: Tensor, sums: float = 0.0
+) -> Tensor:
+    """Return whether inversion sampling at `u` [N] gives the tokens [N] for all logits within `error` [N, 1].
+
+    Args:
+        sums: bound on the rounding error of a sum of probabilities.
+    """
     warped = sampling.warp(logits)
     shift = error / sampling.temperature
     mass = warped.softmax(-1).cumsum(-1)
     upper = mass.gather(-1, tokens[:, None])
     lower = torch.where(tokens[:, None] > 0, mass.gather(-1, (tokens[:, None] - 1).clamp(min=0)), 0.0)
     place = u[:, None] * mass[:, -1:]
-    above = (lower == 0.0) | (place - lower > _moved(lower, shift))
-    below = (upper >= mass[:, -1:]) | (upper - place > _moved(upper, shift))
+    above = (lower == 0.0) | (place - lower > _moved(lower, shift) + sums)
+    below = (upper >= mass[:, -1:]) | (upper - place > _moved(upper, shift) + sums)
     inside = (lower <= place) & (place < upper)
-    return (inside & above & below)[:, 0] & _surely_cut(logits, sampling, shift)
+    return (inside & above & below)[:, 0] & _surely_cut(logits, sampling, shift, sums)
 
 
 def _moved(mass: Tensor, shift: Tensor) -> Tensor:
@@ -300,11 +345,11 @@ def _moved(mass: Tensor, shift: Tensor) -> Tensor:
 
     Odds change by a factor between exp(-2 shift) and exp(2 shift), so probabilities near 0 or 1 hardly change.
     """
-    return mass * (1 - mass) * torch.expm1(2 * shift) + _SUMS
+    return mass * (1 - mass) * torch.expm1(2 * shift)
 
 
-def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor) -> Tensor:
-    """Return whether top-k and top-p keep the same tokens for all logits / T within `shift` [N, 1]."""
+def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor, sums: float = 0.0) -> Tensor:
+    """Return whether top-k and top-p keep the same tokens for all logits / T within `shift` [N, 1]; `sums` as above."""
     sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     scaled = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -314,7 +359,7 @@ def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor) -> Tensor:
     if sampling.top_p < 1:
         rising = scaled.sort(-1).values
         mass = rising.softmax(-1).cumsum(-1)
-        sure &= ((mass - (1 - sampling.top_p)).abs() > _moved(mass, shift)).all(-1)
+        sure &= ((mass - (1 - sampling.top_p)).abs() > _moved(mass, shift) + sums).all(-1)
         # the least probable kept token and the most probable cut one must not swap either
         kept = (mass > 1 - sampling.top_p).int().argmax(-1, keepdim=True)
         edge = rising.gather(-1, kept) - rising.gather(-1, (kept - 1).clamp(min=0))

@@ -74,7 +74,8 @@ class GeneratedChat:
 
     def add(self, question: Message, answer: Answer) -> None:
         """Append a question and its answer."""
-        self.messages += [question, Message("assistant", answer.text)]
+        is_cut = answer.finish_reason != "stop"
+        self.messages += [question, Message("assistant", answer.text, answer.token_ids, is_cut)]
         self.finish_reasons.append(answer.finish_reason)
         self.prompt_tokens.append(answer.prompt_tokens)
         self.completion_tokens.append(answer.completion_tokens)

@@ -1,4 +1,4 @@
-"""The engine that sends concurrent requests to an OpenAI-compatible server."""
+"""The engine that sends concurrent requests to OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, join_reasoning
+from medusa_train.data.records import reasoning_part
 from medusa_train.errors import ServerError
-from medusa_train.openai_client import OpenAIClient, RequestRejected
 from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
+from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.server import RequestRejected
 
 _MAX_REJECTIONS = 50  # in a row; more of them cannot be due to single chats
 
@@ -20,12 +23,13 @@ _Outcome = Answer | BaseException
 
 @dataclass(frozen=True)
 class ServerSampling:
-    """Sampling parameters; `top_p` 1 and `top_k` None are not sent, since not every server supports them."""
+    """Parameters of every request; those with these defaults are not sent, since not every server supports them."""
 
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def body(self, model: str, request: Request) -> dict[str, Any]:
         """Return the request body. The seed is reduced to 31 bits, which every server accepts."""
@@ -40,25 +44,33 @@ class ServerSampling:
             body["top_p"] = self.top_p
         if self.top_k is not None:
             body["top_k"] = self.top_k
+        if self.chat_template_kwargs:
+            body["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         return body
 
 
 class OpenAIEngine:
-    """Generates answers with a server that has `/chat/completions`, in the order in which it responds.
+    """Generates answers with servers that have `/chat/completions`, in the order in which they respond.
 
     Args:
-        server: the client.
-        model: the model's name on the server.
-        concurrency: maximum number of concurrent requests.
+        server: the client of all servers.
+        model: the model's name on the servers.
+        reasoning_tags: joins reasoning and content where the server returns them apart.
 
     `next` raises ServerError if the server rejects all requests, or does not respond within the retry time.
     """
 
-    def __init__(self, server: OpenAIClient, model: str, sampling: ServerSampling, concurrency: int) -> None:
+    def __init__(
+        self,
+        server: OpenAIClient,
+        model: str,
+        sampling: ServerSampling,
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
+    ) -> None:
         self.server = server
         self.model = model
         self.sampling = sampling
-        self.concurrency = concurrency
+        self.reasoning_tags = reasoning_tags
         self._todo: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
@@ -69,14 +81,14 @@ class OpenAIEngine:
 
     @property
     def capacity(self) -> int:
-        """One request per connection."""
-        return self.concurrency
+        """As many requests as the servers get at most; those beyond the servers' limits wait."""
+        return self.server.capacity
 
     def submit(self, request_id: int, request: Request) -> None:
         """Queue a request; the first ones start the worker threads."""
         self._open += 1
         self._todo.put((request_id, request))
-        if len(self._threads) < self.concurrency:
+        if len(self._threads) < self.server.capacity:
             # daemons: an interrupted run does not wait for responses
             thread = threading.Thread(target=self._serve, daemon=True)
             self._threads.append(thread)
@@ -108,13 +120,14 @@ class OpenAIEngine:
         nothing_else = not self._takes_some and len(self._held) == self._open
         if self._refusals and (nothing_else or len(self._refusals) >= _MAX_REJECTIONS):
             raise ServerError(
-                f"server {self.server.url}: it refused {len(self._refusals)} requests and answered none in between, "
-                f"the last: {self._refusals[-1]}"
+                f"{self.server.name}: refused {len(self._refusals)} requests and answered none in between; "
+                f"last: {self._refusals[-1]}"
             )
 
     def stats(self) -> Mapping[str, str]:
-        """How often the server had to be asked again."""
-        return {"requests repeated": f"{self.server.retries:,}"} if self.server.retries else {}
+        """Return the numbers of requests that were sent again."""
+        counts = {"requests repeated": self.server.retries, "requests shortened to the context": self.server.shortened}
+        return {name: f"{count:,}" for name, count in counts.items() if count}
 
     def close(self) -> None:
         """Close the connections."""
@@ -127,24 +140,28 @@ class OpenAIEngine:
 
     def _ask(self, request: Request) -> _Outcome:
         try:
-            return _answer(self.server.complete(self.sampling.body(self.model, request)))
+            content = self.server.complete(self.sampling.body(self.model, request))
+            return parse_answer(content, self.reasoning_tags, self.sampling.max_new_tokens)
         except BaseException as error:  # `next` raises it in the main thread
             return error
 
 
-def _answer(content: Mapping[str, Any]) -> Answer:
-    """Convert a chat completion; without `usage` the token counts are 0."""
+def parse_answer(content: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int) -> Answer:
+    """Convert a chat completion; without `usage` the token counts are 0.
+
+    An answer that was cut before `max_new_tokens` reached the end of the context.
+    """
     choice = content["choices"][0]
-    text = choice["message"].get("content") or ""
+    message = choice["message"]
+    text = join_reasoning(reasoning_part(message), str(message.get("content") or ""), reasoning_tags)
     # replace lone surrogates, which JSON can escape and UTF-8 cannot encode
-    text = str(text).encode("utf-8", "replace").decode("utf-8")
+    text = text.encode("utf-8", "replace").decode("utf-8")
     usage = content.get("usage") or {}
-    return Answer(
-        text,
-        _reason(choice.get("finish_reason")),
-        int(usage.get("prompt_tokens") or 0),
-        int(usage.get("completion_tokens") or 0),
-    )
+    length = int(usage.get("completion_tokens") or 0)
+    reason = _reason(choice.get("finish_reason"))
+    if reason == "length" and 0 < length < max_new_tokens:
+        reason = "context"
+    return Answer(text, reason, int(usage.get("prompt_tokens") or 0), length)
 
 
 def _reason(finish: object) -> AnswerFinishReason:

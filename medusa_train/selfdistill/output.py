@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
-from medusa_train.selfdistill.select_prompts import Shard
+from medusa_train.selfdistill.prompts import Shard
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
@@ -111,11 +112,6 @@ class OutputWriter:
         for file in (self.lines, self.dropped):
             if file.path.stat().st_size == 0:
                 file.path.unlink()
-
-
-def settings_path(output: Path) -> Path:
-    """Return the path of the settings of `output`."""
-    return output.with_suffix(".settings.json")
 
 
 def dropped_path(output: Path) -> Path:

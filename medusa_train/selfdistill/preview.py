@@ -12,7 +12,7 @@ from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import duration
 from medusa_train.selfdistill.engines import Request
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.run import RunStats, build_mode, model_name, resolve_model_paths
+from medusa_train.selfdistill.run import RunStats, build_mode, model_name, resolve_model_paths, server_sampling
 
 SHOWN = 3
 
@@ -37,7 +37,7 @@ def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple
     tokenizer = AutoTokenizer.from_pretrained(
         where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_unreachable()
     )
-    prompting = ChatPrompting(tokenizer, paths.chat_template)
+    prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     for prompt, request in requests:
         yield f"{_title(prompt)}, {len(prompting.prompt(request))} tokens", prompting.text(request)
 
@@ -48,10 +48,7 @@ def _title(prompt: Prompt) -> str:
 
 
 def _body(cfg: SelfDistillConfig, request: Request) -> str:
-    from medusa_train.selfdistill.openai_engine import ServerSampling
-
-    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
-    return json.dumps(sampling.body(model_name(cfg), request), indent=2, ensure_ascii=False)
+    return json.dumps(server_sampling(cfg).body(model_name(cfg), request), indent=2, ensure_ascii=False)
 
 
 def describe(stats: RunStats) -> str:
@@ -78,6 +75,8 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str] | None = None) -> T
     if stats.empty:
         rows.append(("conversations without kept answers", f"{stats.empty:,}"))
     rows += [(f"dropped turns: {why}", f"{count:,}") for why, count in sorted(stats.dropped.items())]
+    if stats.dropped["length"]:
+        rows.append(("to keep such answers", "raise max_new_tokens, or set drop_truncated: false"))
     rows += [
         ("tokens generated", f"{stats.tokens:,}"),
         ("time", duration(stats.seconds)),

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.data.conversation import Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_seed_dataset
 from medusa_train.selfdistill.engines import Engine, Request
 from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.prompts import Prompt, read_prompts, short_name
-from medusa_train.selfdistill.select_prompts import Selection, Shard, select_prompts
+from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts, short_name
 
 if TYPE_CHECKING:
     from medusa_train.checkpoint.resolve import ModelPaths
+    from medusa_train.selfdistill.openai_engine import ServerSampling
 
 DEFAULT_BATCH_SIZE = 16
 
@@ -84,34 +85,44 @@ def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
     return auto_dtype()
 
 
-def open_engine(cfg: SelfDistillConfig, dtype: str | None) -> Engine:
+def open_engine(
+    cfg: SelfDistillConfig, dtype: str | None, answers: int = 0, note: Callable[[str], None] = print
+) -> Engine:
     """Load the model, or connect to the server, that generates the answers.
+
+    Args:
+        answers: number of answers to generate, by which `compile: auto` decides.
+        note: receives that decision, and the number of processes.
 
     Raises:
         BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
-        ConfigError: the server's address is invalid.
+        ConfigError: the server's address is invalid, or several processes are wanted on a GPU.
     """
     if cfg.engine == "openai":
         return _openai_engine(cfg)
-    from medusa_train.checkpoint.load_model import load_with_draft
-    from medusa_train.selfdistill.hf_engine import HFEngine
+    from medusa_train.selfdistill.local_model import LocalModel
+    from medusa_train.selfdistill.process_engine import ProcessEngine
+    from medusa_train.selfdistill.processes import choose_processes
 
     assert dtype is not None  # only a server has none
     _select_local_gpu()
     paths = resolve_model_paths(cfg)
-    # float32 answers are reproducible on other machines only without prepacked weights
-    loaded = load_with_draft(paths, dtype, prepack=dtype != "float32")
-    return HFEngine(
-        loaded.backbone,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k or 0,
-        max_new_tokens=cfg.max_new_tokens,
-        chat_template=paths.chat_template,
-        batch_size=cfg.batch_size or (1 if dtype == "float32" or loaded.draft is not None else DEFAULT_BATCH_SIZE),
-        draft=loaded.draft,
-        tree=loaded.tree,
-    )
+    default = 1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE
+    batch_size = cfg.batch_size or (default if cfg.processes == "auto" else max(default, cfg.processes))
+    options = {
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+        "top_k": cfg.top_k or 0,
+        "max_new_tokens": cfg.max_new_tokens,
+        "chat_template": paths.chat_template,
+        "chat_template_kwargs": paths.chat_template_kwargs,
+        "reasoning_tags": cfg.reasoning_tags,
+    }
+    model = LocalModel(paths, dtype, options, cfg.compile, answers * cfg.max_new_tokens)
+    processes = choose_processes(cfg.processes, batch_size)
+    if processes == 1:
+        return model.open(batch_size, note)
+    return ProcessEngine(model, batch_size, processes, adjustable=cfg.processes == "auto", note=note)
 
 
 def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
@@ -127,7 +138,14 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
     model, base = cfg.heads, cfg.base_model
     if model is None and base is not None and _is_run(base):
         model, base = base, None
-    paths = resolve_model(model, base, None, chat_template=cfg.chat_template, trust_remote_code=cfg.trust_remote_code)
+    paths = resolve_model(
+        model,
+        base,
+        None,
+        chat_template=cfg.chat_template,
+        chat_template_kwargs=cfg.chat_template_kwargs,
+        trust_remote_code=cfg.trust_remote_code,
+    )
     return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
 
 
@@ -137,15 +155,25 @@ def _is_run(name: str) -> bool:
 
 
 def _openai_engine(cfg: SelfDistillConfig) -> Engine:
-    from medusa_train.openai_client import OpenAIClient
-    from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
+    from medusa_train.selfdistill.openai_engine import OpenAIEngine
+    from medusa_train.servers.client import OpenAIClient
 
     assert cfg.server_url is not None  # checked with the configuration
     server = OpenAIClient(
-        cfg.server_url, key_variable=cfg.api_key_env, timeout=cfg.request_timeout, retry_seconds=cfg.retry_seconds
+        cfg.server_url,
+        key_variable=cfg.api_key_env,
+        timeout=cfg.request_timeout,
+        retry_seconds=cfg.retry_seconds,
+        concurrency=cfg.concurrency,
     )
-    sampling = ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
-    return OpenAIEngine(server, model_name(cfg), sampling, cfg.concurrency)
+    return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
+
+
+def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
+    """Return the parameters that every request has in common."""
+    from medusa_train.selfdistill.openai_engine import ServerSampling
+
+    return ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs)
 
 
 def _select_local_gpu() -> None:
@@ -242,13 +270,17 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, An
         {
             **identity,
             "model": metadata.pop("model"),
-            "messages": [message.as_dict() for message in chat.messages],
+            "messages": [_message_record(message) for message in chat.messages],
             **metadata,
             "finish_reasons": chat.finish_reasons,
             "token_counts": {"prompt": chat.prompt_tokens, "completion": chat.completion_tokens},
             **dropped,
         }
     )
+
+
+def _message_record(message: Message) -> dict[str, Any]:
+    return {**message.as_dict(), **({} if message.token_ids is None else {"token_ids": list(message.token_ids)})}
 
 
 @dataclass
@@ -320,6 +352,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
     The selection of prompts is not among them, so that a run can be extended; nor is the server's address.
     """
     selftalk = cfg.mode == "selftalk"
+    default_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
     return {
         "model": model_name(cfg),
         "seed_dataset": public_name(cfg.seed_dataset),
@@ -331,6 +364,10 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
             split=cfg.split, max_turns=cfg.max_turns, heads=None if cfg.heads is None else public_name(cfg.heads)
         ),
         **_without_none(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
+        **_without_none(
+            chat_template_kwargs=cfg.chat_template_kwargs,
+            reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
+        ),
         **_without_none(mode=cfg.mode if selftalk else None, rounds=cfg.rounds if selftalk else None),
     }
 

@@ -1,4 +1,4 @@
-"""Render report.html: tiles, charts, tables and coloured answers of one evaluation, in one file without scripts."""
+"""Render report.html (tiles, charts, tables and coloured answers of one evaluation) and compare.html (of several)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
 from medusa_train.evaluation.html_report.charts import PALETTE, Bar, Curve, bars, columns, curves, tree_drawing
 from medusa_train.evaluation.html_report.layout import (
     CTAR_CAPTION,
@@ -19,11 +20,10 @@ from medusa_train.evaluation.html_report.layout import (
 )
 
 Json = Mapping[str, Any]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
-def html_page(
-    report: Json, answers: Sequence[Json], table: tuple[Sequence[str], Sequence[Sequence[str]]], notes: Sequence[str]
-) -> str:
+def html_page(report: Json, answers: Sequence[Json], table: Table, notes: Sequence[str]) -> str:
     """Render the page of one evaluation.
 
     Args:
@@ -35,8 +35,8 @@ def html_page(
     meta = report["meta"]
     name = meta["model"] or meta["base_model"]
     setting = (
-        f"{meta['dtype']} on {meta['device']}, threads: {meta['threads']}; questions: {meta['questions']}, "
-        f"at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
+        f"{describe_settings(settings_of(meta))}; {meta['dtype']} on {meta['device']}, threads: {meta['threads']}; "
+        f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
     )
     sections = [
         f"<h1>{escape(str(meta['bench']))}: {escape(str(name))}</h1>",
@@ -46,11 +46,12 @@ def html_page(
         "<h2>Speed</h2>",
         cards(_speed_figures(report)),
         figures_table(*table),
+        _decoders_table(report),
         _draft_section(report),
         "<h2>Answers</h2>",
         answers_section(answers),
         "<h2>Run</h2>",
-        _meta_table(meta),
+        meta_table(meta),
     ]
     return document(f"{meta['bench']}: {name}", sections)
 
@@ -81,9 +82,12 @@ def _tiles(report: Json) -> str:
     if (joint := report.get("joint")) is not None:
         label = f"perplexity after joint training ({joint['perplexity_before']:.2f} before)"
         tiles.append((f"{joint['perplexity_after']:.2f}", label))
-    judged = report.get("judge")
+    scores, judged = overall["scores"], report.get("judge")
+    if scores is not None:
+        tiles.append(_score_tile(scores))
     if judged is None or judged["score"] is None:
-        tiles.append(("not judged", "quality of the answers"))
+        if scores is None:
+            tiles.append(("not judged", "quality of the answers"))
     else:
         tiles.append((f"{judged['score']:.2f} / 10", f"quality, graded by {judged['model']}"))
     if report["meta"]["model"] is None:
@@ -93,6 +97,16 @@ def _tiles(report: Json) -> str:
         + "".join(f"<div class=tile><b>{escape(b)}</b><span>{escape(s)}</span></div>" for b, s in tiles)
         + "</div>"
     )
+
+
+def _score_tile(scores: Json) -> tuple[str, str]:
+    """Return the share of correct answers and its label: the tree's, beside plain decoding's."""
+    score = scores.get("tree", scores["plain"])
+    low, high = score["interval"]
+    label = f"{scores['metric']}: {score['correct']} of {scores['answers']} ({low:.1%}-{high:.1%})"
+    if "tree" in scores:
+        label += f"; plain {scores['plain']['rate']:.1%}" if scores["differing"] else "; plain decoding is equal"
+    return f"{score['rate']:.1%}", label
 
 
 def _speed_figures(report: Json) -> list[str]:
@@ -107,9 +121,34 @@ def _speed_figures(report: Json) -> list[str]:
     rates += [(name, baseline["tokens_per_s"], None, 0) for name, baseline in overall["baselines"].items()]
     groups = [(name.replace("_", " "), [Bar(rate, bounds, colour)]) for name, rate, bounds, colour in rates if rate]
     drawing = bars(groups, "tokens per second", digits=0, width=480)
-    caption = "Total tokens over total time, prefill included. The decoders took turns on every prompt."
+    caption = "Total tokens over total time, prefill included. The decoders took turns on every prompt or batch."
     figures.append(figure("Tokens per second", drawing, caption))
     return figures
+
+
+def _decoders_table(report: Json) -> str:
+    """Render the tree and its baselines, those of transformers included, on the whole bench."""
+    overall = report["overall"]
+    decoders = {name.replace("_", " "): figures for name, figures in overall["baselines"].items()}
+    if overall["tokens_per_s"] is not None:
+        decoders = {"tree": {**overall, "tokens_per_step": overall["acceleration_rate"], "speedup": None}, **decoders}
+    greedy = settings_of(report["meta"])["acceptance"] == "greedy"  # other modes' answers are samples
+    rows = [
+        [
+            name,
+            _cell(figures["tokens_per_s"], 0),
+            _cell(figures["tokens_per_step"], 2),
+            _cell(figures["speedup"], 2, "x"),
+            *([str(figures.get("equal_to_plain", "-"))] if greedy else []),
+        ]
+        for name, figures in decoders.items()
+    ]
+    titles = ["decoder", "tokens/s", "tokens per step", "tree's speedup over it"]
+    return figures_table([*titles, *(["answers equal to plain ones"] if greedy else [])], rows, overall=False)
+
+
+def _cell(value: float | None, digits: int, suffix: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{suffix}"
 
 
 def _draft_section(report: Json) -> str:
@@ -209,12 +248,25 @@ def _answer(answer: Json, *, opened: bool) -> str:
         details += [f"{steps} steps", f"{(tokens - 1) / steps:.2f} tokens per step"]
     if answer.get("loops"):
         details.append("loops")
-    summary = f"question {escape(str(answer['question_id']))}<span>{', '.join(details)}</span>"
+    details += _score_details(answer.get("scores") or {})
+    summary = f"question {escape(str(answer['question_id']))}<span>{escape(', '.join(details))}</span>"
     asked = f"<div class=question>{escape(answer['asked'])}</div>" if answer.get("asked") else ""
     return (
         f"<details{' open' if opened else ''}><summary>{summary}</summary>{asked}"
         f"<div class=answer>{coloured_text(answer)}</div></details>"
     )
+
+
+def _score_details(scores: Json) -> list[str]:
+    """Say whether an answer is correct and why not, and plain decoding's score where it differs."""
+    if not scores:
+        return []
+
+    def verdict(score: Json) -> str:
+        return "correct" if score["correct"] else f"wrong ({score['detail']})"
+
+    plain, reported = scores["plain"], scores.get("tree", scores["plain"])
+    return [verdict(reported)] + ([f"plain: {verdict(plain)}"] if plain["correct"] != reported["correct"] else [])
 
 
 def coloured_text(answer: Json) -> str:
@@ -244,6 +296,7 @@ def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
 
 #: Labels of `meta` keys that are not clear as they are.
 META_LABELS = {
+    "chat_template_kwargs": "variables of the chat template",
     "packed": "prepacked weights",
     "compiled": "torch.compile",
     "early_stop": "early exit threshold of the draft",
@@ -275,6 +328,68 @@ def _meta_text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _meta_table(meta: Json) -> str:
+def meta_table(meta: Json) -> str:
+    """Render every entry of `meta`."""
     rows = [f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>" for label, text in meta_rows(meta)]
     return f"<table class=meta>{''.join(rows)}</table>"
+
+
+# Comparison of runs
+
+
+def compare_page(reports: Json, runs: Table, categories: Table, differences: Sequence[str]) -> str:
+    """Render the page of a comparison.
+
+    Args:
+        reports: content of each report.json by run name, in the order to show.
+        runs: titles and rows of the table of runs.
+        categories: titles and rows of the table of speedups per category.
+        differences: lines that name conditions in which the runs differ.
+    """
+    chips = "".join(
+        f"<span class='chip h{number % PALETTE + 1}'>{escape(name)}</span>" for number, name in enumerate(reports)
+    )
+    return document(
+        "Comparison of runs",
+        [
+            "<h1>Comparison of runs</h1>",
+            f"<p>{chips}</p>",
+            "".join(f"<p><b>Not comparable as they stand:</b> {escape(line)}</p>" for line in differences),
+            figures_table(*runs, overall=False),
+            "<h2>Speed</h2>",
+            cards([_speedup_figure(reports), *_draft_figures(reports)]),
+            figures_table(*categories, overall=False),
+        ],
+    )
+
+
+def _speedup_figure(reports: Json) -> str:
+    categories = dict.fromkeys(category for report in reports.values() for category in report["categories"])
+    groups = [
+        (category, [_bar(report["categories"].get(category), n) for n, report in enumerate(reports.values())])
+        for category in categories
+    ]
+    groups.append(("overall", [_bar(report["overall"], n) for n, report in enumerate(reports.values())]))
+    drawing = bars(groups, "speedup per category and run", unit="x", reference=1.0, width=760)
+    return figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=True)
+
+
+def _bar(figures: Json | None, colour: int) -> Bar:
+    if figures is None:
+        return Bar(None, colour=colour)
+    return Bar(figures.get("speedup"), figures.get("intervals", {}).get("speedup"), colour)
+
+
+def _draft_figures(reports: Json) -> list[str]:
+    """Draw CTAR and top-1 accuracy where every run has them."""
+    shares = {name: report["overall"].get("ctar") or [] for name, report in reports.items()}
+    accuracy = {name: report["overall"].get("head_accuracy") or [] for name, report in reports.items()}
+    figures = []
+    if all(shares.values()):
+        series = [Curve(name, list(enumerate(values, start=1))) for name, values in shares.items()]
+        figures.append(figure("CTAR(w)", curves(series, "CTAR of every run", "w", y_text=percent), CTAR_CAPTION))
+    if all(accuracy.values()):
+        series = [Curve(name, [(k, row[0]) for k, row in enumerate(rows, 1)]) for name, rows in accuracy.items()]
+        drawing = curves(series, "top-1 accuracy of every run", "head", y_text=percent)
+        figures.append(figure("Top-1 accuracy per head", drawing, "On the answers of the bench."))
+    return figures

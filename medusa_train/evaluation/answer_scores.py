@@ -1,0 +1,175 @@
+r"""Score answers: the result of GSM8K's by exact match, and the code of HumanEval's by its tests (pass@1).
+
+The result of an answer is the number that follows its last `####`, else the number in its last `\boxed{}`, else its
+last number; numbers are compared as decimals, so 18 equals 18.00. The code of an answer is its first block of Python
+that defines the function (its first fenced block, if none is marked as Python), else the function in its text, else its
+text as the continuation of the prompt. The reasoning part of an answer is left out of all this.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any, Protocol
+
+from medusa_train.data.conversation import without_reasoning
+from medusa_train.evaluation.code_sandbox import run_program
+from medusa_train.evaluation.questions import FunctionTest, Question, parse_number
+from medusa_train.evaluation.records import Score, TurnRecord
+
+EXACT_MATCH, PASS_AT_1 = "exact match", "pass@1"
+
+#: A number, with commas between thousands or without. Its minus follows neither a number nor a word: "10-5" has none.
+_NUMBER = re.compile(r"((?<![\w)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+#: `####` with the number right behind it; `#### 12 eggs` counts, a heading such as `#### Step 2` does not.
+_RESULT = re.compile(r"####[\s:*]*" + _NUMBER.pattern)
+#: LaTeX within numbers: 1{,}000, 1\,000 and \$5.
+_LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"))
+
+_PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M | re.I)
+_BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
+#: The first characters of lines of a module: the keywords before a definition, decorators, comments, brackets.
+_TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
+
+
+class TextDecoder(Protocol):
+    """The part of a tokenizer that turns tokens into text."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """Return the text of `token_ids`."""
+
+
+def score_answers(
+    records: Sequence[TurnRecord],
+    questions: Sequence[Question],
+    tokenizer: TextDecoder,
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
+    """Score the tree's and the plain answer of every turn whose question has `expected`; fills in `record.scores`.
+
+    Runs code for questions of HumanEval: the caller has checked that this is allowed. Equal answers run once.
+
+    Args:
+        on_answer: called after each turn.
+    """
+    expected = {question.question_id: question.expected for question in questions}
+    for record in records:
+        target = expected.get(record.question_id)
+        if target is None:
+            continue
+        scores: dict[tuple[int, ...], Score] = {}
+        for name, answer in (("tree", record.tree), ("plain", record.plain)):
+            if answer is None:
+                continue
+            if answer.tokens not in scores:
+                # Not record.text, which is stripped: a continuation begins with its indentation.
+                text = str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+                scores[answer.tokens] = score_text(target, without_reasoning(text))
+            record.scores[name] = scores[answer.tokens]
+        on_answer()
+
+
+def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
+    """Score one answer."""
+    if isinstance(expected, FunctionTest):
+        outcome = run_program(build_program(expected, text))
+        return Score(PASS_AT_1, outcome.passed, outcome.status + (f": {outcome.detail}" if outcome.detail else ""))
+    number = extract_number(text)
+    return Score(EXACT_MATCH, number == expected, "no number" if number is None else f"{number:f}")
+
+
+def extract_number(text: str) -> Decimal | None:
+    """Return the result of an answer; None if it holds no number."""
+    for latex, plain in _LATEX:
+        text = text.replace(latex, plain)
+    boxed = [match for box in _BOXED.findall(text) for match in _NUMBER.findall(box)[-1:]]
+    found = _RESULT.findall(text) or boxed or _NUMBER.findall(text)
+    if not found:
+        return None
+    minus, digits = found[-1]
+    number = parse_number(digits)
+    return -number if minus and number is not None else number
+
+
+def build_program(test: FunctionTest, text: str) -> str:
+    """Return a program that raises an exception unless the function in an answer passes its test."""
+    function = extract_function(test, text)
+    return f"{function}\n\n{test.test}\n\ncheck({test.entry_point})\n"
+
+
+def extract_function(test: FunctionTest, text: str) -> str:
+    """Return the code of an answer, with the imports and helper functions of its prompt."""
+    header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
+    blocks = _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text)
+    code = next((block for block in blocks if header.search(block)), blocks[0] if blocks else text)
+    start = header.search(code)
+    if start is None:  # the body alone
+        return test.prompt + (code if blocks else _cut_at_margin(code))
+    if not blocks:
+        code = _without_prose(code, start.start())
+    stated = header.search(test.prompt)
+    return (test.prompt[: stated.start()] if stated else "") + code
+
+
+def _cut_at_margin(text: str) -> str:
+    """Return the text up to its first line that is not indented: a body ends there."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines[1:], start=1):
+        if line[:1].strip() and line[:1] not in ")]}#":
+            return "\n".join(lines[:number])
+    return text
+
+
+def _without_prose(text: str, start: int) -> str:
+    """Return the definitions around position `start` of a text, without the sentences before and after them."""
+    lines, first = text.split("\n"), text.count("\n", 0, start)
+
+    def is_code(line: str) -> bool:
+        return not line[:1].strip() or _TOP_LEVEL.match(line) is not None
+
+    last = first
+    while first > 0 and is_code(lines[first - 1]):
+        first -= 1
+    while last + 1 < len(lines) and is_code(lines[last + 1]):
+        last += 1
+    return "\n".join(lines[first : last + 1])
+
+
+def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
+    """Summarize the scores of a group of answers; None if none is scored.
+
+    Returns:
+        `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run) and `plain` the number
+        `correct`, the `rate` and its 95 % `interval`, and with a tree `differing` (answers whose two scores differ).
+    """
+    scored = [record.scores for record in records if record.scores]
+    if not scored:
+        return None
+    summary: dict[str, Any] = {
+        "metric": " / ".join(dict.fromkeys(scores["plain"].metric for scores in scored)),
+        "answers": len(scored),
+    }
+    for name in ("tree", "plain"):
+        if all(name in scores for scores in scored):
+            correct = sum(scores[name].correct for scores in scored)
+            summary[name] = {
+                "correct": correct,
+                "rate": correct / len(scored),
+                "interval": wilson_interval(correct, len(scored)),
+            }
+    if "tree" in summary:
+        summary["differing"] = sum(scores["tree"].correct != scores["plain"].correct for scores in scored)
+    return summary
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a proportion (Wilson, 1927), which is not empty at 0 and at 1 either."""
+    z = 1.959964
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

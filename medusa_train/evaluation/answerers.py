@@ -1,0 +1,246 @@
+"""Decoders that an evaluation times: this project's loop, plain or with a tree, and `generate` of transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation.decoding_mode import DecodingMode
+from medusa_train.evaluation.records import TimedAnswer
+from medusa_train.inference.accept import Rule
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
+from medusa_train.trees.tree import Tree
+
+PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = "plain", "tree", "generate", "prompt_lookup", "assisted"
+#: Measured beside dynamic trees: the fixed tree, and one whose steps take about as long as theirs.
+FIXED_TREE, EQUAL_LATENCY_TREE = "fixed_tree", "fixed_tree_of_equal_latency"
+
+#: Tokens that prompt-lookup decoding copies at most per step, its authors' default.
+LOOKUP_TOKENS = 10
+
+GREEDY = DecodingMode()
+
+
+class Answerer(Protocol):
+    """A decoder that answers a prompt and measures it."""
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """Generate up to `max_new_tokens` tokens, the first eos included."""
+
+
+class BatchAnswerer(Protocol):
+    """A decoder that answers several prompts in the same passes and measures them."""
+
+    def answer_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
+
+
+class LoopAnswerer:
+    """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by default."""
+
+    def __init__(self, decoder: Decoder, mode: DecodingMode = GREEDY, rule: Rule = None) -> None:
+        self._decoder = decoder
+        self._mode = mode
+        self._rule = rule
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """Generate up to `max_new_tokens` tokens, the first eos included."""
+        generators = self._mode.generators([prompt_ids], self._rule)
+        generator = None if generators is None else generators[0]
+        started = time.perf_counter()
+        output = self._decoder.generate(list(prompt_ids), max_new_tokens, rule=self._rule, generator=generator)
+        seconds = time.perf_counter() - started
+        return TimedAnswer(tuple(output.tokens), seconds, output.prefill_seconds, output.steps, tuple(output.accepted))
+
+
+class LoopBatchAnswerer:
+    """The same loop for several prompts at once. A row that is complete leaves the batch; none joins before its end."""
+
+    def __init__(self, decoder: BatchDecoder, mode: DecodingMode, rule: Rule) -> None:
+        self._decoder = decoder
+        self._mode = mode
+        self._rule = rule
+
+    def answer_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
+        generators, before = self._mode.generators(prompts, self._rule), self._decoder.passes
+        started = time.perf_counter()
+        outputs = self._decoder.generate_batch(
+            [list(prompt) for prompt in prompts], max_new_tokens, rule=self._rule, generators=generators
+        )
+        seconds = time.perf_counter() - started
+        rows, passes = len(prompts), self._decoder.passes - before
+        return [
+            TimedAnswer(
+                tuple(output.tokens),
+                seconds / rows,
+                output.prefill_seconds / rows,
+                output.steps,
+                tuple(output.accepted),
+                rows,
+                passes,
+            )
+            for output in outputs
+        ]
+
+
+class PassLog(BaseStreamer):
+    """Receives the tokens of each forward pass of assisted generation or prompt-lookup decoding.
+
+    Attributes:
+        sizes: number of tokens by pass; the first one is the prefill.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._is_prompt = True
+
+    def put(self, value: Tensor) -> None:
+        """Count tokens; the first call brings the prompt."""
+        if not self._is_prompt:
+            self.sizes.append(value.numel())
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """Do nothing: `generate` calls it once at the end."""
+
+
+class GenerateAnswerer:
+    """`generate` of transformers, with its own cache; greedy by default.
+
+    The backbone's generation config is replaced by a bare one: a checkpoint may bring a repetition penalty or a
+    sampling temperature, which `generate` takes from there. The old config is not restored, since nothing else here
+    reads it: `Backbone.eos_ids` were read before, and the bare config has them too.
+
+    Args:
+        mode: how the baselines decode.
+        options: further arguments of `generate` that make it verify drafts, such as an assistant model; only then
+            does it report its steps.
+    """
+
+    def __init__(self, backbone: Backbone, mode: DecodingMode = GREEDY, **options: Any) -> None:
+        self._backbone = backbone
+        self._mode = mode
+        self._options = options
+        backbone.model.generation_config = _bare_config(backbone, mode)
+
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        """Generate up to `max_new_tokens` tokens, the first eos included."""
+        return self.answer_batch([prompt_ids], max_new_tokens)[0]
+
+    def answer_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts are padded before."""
+        if self._mode.baseline_rule is not None:
+            torch.manual_seed(self._mode.seed_of(prompts[0]))
+        passes = PassLog() if self._options else None
+        started = time.perf_counter()
+        longest, pad = max(map(len, prompts)), self._backbone.model.generation_config.pad_token_id
+        padded = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self._backbone.device
+        with torch.inference_mode():
+            output = self._backbone.model.generate(
+                torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                max_new_tokens=max_new_tokens,
+                streamer=passes,
+                **self._options,
+            )
+        rows = [self._until_eos(tokens) for tokens in output[:, longest:].tolist()]
+        seconds = (time.perf_counter() - started) / len(rows)
+        if passes is None or not passes.sizes:
+            return [TimedAnswer(tokens, seconds, rows=len(rows)) for tokens in rows]
+        (tokens,) = rows
+        steps, first = len(passes.sizes) - 1, min(passes.sizes[0], len(tokens))
+        return [TimedAnswer(tokens, seconds, steps=steps, prefill_tokens=first)]
+
+    def _until_eos(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Cut the padding after a row's end."""
+        ends = [i for i, token in enumerate(tokens) if token in self._backbone.eos_ids]
+        return tuple(tokens[: ends[0] + 1] if ends else tokens)
+
+
+def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
+    eos = list(backbone.eos_ids) or None
+    pad = backbone.tokenizer.pad_token_id
+    if pad is None:
+        pad = eos[0] if eos else 0
+    options = mode.generate_options
+    return GenerationConfig(num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **options)
+
+
+def fixed_trees(model: LoadedModel) -> dict[str, Tree]:
+    """Return the fixed trees to measure beside dynamic ones, by name; none without these."""
+    if model.dynamic is None or model.tree is None:
+        return {}
+    equal = model.dynamic.equal_latency
+    others = {} if equal is None or equal == model.tree else {EQUAL_LATENCY_TREE: equal}
+    return {FIXED_TREE: model.tree, **others}
+
+
+def extra_baselines(
+    backbone: Backbone,
+    assistant_model: str | None,
+    *,
+    prompt_lookup: bool,
+    note: Callable[[str], None],
+    mode: DecodingMode = GREEDY,
+) -> dict[str, GenerateAnswerer]:
+    """Return the optional baselines: prompt-lookup decoding, and assisted generation if a draft model is named.
+
+    Both answer one prompt at a time: in batches there are none.
+
+    Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
+    is left out, with a line to `note`.
+
+    Raises:
+        BackboneError: the draft model cannot be loaded, or has a different tokenizer.
+    """
+    baselines: dict[str, GenerateAnswerer] = {}
+    if mode.batch_size > 1:
+        return baselines
+    if prompt_lookup:
+        baselines[PROMPT_LOOKUP] = GenerateAnswerer(backbone, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    if assistant_model is not None:
+        assistant = _load_assistant(assistant_model, backbone, mode)
+        baselines[ASSISTED] = GenerateAnswerer(backbone, mode, assistant_model=assistant)
+    prompt = list(range(min(4, backbone.vocab_size)))
+    for name, answerer in list(baselines.items()):
+        try:
+            answerer.answer(prompt, 3)
+        except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+            note(f"baseline {name}: not supported by transformers for this backbone, left out ({error})")
+            del baselines[name]
+    return baselines
+
+
+def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.nn.Module:
+    assistant = load_backbone(name, dtype=backbone.dtype, device=backbone.device)
+    if assistant.tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
+        raise BackboneError(
+            f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller model of the same family"
+        )
+    assistant.model.generation_config = _bare_config(assistant, mode)
+    return assistant.model
+
+
+def describe_baseline(name: str, version: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
+    """Describe a baseline of transformers `version` for the report."""
+    how = "greedy" if mode.baseline_rule is None else f"sampling at temperature {mode.temperature:g}"
+    descriptions = {
+        GENERATE: f"generate, {how}, with its own cache",
+        PROMPT_LOOKUP: f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step",
+        ASSISTED: f"assisted generation, {how}, with {assistant_model}",
+    }
+    return f"transformers {version} {descriptions[name]}"

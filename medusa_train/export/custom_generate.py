@@ -1,0 +1,384 @@
+"""Decode with Medusa heads in transformers' `generate`, which loads this file as a `custom_generate` directory.
+
+    model.generate(**inputs, custom_generate=DIRECTORY, trust_remote_code=True)
+
+Each step guesses a tree of tokens with the heads, runs the model once over the whole tree, and keeps the longest path
+of tokens that the model generates itself (Medusa, arXiv 2401.10774). Greedy output is that of plain `generate`, up to
+rounding where two logits are nearly equal; sampled output follows the model's own distribution.
+
+DIRECTORY contains, beside custom_generate/generate.py, which is this file:
+
+    medusa_lm_head.safetensors   {i}.{j}.linear.weight|bias: residual block j of head i, [d, d] and [d];
+                                 {i}.{n}.weight|bias: its output matrix [V, d], absent if the model's lm_head is shared;
+                                 token_map [N]: token ids of the N rows, if the heads have a vocabulary of their own
+    config.json                  medusa_num_heads and n, medusa_num_layers
+    tree.json                    medusa_choices: the paths of the tree. [0, 2] is the third best guess of head 2 below
+                                 the best guess of head 1. Or the list of paths alone
+
+One sequence at a time; what is not supported raises a ValueError that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.utils import cached_file
+
+# Processors that read only the scores of a token, so that they apply to each node of a tree as to a row of its own.
+PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+
+# Heads of each model, with the directory, dtype and device that they were loaded for.
+_loaded: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Heads]] = WeakKeyDictionary()
+
+
+def generate(inputs: Tensor | None = None, *, model: Any, medusa_heads: str | None = None, **arguments: Any) -> Any:
+    """Generate as `model.generate(inputs, **arguments)` does, with the heads in a directory or hub repository.
+
+    Args:
+        medusa_heads: the directory; by default the one that `generate` got as `custom_generate`.
+
+    Raises:
+        ValueError: an argument, the model or the heads are not supported.
+    """
+    source = medusa_heads or _requested_directory(sys._getframe(1))
+    hub = {name: arguments.pop(name) for name in HUB_OPTIONS if name in arguments}
+    for name in ("assistant_model", "synced_gpus"):
+        if arguments.pop(name, None):
+            raise refusal(f"{name} is not supported")
+    # generate does not pass `tokenizer` on to callables, so the criterion that needs it is built here
+    tokenizer, stop_strings = arguments.pop("tokenizer", None), arguments.pop("stop_strings", None)
+    if stop_strings is not None:
+        given = arguments.get("stopping_criteria") or []
+        arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, stop_strings)])
+    record = _read_json(source, "tree.json", hub)
+    choices = record["medusa_choices"] if isinstance(record, dict) else record
+    # `generate` of transformers prepares the inputs, processors and stopping criteria, and then calls `decode`
+    method = partial(
+        decode,
+        heads=load_heads(model, source, hub),
+        tree=Tree(choices, source, model.device),
+        streamer=arguments.get("streamer"),
+    )
+    return GenerationMixin.generate(model, inputs, custom_generate=method, **arguments)
+
+
+def _requested_directory(caller: Any) -> str:
+    """Return the value of `custom_generate` in the frame of transformers' `generate`.
+
+    transformers runs a copy of this file in its cache of modules and passes neither the original's path nor the
+    argument on, so that this is the only trace of where the heads are.
+    """
+    directory = caller.f_locals.get("custom_generate")
+    if caller.f_globals.get("__name__") != GenerationMixin.__module__ or not isinstance(directory, str):
+        raise refusal("pass the directory of the heads as medusa_heads=DIRECTORY")
+    return directory
+
+
+def _read_json(source: str, name: str, hub: dict[str, Any]) -> Any:
+    with open(cached_file(source, name, **hub), encoding="utf-8") as file:
+        return json.load(file)
+
+
+class Tree:
+    """The guesses to verify. Node 0 is the root, the token that is known; parents come before their children.
+
+    Attributes:
+        depth: number of heads used. width: number of guesses used of each head.
+        depths: of the nodes, long [n + 1].
+        guesses: index of nodes 1 .. n in the flat [depth x width] table of guesses, long [n].
+        ancestors: bool [n + 1, n + 1], true in row i at node i and the nodes on its path from the root.
+        children: of each node.
+    """
+
+    def __init__(self, choices: list[list[int]], source: str, device: torch.device) -> None:
+        paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
+        nodes = {path: node for node, path in enumerate([(), *paths])}
+        if not paths or any(len(path) == 0 or path[:-1] not in nodes for path in paths):
+            raise refusal(f"{source}: tree.json: medusa_choices needs at least one path, and each path its parent")
+        self.depth = len(paths[-1])
+        self.width = 1 + max(path[-1] for path in paths)
+        self.depths = torch.tensor([0, *map(len, paths)], device=device)
+        self.guesses = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in paths], device=device)
+        self.ancestors = torch.eye(len(nodes), dtype=torch.bool, device=device)
+        self.children: list[list[int]] = [[] for _ in nodes]
+        for node, path in enumerate(paths, start=1):
+            self.children[nodes[path[:-1]]].append(node)
+            self.ancestors[node] |= self.ancestors[nodes[path[:-1]]]
+
+
+class Heads:
+    """Medusa heads, `softmax(W2 (SiLU(W1 h + b1) + h))` with one or more residual blocks (W1, b1).
+
+    Args:
+        tensors: as in medusa_lm_head.safetensors. count, blocks: numbers of heads, and of blocks in each.
+        lm_head: the model's. Heads without matrices use it, or its rows `token_map`, copied once.
+        source: of the heads, for messages.
+
+    Raises:
+        ValueError: the heads were trained for another model.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str) -> None:
+        self.blocks = [
+            [
+                (tensors[f"{head}.{block}.linear.weight"], tensors[f"{head}.{block}.linear.bias"])
+                for block in range(blocks)
+            ]
+            for head in range(count)
+        ]
+        self.token_map = tensors.get("token_map")
+        names = [f"{head}.{blocks}" for head in range(count)]
+        self.matrices = [(tensors[f"{n}.weight"], tensors.get(f"{n}.bias")) for n in names if f"{n}.weight" in tensors]
+        vocabulary, hidden_size = lm_head.weight.shape
+        rows = vocabulary if self.token_map is None else len(self.token_map)
+        if self.blocks[0][0][0].shape[0] != hidden_size or any(len(weight) != rows for weight, _ in self.matrices):
+            raise refusal(
+                f"{source}: not the heads of this model, of hidden size {hidden_size} and {vocabulary} tokens"
+            )
+        if self.token_map is not None and not self.matrices:
+            bias = getattr(lm_head, "bias", None)
+            restricted = lm_head.weight[self.token_map], None if bias is None else bias[self.token_map]
+            self.matrices = [restricted] * count
+
+    def guess(self, hidden: Tensor, lm_head: Any, tree: Tree) -> Tensor:
+        """Return the tokens of nodes 1 .. n, long [n], from the hidden state [d] of the last accepted token.
+
+        Scale and soft cap, which some models apply to logits, do not change the order of tokens.
+        """
+        best = []
+        for head in range(tree.depth):
+            state = hidden
+            for weight, bias in self.blocks[head]:
+                state = state + silu(linear(state, weight, bias))
+            logits = linear(state, *self.matrices[head]) if self.matrices else lm_head(state)
+            best.append(logits.topk(tree.width).indices)
+        tokens = torch.cat(best)[tree.guesses]
+        return tokens if self.token_map is None else self.token_map[tokens]
+
+
+@torch.no_grad()
+def load_heads(model: Any, source: str, hub: dict[str, Any]) -> Heads:
+    """Load the heads for `model`, in its dtype and on its device; once, as long as these do not change."""
+    key = (source, model.dtype, model.device)
+    if model not in _loaded or _loaded[model][0] != key:
+        config, lm_head = _read_json(source, "config.json", hub), model.get_output_embeddings()
+        tensors = load_file(cached_file(source, "medusa_lm_head.safetensors", **hub))
+        tensors = {
+            name: tensor.to(lm_head.weight.device, model.dtype if tensor.is_floating_point() else torch.long)
+            for name, tensor in tensors.items()
+        }
+        heads = Heads(tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source)
+        _loaded[model] = key, heads
+    return _loaded[model][1]
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    heads: Heads,
+    tree: Tree,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Generate tokens after `input_ids` [1, T]; transformers' `generate` calls it in place of its own loop."""
+    check_supported(model, logits_processor, generation_config, model_kwargs)
+    if tree.depth > len(heads.blocks):
+        raise refusal(f"tree.json: the tree is {tree.depth} deep, but there are only {len(heads.blocks)} heads")
+    prompt = unpadded_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    cache = empty_cache(model_kwargs.get("past_key_values"), model, prompt.shape[1], generation_config.max_length)
+    lm_head = model.get_output_embeddings()
+    sequence = input_ids
+
+    def choose(logits: Tensor) -> Tensor:
+        """Choose the token after each node, [n + 1, V] -> [n + 1], as plain `generate` does after the last one."""
+        scores = logits_processor(sequence, logits.float())
+        if generation_config.do_sample:
+            return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        return scores.argmax(-1)
+
+    def append(tokens: list[int]) -> bool:
+        """Append tokens one by one, and return whether one of them ends the answer: the rest is dropped."""
+        nonlocal sequence
+        for token in tokens:
+            sequence = torch.cat([sequence, sequence.new_tensor([[token]])], dim=1)
+            if streamer is not None:
+                streamer.put(sequence[0, -1:].cpu())
+            if bool(stopping_criteria(sequence, None).all()):
+                return True
+        return False
+
+    keep_one = {"logits_to_keep": 1} if "logits_to_keep" in model_kwargs else {}
+    hidden, logits = forward(model, lm_head, prompt.to(model.device), past_key_values=cache, **keep_one)
+    last, root = hidden[0, -1], int(choose(logits[0, -1:]))
+    done = append([root])
+    branches = torch.zeros(tree.ancestors.shape, dtype=hidden.dtype, device=hidden.device)
+    branches.masked_fill_(~tree.ancestors.to(hidden.device), float("-inf"))
+    while not done:
+        length = cache.get_seq_length()
+        guesses = heads.guess(last, lm_head, tree)
+        nodes = torch.cat([guesses.new_tensor([root]), guesses])
+        # a node attends to the text so far, to its ancestors and to itself
+        mask = torch.cat([branches.new_zeros(len(nodes), length), branches], dim=1)[None, None]
+        # nodes beyond max_length are never kept, but the model must not see positions that it would not reach
+        positions = (length + tree.depths).clamp(max=generation_config.max_length - 1)[None]
+        hidden, logits = forward(
+            model, lm_head, nodes[None], attention_mask=mask, position_ids=positions, past_key_values=cache
+        )
+        path, tokens = accept(nodes, choose(logits[0]), tree)
+        keep_path(cache, length, path)
+        last, root = hidden[0, path[-1]], tokens[-1]
+        done = append(tokens)
+    if streamer is not None:
+        streamer.end()
+    return GenerateDecoderOnlyOutput(sequences=sequence) if generation_config.return_dict_in_generate else sequence
+
+
+def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run the model; returns the input of lm_head, which is what the heads read, and the logits."""
+    inputs: list[Tensor] = []
+    hook = lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        logits = model(tokens, use_cache=True, **arguments).logits
+    finally:
+        hook.remove()
+    return inputs[0], logits
+
+
+def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], list[int]]:
+    """Go down from the root as long as a child holds the token that the model chose after its parent.
+
+    The model's tokens at the nodes, argmax or sample, are those that it would have generated there, so the result has
+    the distribution of plain decoding, whatever was guessed.
+
+    Args:
+        nodes, following: the token of each node and the one chosen after it, long [n + 1].
+
+    Returns:
+        The accepted nodes, the root first, and the tokens after each of them.
+    """
+    guessed, chosen = torch.stack([nodes, following.to(nodes.device)]).tolist()  # one transfer from the device
+    path, tokens = [0], [chosen[0]]
+    while child := next((child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]), 0):
+        path.append(child)
+        tokens.append(chosen[child])
+    return path, tokens
+
+
+def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
+    """Move keys and values of the accepted nodes to the end of the text, in place, and drop those of the others."""
+    end = length + len(path)
+    rows = torch.tensor(path) + length
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            stored = getattr(layer, name)
+            if path[-1] != len(path) - 1:  # else they are there already
+                stored[:, :, length:end] = stored[:, :, rows.to(stored.device)]
+            setattr(layer, name, stored[:, :, :end])
+
+
+# What is supported
+
+
+def refusal(problem: str) -> ValueError:
+    """Return the error for a call that cannot be decoded with heads."""
+    return ValueError(f"custom_generate with Medusa heads: {problem}")
+
+
+def check_supported(model: Any, logits_processor: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError with everything that this decoding does not support."""
+    problems = []
+    if (attention := model.config.get_text_config()._attn_implementation) not in ("sdpa", "eager"):
+        problems.append(f"attn_implementation={attention!r} takes no mask for a tree; load the model with 'sdpa'")
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        problems.append(f"{mode.value} is not supported; only greedy decoding and sampling are")
+    for processor in logits_processor:
+        if not isinstance(processor, PROCESSORS):
+            problems.append(
+                f"{type(processor).__name__} is not supported, only temperature, top_k and top_p; the model's "
+                "generation_config may set it (repetition_penalty=1.0 and the like turn it off)"
+            )
+    for name in OUTPUTS:
+        if getattr(generation_config, name) and generation_config.return_dict_in_generate:
+            problems.append(f"{name} is not supported")
+    inputs = sorted(name for name, value in model_kwargs.items() if value is not None and name not in MODEL_INPUTS)
+    problems += [f"the model input {name} is not supported" for name in inputs]
+    if problems:
+        raise refusal("; ".join(problems))
+
+
+def unpadded_prompt(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """Return the prompt [1, T] without padding on the left.
+
+    Raises:
+        ValueError: several sequences, tokens masked elsewhere, or position ids that do not count the tokens.
+    """
+    if len(input_ids) != 1:
+        raise refusal(
+            f"one sequence at a time, got {len(input_ids)} (batch size times num_return_sequences); call generate for "
+            "each prompt"
+        )
+    padding = 0 if attention_mask is None else int((attention_mask == 0).sum())
+    if attention_mask is not None and bool(attention_mask[0, :padding].any()):
+        raise refusal("attention_mask may only mask padding on the left")
+    prompt = input_ids[:, padding:]
+    expected = torch.arange(prompt.shape[1], device=input_ids.device)[None]
+    if position_ids is not None and not torch.equal(position_ids[..., padding:], expected):
+        raise refusal("position_ids other than 0, 1, 2, ... are not supported")
+    return prompt
+
+
+def empty_cache(cache: Any, model: Any, prompt_length: int, max_length: int) -> DynamicCache:
+    """Return a cache that holds every position of every layer, which `keep_path` needs.
+
+    Sliding windows would drop positions and need a mask of their own; they make no difference while the text is
+    shorter. Rotary embeddings that depend on the length of the text may not change inside a tree: "longrope" changes
+    once, at the original length, "dynamic" at every position after it.
+
+    Raises:
+        ValueError: no such cache, or the text may become too long for this.
+    """
+    if not isinstance(cache, DynamicCache) or cache.offloading or cache.get_seq_length() > 0:
+        raise refusal("needs an empty DynamicCache; leave out past_key_values, use_cache and cache_implementation")
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        raise refusal("this model has layers whose state is more than keys and values")
+    limits = {layer.sliding_window: "a sliding window" for layer in cache.layers if layer.is_sliding}
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if prompt_length <= original or rope["rope_type"] == "dynamic":
+            limits[original] = "rotary embeddings that change there"
+    for limit, reason in limits.items():
+        if max_length > limit:
+            raise refusal(
+                f"this model has {reason}, so prompt and answer must not exceed {limit} tokens, and max_length is "
+                f"{max_length}; set max_new_tokens"
+            )
+    return DynamicCache()

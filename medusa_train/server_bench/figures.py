@@ -1,0 +1,295 @@
+"""Compute the figures of measured servers: rates, latencies, ratios with intervals, and a recommendation."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_train.errors import DataError
+from medusa_train.evaluation.bootstrap import Counts, Interval, compare_rates
+from medusa_train.server_bench.draft_counts import DraftCounts
+from medusa_train.server_bench.measure import ALONE, PLAIN
+from medusa_train.server_bench.records import Block, Measurement, ServedAnswer
+
+#: Relative difference of two measurements of the server without heads that is worth a note.
+DRIFT = 0.05
+
+#: Number of greedy answers of which none being equal is no longer chance, or rounding.
+ALL_DIFFER = 8
+
+#: A turn of a question, with the number of its repeat.
+TurnKey = tuple[int | str, int, int]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All answers of one server at one concurrency.
+
+    Attributes:
+        server: its name.
+        session: which servers ran at the same time.
+        seconds: wall time of each answer: moments with several answers under way are divided equally among them, so
+            that the sum is the time in which the server was busy.
+        drafts: difference of the server's counters; None if it has none.
+        skipped: number of turns whose prompts do not fit into the context.
+    """
+
+    server: str
+    session: str
+    concurrency: int
+    answers: Mapping[TurnKey, ServedAnswer]
+    seconds: Mapping[TurnKey, float]
+    drafts: DraftCounts | None
+    skipped: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all answers over the time in which the server was busy."""
+        return sum(answer.tokens for answer in self.answers.values()) / max(sum(self.seconds.values()), 1e-9)
+
+    def merged(self, other: Cell) -> Cell:
+        """Return a cell with the answers of both, which are of the same server in different sessions."""
+
+        def both(first: Mapping[TurnKey, Any], second: Mapping[TurnKey, Any]) -> dict[TurnKey, Any]:
+            shift = 1 + max((repeat for _, _, repeat in first), default=-1)
+            return {**first, **{(question, turn, repeat + shift): v for (question, turn, repeat), v in second.items()}}
+
+        drafts = None if self.drafts is None or other.drafts is None else self.drafts + other.drafts
+        answers, seconds = both(self.answers, other.answers), both(self.seconds, other.seconds)
+        skipped = self.skipped + other.skipped
+        return Cell(self.server, self.session, self.concurrency, answers, seconds, drafts, skipped)
+
+
+def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]) -> list[Cell]:
+    """Join the blocks of every server, session and concurrency whose `planned` number of blocks is complete."""
+    found: dict[tuple[str, str, int], list[Measurement]] = {}
+    for block, measured in sorted(blocks.items()):
+        for server, measurement in measured.items():
+            found.setdefault((server, block.session, block.concurrency), []).append(measurement)
+    return [
+        _cell(*key, measurements) for key, measurements in found.items() if len(measurements) == planned.get(key[2])
+    ]
+
+
+def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Measurement]) -> Cell:
+    answers: dict[TurnKey, ServedAnswer] = {}
+    seconds: dict[TurnKey, float] = {}
+    drafts: DraftCounts | None = DraftCounts(0, 0, (), 0)
+    for measurement in measurements:
+        keys = [(answer.question_id, answer.turn, answer.repeat) for answer in measurement.answers]
+        answers.update(zip(keys, measurement.answers, strict=True))
+        seconds.update(zip(keys, busy_shares(measurement.answers), strict=True))
+        drafts = None if drafts is None or measurement.drafts is None else drafts + measurement.drafts
+    skipped = sum(len(measurement.skipped) for measurement in measurements)
+    return Cell(server, session, concurrency, answers, seconds, drafts, skipped)
+
+
+def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
+    """Divide the time in which any of the answers was under way: every moment in equal parts among those under way."""
+    times = [(answer.started, answer.started + answer.seconds) for answer in answers]
+    starts = [(start, 0, number) for number, (start, _) in enumerate(times)]
+    ends = [(end, 1, number) for number, (_, end) in enumerate(times)]
+    shares = [0.0] * len(answers)
+    running: set[int] = set()
+    last = 0.0
+    for moment, is_end, number in sorted(starts + ends):
+        for one in running:
+            shares[one] += (moment - last) / len(running)
+        last = moment
+        if is_end:
+            running.discard(number)
+        else:
+            running.add(number)
+    return shares
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A server with heads against one without, at one concurrency.
+
+    Attributes:
+        ratio: tokens per second over those without heads, on the turns that both answered.
+        interval: its 95 % bootstrap interval over questions; None with fewer than two of them.
+        equal, compared: number of equal answers, and of those compared; None if answers are samples. Turns after a
+            differing answer have another history, and are not compared.
+    """
+
+    ratio: float
+    interval: Interval | None
+    equal: int | None
+    compared: int | None
+
+    @property
+    def verdict(self) -> str:
+        """`wins` or `loses` where the whole interval is above or below 1; else `undecided`."""
+        if self.interval is not None and self.interval[0] > 1:
+            return "wins"
+        return "loses" if self.interval is not None and self.interval[1] < 1 else "undecided"
+
+
+def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> Comparison | None:
+    """Compare two cells of the same concurrency; None if they have no turn in common."""
+    common = [key for key in heads.answers if key in plain.answers]
+    without, with_heads = _by_question(plain, common), _by_question(heads, common)
+    if not _rate(without):
+        return None
+    ratio, bounds = _rate(with_heads) / _rate(without), None
+    with contextlib.suppress(DataError):  # fewer than two questions
+        bounds = compare_rates(without, with_heads).ratio_interval
+    equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
+    return Comparison(ratio, bounds, equal, compared)
+
+
+def _rate(questions: Mapping[str, Counts]) -> float:
+    """Return tokens per second; 0 without answers."""
+    seconds = sum(counts.steps for counts in questions.values())
+    return sum(counts.tokens for counts in questions.values()) / seconds if seconds else 0.0
+
+
+def _by_question(cell: Cell, keys: Iterable[TurnKey]) -> dict[str, Counts]:
+    sums: dict[str, Counts] = {}
+    for key in keys:
+        tokens, seconds = sums.get(str(key[0]), Counts(0, 0))
+        sums[str(key[0])] = Counts(tokens + cell.answers[key].tokens, seconds + cell.seconds[key])
+    return sums
+
+
+def _count_equal(heads: Cell, plain: Cell, keys: Sequence[TurnKey]) -> tuple[int, int]:
+    equal = compared = 0
+    differing: set[tuple[int | str, int]] = set()
+    for question, turn, repeat in sorted(keys, key=lambda key: (str(key[0]), key[2], key[1])):
+        if (question, repeat) in differing:
+            continue
+        compared += 1
+        if heads.answers[question, turn, repeat].text == plain.answers[question, turn, repeat].text:
+            equal += 1
+        else:
+            differing.add((question, repeat))
+    return equal, compared
+
+
+def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+    """Return the cell without heads to compare with: of the same session, else the fastest at this concurrency.
+
+    Where one server ran at a time, the server without heads was measured first and last. To beat the faster of the two,
+    heads have to win by more than the machine's speed drifted.
+    """
+    candidates = [one for one in cells if one.server == PLAIN and one.concurrency == cell.concurrency]
+    together = [one for one in candidates if one.session == cell.session]
+    return max(together or candidates, key=lambda one: one.tokens_per_s, default=None)
+
+
+def cell_figures(cell: Cell, comparison: Comparison | None = None) -> dict[str, Any]:
+    """Return the figures of one cell as plain JSON values."""
+    answers = list(cell.answers.values())
+    first = [answer.first_token for answer in answers if answer.first_token is not None]
+    per_token = [
+        (answer.seconds - answer.first_token) / (answer.tokens - 1)
+        for answer in answers
+        if answer.first_token is not None and answer.tokens > 1
+    ]
+    busy, drafts = sum(cell.seconds.values()), cell.drafts
+    figures: dict[str, Any] = {
+        "server": cell.server,
+        "session": cell.session,
+        "concurrency": cell.concurrency,
+        "answers": len(answers),
+        "skipped_turns": cell.skipped,
+        "tokens": sum(answer.tokens for answer in answers),
+        "seconds": busy,
+        "tokens_per_s": cell.tokens_per_s,
+        "mean_in_flight": sum(answer.seconds for answer in answers) / busy if busy else None,
+        "time_to_first_token_s": _distribution(first),
+        "time_per_token_s": _distribution(per_token),
+        "tokens_per_step": None if drafts is None else drafts.tokens_per_step,
+        "acceptance": None if drafts is None else drafts.acceptance,
+        "drafts": None if drafts is None else drafts.drafts,
+        "num_speculative_tokens": None if drafts is None else drafts.speculative_tokens,
+    }
+    if comparison is not None:
+        figures |= {
+            "ratio": comparison.ratio,
+            "ratio_interval": None if comparison.interval is None else list(comparison.interval),
+            "verdict": comparison.verdict,
+            "equal_answers": comparison.equal,
+            "compared_answers": comparison.compared,
+        }
+    return figures
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float] | None:
+    """Return median and 95th percentile (nearest rank); None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "p95": ordered[-(-95 * len(ordered) // 100) - 1]}
+
+
+def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for every concurrency the heads with the highest ratio among those that were measured to win, or none.
+
+    Args:
+        compared: figures of the cells with heads that have a comparison.
+
+    Returns:
+        By concurrency: `use` (whether to serve heads) and the figures of the winner, or of the best one if none wins.
+    """
+    advice = []
+    for concurrency in sorted({figures["concurrency"] for figures in compared}):
+        here = [figures for figures in compared if figures["concurrency"] == concurrency]
+        winners = [figures for figures in here if figures["verdict"] == "wins"]
+        best = max(winners or here, key=lambda figures: figures["ratio"])
+        names = ("server", "num_speculative_tokens", "ratio", "ratio_interval", "verdict")
+        advice.append({"concurrency": concurrency, "use": bool(winners), **{name: best[name] for name in names}})
+    return advice
+
+
+def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
+    """Return the parts of served.json that follow from the measured cells.
+
+    Returns:
+        `cells`: figures of every cell, with heads also compared to the server without; `plain`: figures of the server
+        without heads by concurrency, all sessions together; `recommendation`; and `notes` on the machine's drift.
+    """
+    figures, merged = [], dict[int, Cell]()
+    for cell in cells:
+        plain = None if cell.server in (PLAIN, ALONE) else reference_of(cell, cells)
+        figures.append(cell_figures(cell, None if plain is None else compare_cells(cell, plain, greedy=greedy)))
+        if cell.server == PLAIN:
+            earlier = merged.get(cell.concurrency)
+            merged[cell.concurrency] = cell if earlier is None else earlier.merged(cell)
+    return {
+        "plain": [cell_figures(cell) for cell in merged.values()],
+        "cells": figures,
+        "recommendation": recommend([one for one in figures if "ratio" in one]),
+        "notes": [*_drift_notes([cell for cell in cells if cell.server == PLAIN]), *_equality_notes(figures)],
+    }
+
+
+def _drift_notes(plain: Sequence[Cell]) -> list[str]:
+    spreads = []
+    for concurrency in sorted({cell.concurrency for cell in plain}):
+        rates = [cell.tokens_per_s for cell in plain if cell.concurrency == concurrency]
+        if (spread := max(rates) / max(min(rates), 1e-9) - 1) > DRIFT:
+            spreads.append(f"{spread:.0%} at concurrency {concurrency}")
+    if not spreads:
+        return []
+    return [f"measurements without heads differ, since the machine's speed drifts: by {', '.join(spreads)}"]
+
+
+def _equality_notes(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Note that no greedy answer of a server equals that without heads: one of the two serves another model."""
+    differing = [
+        f"{one['server']} at concurrency {one['concurrency']}"
+        for one in figures
+        if one.get("equal_answers") == 0 and one["compared_answers"] >= ALL_DIFFER
+    ]
+    if not differing:
+        return []
+    return [
+        f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do they serve the same "
+        "model, with the same dtype and chat template?"
+    ]

@@ -1,0 +1,299 @@
+"""Ask a server the questions of a bench with a fixed number of concurrent conversations, and time every answer."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from medusa_train.data.conversation import REASONING_TAGS, Message
+from medusa_train.errors import ServerError
+from medusa_train.evaluation.questions import Question
+from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.selfdistill.openai_engine import ServerSampling, parse_answer
+from medusa_train.server_bench.draft_counts import DraftCounts, parse_metrics
+from medusa_train.server_bench.records import Measurement, ServedAnswer
+from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.server import OpenAIServer, RequestRejected
+
+WARM_UP_TOKENS = 32
+#: Conversations per concurrent one, in a block and in all: with fewer, a block is mostly its beginning and its end.
+BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
+
+#: Names of servers: without heads, with heads, and one that is measured without another.
+PLAIN, HEADS, ALONE = "plain", "heads", "server"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class BlockFault(Exception):
+    """Requests of a block failed, so that its times are not those of the server; the message says why."""
+
+
+class Conversation(NamedTuple):
+    """A question that is asked for the `repeat`-th time at one concurrency, counted from 0."""
+
+    question: Question
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to measure.
+
+    Attributes:
+        name: in reports.
+        url: base URL with the version.
+        model: the model's name on the server.
+        has_heads: whether it is to be served with draft heads; False if unknown.
+        is_vllm: whether it takes vLLM's parameters.
+        root: directory or hub name that it says to have loaded; None where it does not say.
+    """
+
+    name: str
+    url: str
+    model: str
+    has_heads: bool
+    is_vllm: bool
+    root: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What every request has in common.
+
+    Attributes:
+        sampling: parameters of the answers.
+        seed: of sampling; every turn derives its own from it.
+        timeout, retry_seconds, key_variable: see `OpenAIClient`.
+    """
+
+    sampling: ServerSampling
+    seed: int
+    timeout: float
+    retry_seconds: float
+    key_variable: str
+
+
+def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
+    """Divide the conversations of one concurrency into blocks, which servers are given in turns.
+
+    A short bench is repeated until there are `LEAST_CONVERSATIONS` times as many conversations as run concurrently.
+    """
+    repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
+    conversations = [Conversation(question, repeat) for repeat in range(repeats) for question in questions]
+    count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
+    bounds = [index * len(conversations) // count for index in range(count + 1)]
+    return [conversations[start:end] for start, end in pairwise(bounds)]
+
+
+class ServerBench:
+    """Measures one server at one concurrency.
+
+    Args:
+        target: the server.
+        options: of all requests.
+        concurrency: number of conversations at a time.
+    """
+
+    def __init__(self, target: Target, options: RequestOptions, concurrency: int) -> None:
+        self.target = target
+        self.concurrency = concurrency
+        self._options = options
+        self._client = self._connect()
+        self._metrics = open_server(target.url, options)
+        self._has_counters = False
+
+    def close(self) -> None:
+        """Close the connections; requests under way are given up."""
+        self._client.close()
+        self._metrics.close()
+
+    def _connect(self) -> OpenAIClient:
+        return OpenAIClient(
+            self.target.url,
+            key_variable=self._options.key_variable,
+            timeout=self._options.timeout,
+            retry_seconds=self._options.retry_seconds,
+            concurrency=self.concurrency,
+        )
+
+    def warm_up(self, questions: Sequence[Question], count: int) -> float:
+        """Ask for the beginnings of `count` answers, concurrently.
+
+        Returns:
+            The rate in tokens per second, which includes the prompts; 0 if none fits into the context.
+
+        Raises:
+            ServerError: the server rejects the request, or does not answer.
+        """
+        sampling = self._options.sampling
+        short = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+
+        def ask(question: Question) -> int:
+            try:
+                answer, _ = self._ask((Message("user", question.turns[0]),), 0, short, secrets.token_hex(8))
+            except RequestRejected as rejected:
+                if not rejected.too_long:
+                    raise ServerError(f"server {self.target.url}: rejects requests: {rejected}") from None
+                return 0
+            return answer.completion_tokens
+
+        asked = [questions[index % len(questions)] for index in range(count)]
+        began = time.perf_counter()
+        tokens = sum(run_concurrently(ask, asked, self.concurrency))
+        return tokens / max(time.perf_counter() - began, 1e-9)
+
+    def measure(
+        self, conversations: Sequence[Conversation], on_conversation: Callable[[int], None] = lambda tokens: None
+    ) -> Measurement:
+        """Answer a block of conversations.
+
+        Args:
+            conversations: the block.
+            on_conversation: called with the number of tokens of every finished conversation.
+
+        Raises:
+            BlockFault: requests were rejected or had to be repeated, or the server was restarted.
+            ServerError: the server does not answer any more.
+        """
+        if self._client.retries:  # after faults a client sends fewer requests at a time than `concurrency`
+            self._client.close()
+            self._client = self._connect()
+        before = self._read_counts()
+        began = time.perf_counter()
+        answers: list[ServedAnswer] = []
+        skipped: list[tuple[int | str, int]] = []
+        faults: list[str] = []
+
+        def converse(conversation: Conversation) -> tuple[list[ServedAnswer], tuple[int | str, int] | None]:
+            try:
+                return self._converse(conversation, began)
+            except RequestRejected as rejected:  # the others go on, so that none is under way at the end
+                faults.append(str(rejected))
+                return [], None
+
+        for turns, skipped_turn in run_concurrently(converse, conversations, self.concurrency):
+            answers += turns
+            if skipped_turn is not None:
+                skipped.append(skipped_turn)
+            on_conversation(sum(answer.tokens for answer in turns))
+        if faults:
+            raise BlockFault(faults[0])
+        if self._client.retries:
+            raise BlockFault(self._client.last_fault)
+        after = self._read_counts()
+        if self._has_counters and (before is None or after is None):
+            raise BlockFault("/metrics did not answer")
+        drafts = None if before is None or after is None else after.since(before)
+        if before is not None and after is not None and drafts is None:
+            raise BlockFault("the counters of /metrics fell, as after a restart of the server")
+        return Measurement(tuple(answers), tuple(skipped), drafts)
+
+    def _read_counts(self) -> DraftCounts | None:
+        page = self._metrics.read_metrics()
+        counts = None if page is None else parse_metrics(page)
+        self._has_counters |= counts is not None
+        return counts
+
+    def _converse(
+        self, conversation: Conversation, began: float
+    ) -> tuple[list[ServedAnswer], tuple[int | str, int] | None]:
+        """Ask all turns of a question, with the server's own answers as history."""
+        question, repeat = conversation
+        salt = secrets.token_hex(8)  # later turns may find their history in the prefix cache, other conversations not
+        messages: tuple[Message, ...] = ()
+        answers: list[ServedAnswer] = []
+        for turn, asked in enumerate(question.turns, start=1):
+            messages += (Message("user", asked),)
+            seed = zlib.crc32(f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF)
+            try:
+                answer, times = self._ask(messages, seed, self._options.sampling, salt)
+            except RequestRejected as rejected:
+                if rejected.too_long:
+                    return answers, (question.question_id, turn)
+                raise
+            started, first_token, finished = times
+            answers.append(
+                ServedAnswer(
+                    question.question_id,
+                    turn,
+                    repeat,
+                    answer.text,
+                    answer.completion_tokens,
+                    started - began,
+                    None if first_token is None else first_token - started,
+                    finished - started,
+                )
+            )
+            messages += (Message("assistant", answer.text),)
+        return answers, None
+
+    def _ask(
+        self, messages: tuple[Message, ...], seed: int, sampling: ServerSampling, salt: str
+    ) -> tuple[Answer, tuple[float, float | None, float]]:
+        """Return one streamed answer, and when its request was sent, its first text arrived and it ended."""
+        body = sampling.body(self.target.model, Request(messages, seed))
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.target.is_vllm:
+            body["cache_salt"] = salt
+        content = self._client.complete(body)
+        answer = parse_answer(content, REASONING_TAGS, sampling.max_new_tokens)
+        if answer.text and not answer.completion_tokens:
+            raise ServerError(
+                f"server {self.target.url}: does not report the length of streamed answers (`usage`), so tokens per "
+                "second cannot be measured"
+            )
+        if answer.completion_tokens > sampling.max_new_tokens:
+            raise ServerError(
+                f"server {self.target.url}: reports {answer.completion_tokens} tokens for an answer of at most "
+                f"{sampling.max_new_tokens} (max_tokens), so its figures cannot be trusted"
+            )
+        timing = content["timing"]
+        return answer, (timing["started"], timing["first_token"], timing["finished"])
+
+
+def open_server(url: str, options: RequestOptions) -> OpenAIServer:
+    """Return a connection for the list of models and the metrics."""
+    return OpenAIServer(url, key_variable=options.key_variable, timeout=options.timeout, connections=1)
+
+
+def run_concurrently(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+    """Call `function` with every item in `workers` threads; yield the results in the order in which they come.
+
+    The first exception is raised here, and no further calls are started. Threads are daemons, so that an interrupted
+    command does not wait for calls under way.
+    """
+    todo = deque(items)
+    count = len(todo)
+    results: queue.SimpleQueue[R | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                item = todo.popleft()
+            except IndexError:
+                return
+            try:
+                results.put(function(item))
+            except BaseException as error:
+                results.put(error)
+
+    for _ in range(min(workers, count)):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for _ in range(count):
+            result = results.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+    finally:
+        todo.clear()
