@@ -145,7 +145,7 @@ class Shape:
                 SHARED_ROW: MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=True),
             }
         if setting == "prepacked":
-            if not any([backbone.prepack_weights(), *(draft.prepack() for draft in drafts.values())]):
+            if not any([backbone.prepack_weights(), *(draft.prepack_weights() for draft in drafts.values())]):
                 raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
         elif setting == "compiled":
             try:
@@ -154,7 +154,7 @@ class Shape:
                 reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
                 raise Unsupported(f"not compiled: {reason}") from error
             for draft in drafts.values():
-                draft.prepack()
+                draft.prepack_weights()
         return Loaded(backbone, drafts)
 
 
@@ -255,7 +255,8 @@ class Context:
                 logits = backbone.logits(hidden)
             else:
                 mask = masks.at(cache.length, round_up_to_block(cache.length + tree.size + 1))
-                _, logits = compiled(tokens, positions, mask, cache.reserve(tree.size + 1), cache.length)
+                storage = cache.reserve(tree.size + 1)
+                _, logits = compiled(tokens, positions, mask, cache.pending_columns(backbone.device), storage)
             (accepted,) = accept(None, tokens, logits, tree)
             cache.keep(accepted.path)
             cache.length = self.length

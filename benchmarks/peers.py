@@ -32,48 +32,24 @@ from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.data.tokenize import ChatEncoder  # noqa: E402
 from medusa_train.errors import MedusaError  # noqa: E402
+from medusa_train.evaluation.answerers import (  # noqa: E402
+    GENERATE,
+    PLAIN,
+    TREE,
+    describe_baseline,
+    extra_baselines,
+)
 from medusa_train.evaluation.choose_dtype import choose_dtype  # noqa: E402
 from medusa_train.evaluation.metrics import acceleration_rate, tokens_per_second  # noqa: E402
 from medusa_train.evaluation.questions import load_bench  # noqa: E402
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord  # noqa: E402
 from medusa_train.evaluation.run_metadata import short_path  # noqa: E402
-from medusa_train.evaluation.speed import (  # noqa: E402
-    GENERATE,
-    PLAIN,
-    TREE,
-    GenerateAnswerer,
-    SpeedTest,
-    describe_baseline,
-    extra_baselines,
-)
+from medusa_train.evaluation.speed import SpeedTest  # noqa: E402
 from medusa_train.export.write import export_run  # noqa: E402
 from medusa_train.progress import RunProgress  # noqa: E402
 
 WARM_UP = 2  # questions that every decoder answers before it is timed
 VLLM, VLLM_MEDUSA = "vLLM", "vLLM, medusa"
-
-
-class CountingAnswerer:
-    """`generate` with a count of the backbone's forward passes; those of an assistant are not counted."""
-
-    def __init__(self, answerer: GenerateAnswerer, model: Any) -> None:
-        self._answerer = answerer
-        self._model = model
-
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Decode; steps are all passes except the prefill."""
-        passes = 0
-
-        def count(*_: object) -> None:
-            nonlocal passes
-            passes += 1
-
-        hook = self._model.register_forward_hook(count)
-        try:
-            answer = self._answerer.answer(prompt_ids, max_new_tokens)
-        finally:
-            hook.remove()
-        return TimedAnswer(answer.tokens, answer.seconds, steps=passes - 1)
 
 
 class VllmAnswerer:
@@ -241,11 +217,10 @@ def run(args: argparse.Namespace, machine: Mapping[str, Any]) -> None:
     bench = load_bench(args.bench, note).limited(args.limit)
     dtype = args.dtype if args.dtype != "auto" else choose_dtype(bench, paths, RunProgress(Console()))
     subject = load_with_draft(paths, dtype)
-    chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template)
+    chat = ChatEncoder(subject.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if args.assistant is None:
         note("assisted generation: skipped, no --assistant given")
-    baselines = extra_baselines(subject.backbone, args.assistant, prompt_lookup=True, note=note)
-    others: dict[str, Any] = {name: CountingAnswerer(one, subject.backbone.model) for name, one in baselines.items()}
+    others: dict[str, Any] = dict(extra_baselines(subject.backbone, args.assistant, prompt_lookup=True, note=note))
     records: list[TurnRecord] = []
     with tempfile.TemporaryDirectory() as folder:
         others |= vllm_answerers(subject, paths, dtype, Path(folder), args.vllm_memory, note)

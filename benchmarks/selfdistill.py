@@ -2,36 +2,55 @@
 
     python benchmarks/selfdistill.py runs/demo
     python benchmarks/selfdistill.py runs/demo --dtypes bfloat16 --seeds 64 --batch 8
+    python benchmarks/selfdistill.py models/smollm2-135m-instruct --forced 128 --vllm /path/to/vllm/bin/python
 
 Answers the same prompts with the Hugging Face engine in several modes, in turns: one conversation at a time, `--batch`
 of them, and one at a time with the heads of RUN, in the fastest of `--dtypes` at batch 1. Tokens over wall time,
 prefill included. *rows per pass* shows how full the batches were; with few prompts their end, where the last
-conversations run out, weighs too much. Writes selfdistill.md and selfdistill.json to `--out`. Never run on a GPU.
+conversations run out, weighs too much.
+
+`--forced N` measures serving instead, beside vLLM on the same CPU: the first turns of MT-Bench (`MEDUSA_BENCH_DIR`, or
+`--questions`), N tokens for each whatever they are, greedy, in bfloat16, prefill included, in batches of `--batches`
+rows, with `--compile` also compiled. A batch is divided among `--processes`: auto is what medusa-selfdistill would
+choose, and several numbers are compared. `--vllm` names the interpreter of an environment that has vllm; without it
+vLLM is left out.
+
+Writes selfdistill.md and selfdistill.json, or selfdistill_forced.md and .json, to `--out`. Never run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from shared import machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.data.sources import open_seed_dataset  # noqa: E402
+from medusa_train.selfdistill.chat_prompting import ChatPrompting  # noqa: E402
 from medusa_train.selfdistill.engines import Engine  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
+from medusa_train.selfdistill.local_model import LocalModel  # noqa: E402
 from medusa_train.selfdistill.modes import DropRules, replay  # noqa: E402
-from medusa_train.selfdistill.prompts import Prompt, read_prompts  # noqa: E402
-from medusa_train.selfdistill.select_prompts import Selection, select_prompts  # noqa: E402
+from medusa_train.selfdistill.process_engine import ProcessEngine  # noqa: E402
+from medusa_train.selfdistill.processes import choose_processes  # noqa: E402
+from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts  # noqa: E402
+
+Processes = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,130 @@ def run(args: argparse.Namespace) -> list[Result]:
     return [*measure(engines(modes), seeds, args.rounds), *(one for one in single if one.mode.dtype != best)]
 
 
+# Forced tokens, beside vLLM
+
+#: Run by vLLM's interpreter: model, file of prompts, tokens, batch -> a line with the seconds.
+VLLM_SCRIPT = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+model, prompts, tokens, batch = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), int(sys.argv[4])
+llm = LLM(model=model, dtype="bfloat16", max_num_seqs=batch, max_model_len=1024, enable_prefix_caching=False,
+          generation_config="vllm")
+sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+prompts = [{"prompt_token_ids": ids} for ids in prompts]
+llm.generate(prompts[:2], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+started = time.perf_counter()
+outputs = llm.generate(prompts, sampling, use_tqdm=False)
+seconds = time.perf_counter() - started
+print("RESULT", json.dumps([seconds, sum(len(one.outputs[0].token_ids) for one in outputs)]), flush=True)
+"""
+
+
+def vllm_rate(python: str, model: str, prompts: Sequence[list[int]], tokens: int, batch: int, threads: int) -> float:
+    """Return vLLM's tokens per second on the first `threads` cores; fails with its output."""
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(prompts, file)
+        file.flush()
+        command = [python, "-c", VLLM_SCRIPT, model, file.name, str(tokens), str(batch)]
+        done = subprocess.run(command, env={**os.environ, **bind}, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"vLLM failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    seconds, generated = json.loads(lines[-1].removeprefix("RESULT "))
+    return float(generated / seconds)
+
+
+@dataclass(frozen=True)
+class ForcedModel(LocalModel):
+    """A model whose answers end at their last token only."""
+
+    def load(self) -> LoadedModel:
+        loaded = super().load()
+        loaded.backbone.eos_ids = ()
+        return loaded
+
+
+def own_rate(
+    paths: ModelPaths, prompts: Sequence[Prompt], tokens: int, batch: int, compiled: bool, processes: Processes
+) -> tuple[float, float, int]:
+    """Return the engine's tokens per second, the seconds to load and compile, and the number of processes."""
+    options = {"temperature": 0.0, "max_new_tokens": tokens, "exact": False}
+    model = ForcedModel(replace(paths, heads=None), "bfloat16", options, compiled)
+    count = choose_processes(processes, batch)
+    started = time.perf_counter()
+    engine: HFEngine | ProcessEngine
+    if count == 1:
+        engine = model.open(batch, print)
+    else:
+        engine = ProcessEngine(model, batch, count, adjustable=processes == "auto", note=print)
+        count = engine.wait_until_ready()
+    ready = time.perf_counter() - started
+    try:
+        answer_all(engine, prompts[: 2 * count])  # warm-up
+        started = time.perf_counter()
+        _, generated = answer_all(engine, prompts)
+        return generated / (time.perf_counter() - started), ready, count
+    finally:
+        engine.close()
+
+
+def prompt_ids(paths: ModelPaths, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the token ids of the prompts' first turns, as the engine gets them."""
+    prompting = ChatPrompting(
+        AutoTokenizer.from_pretrained(paths.base_model), paths.chat_template, paths.chat_template_kwargs
+    )
+    return [prompting.prompt(next(replay(prompt, random_seed=1, rules=DropRules()))) for prompt in prompts]
+
+
+def forced(args: argparse.Namespace, machine: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Measure forced tokens in batches, ours and vLLM's; returns the record and the page."""
+    paths = resolve_model(None, args.run, None)
+    prompts, _ = select_prompts(read_prompts(open_seed_dataset(args.questions)), Selection(max_turns=1))
+    prompts = prompts[: args.prompts]
+    if args.vllm is None:
+        print("vLLM is left out: --vllm names no interpreter")
+    rates: dict[str, dict[int, float]] = {}
+    counts: dict[str, dict[int, int]] = {}
+    modes = [
+        (compiled, wanted) for compiled in ((False, True) if args.compile else (False,)) for wanted in args.processes
+    ]
+    for batch in args.batches:
+        for compiled, wanted in modes:
+            if wanted != "auto" and wanted > batch:
+                continue
+            rate, ready, count = own_rate(paths, prompts, args.forced, batch, compiled, wanted)
+            name = ("compiled" if compiled else "not compiled") + ("" if wanted == "auto" else f", processes: {wanted}")
+            rates.setdefault(name, {})[batch] = rate
+            counts.setdefault(name, {})[batch] = count
+            print(
+                f"batch {batch:3} {name:14} {rate:6.0f} tokens/s, processes: {count}, ready after {ready:.0f} s",
+                flush=True,
+            )
+        if args.vllm is not None:
+            ids = prompt_ids(paths, prompts)
+            rate = vllm_rate(args.vllm, str(paths.base_model), ids, args.forced, batch, machine["threads"])
+            rates.setdefault("vLLM", {})[batch] = rate
+            print(f"batch {batch:3} {'vLLM':14} {rate:6.0f} tokens/s", flush=True)
+    rows = [[name, *(_cell(rates, counts, name, batch) for batch in args.batches)] for name in rates]
+    page = (
+        f"# {args.forced} forced tokens for {len(prompts)} prompts, bfloat16, tokens/s\n\n{machine_line(machine)}\n\n"
+        f"{table(['engine', *(f'batch of {batch}' for batch in args.batches)], rows)}\n\n"
+        "In brackets: processes that share the batch, where there are several.\n"
+    )
+    record = {"machine": dict(machine), "prompts": len(prompts), "tokens": args.forced, "rates": rates}
+    return {**record, "processes": counts}, page
+
+
+def _cell(
+    rates: Mapping[str, Mapping[int, float]], counts: Mapping[str, Mapping[int, int]], name: str, batch: int
+) -> str:
+    if batch not in rates[name]:
+        return "-"
+    count = counts.get(name, {}).get(batch, 1)
+    return f"{rates[name][batch]:.0f}" + (f" ({count})" if count > 1 else "")
+
+
 def markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
     """Format the page."""
     base = results[0].rate
@@ -154,10 +297,19 @@ def markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
     return f"# Self-distillation, Hugging Face engine\n\n{machine_line(machine)}\n\n{table(titles, rows, 2)}\n"
 
 
+def mt_bench() -> str:
+    """Return the path of MT-Bench's questions."""
+    return str(Path(os.environ.get("MEDUSA_BENCH_DIR", "bench")) / "mt_bench" / "question.jsonl")
+
+
+def _processes(text: str) -> Processes:
+    return "auto" if text == "auto" else int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="run directory; its heads speculate")
+    parser.add_argument("run", help="run directory, whose heads speculate; with --forced a model")
     parser.add_argument("--seed-dataset", default="tiny", help="prompts (tiny)")
     parser.add_argument("--seeds", type=int, default=192, help="conversations drawn from them (192)")
     parser.add_argument("--batch", type=int, default=16)
@@ -165,10 +317,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--forced", type=int, metavar="N", help="measure N forced tokens per prompt")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of --forced (1 8 32)")
+    parser.add_argument("--prompts", type=int, default=64, help="of --forced (64)")
+    parser.add_argument("--questions", default=mt_bench(), help="question file of --forced (MT-Bench)")
+    parser.add_argument(
+        "--processes", type=_processes, nargs="+", default=["auto"], help="of --forced: auto or numbers (auto)"
+    )
+    parser.add_argument("--compile", action="store_true", help="measure --forced with compiled passes too")
+    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm, for --forced")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/selfdistill"), metavar="DIR")
     args = parser.parse_args(arguments)
     machine = machine_facts(__file__, arguments)
     warn_if_busy(machine)
+    if args.forced is not None:
+        record, page = forced(args, machine)
+        write_result(args.out, "selfdistill_forced", rounded(record), page)
+        print(f"\n{page}\nwrote {args.out}/selfdistill_forced.md, selfdistill_forced.json")
+        return 0
     results = run(args)
     sums = ("answers", "tokens", "seconds", "rate", "passes", "rows_per_pass")
     modes = [{**asdict(one.mode), **{name: getattr(one, name) for name in sums}} for one in results]

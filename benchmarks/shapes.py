@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_train.models.quantization import keep_trainable_kernels
+from medusa_train.models.loading import keep_trainable_kernels
 
 #: hidden size, MLP size, layers, attention heads, key/value heads
 SHAPES = {

@@ -4,9 +4,10 @@
     python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
 
 naive: logits of backbone and heads stacked as one float tensor [K + 1, B, T, V], a shifted slice and `cross_entropy`
-for each. ours: `medusa_train/losses`, a chunk of logits at a time. Parts: `loss` (loss and backward over given states),
-`step` (whole steps on the tiny backbone), `shape7b`. Every case runs in a process of its own, both methods in turns.
-Writes train.md and train.json to `--out` after every case. The CUDA path was never run.
+for each. ours: `medusa_train/losses`, a chunk of logits at a time, with gradients as one process computes them. Parts:
+`loss` (loss and gradients over given states), `step` (whole steps on the tiny backbone), `shape7b`. Every case runs in
+a process of its own, both methods in turns. Writes train.md and train.json to `--out` after every case. The CUDA path
+was never run.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.config.load import load_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
-from medusa_train.data.batch import Batch  # noqa: E402
+from medusa_train.data.batch import IGNORE_INDEX, Batch  # noqa: E402
 from medusa_train.data.dataset import BatchLoader  # noqa: E402
-from medusa_train.data.targets import IGNORE_INDEX  # noqa: E402
 from medusa_train.evaluation.choose_dtype import free_memory, is_out_of_memory, release_memory  # noqa: E402
+from medusa_train.losses.fused_losses import GraphCut  # noqa: E402
 from medusa_train.losses.objective import Objective  # noqa: E402
-from medusa_train.losses.schedules import head_weight  # noqa: E402
+from medusa_train.losses.weights import head_weight  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.features import Features, TokenRows  # noqa: E402
@@ -56,8 +57,8 @@ from medusa_train.models.lm_head import LMHead  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
 from medusa_train.models.precision import Precision  # noqa: E402
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
-from medusa_train.training.inspect import estimate_memory  # noqa: E402
 from medusa_train.training.load_data import load_data  # noqa: E402
+from medusa_train.training.memory import estimate_memory  # noqa: E402
 from medusa_train.training.optim import build_optimizer, parameter_groups  # noqa: E402
 
 PARTS = ("loss", "step", "shape7b")
@@ -107,7 +108,8 @@ class Result:
 
     Attributes:
         fits: False if memory did not suffice. seconds: of each repeat. loss: the last one. tokens: of one repeat.
-        peak: bytes beyond parameters, gradients and optimizer. accumulating: the same for a second micro-batch.
+        peak: bytes beyond parameters, gradients and optimizer, of the loss as counted by torch's allocator.
+        accumulating: the same for a second micro-batch (`loss` only).
         total, estimate: bytes in all, measured and by `--inspect` (whole steps only).
         operations, rate: of one step, and of a large product per second (`shape1` and `shape2` only).
     """
@@ -154,6 +156,22 @@ class PeakMemory:
 def _peak_resident() -> int:
     """Peak resident size; Linux reports KiB, macOS bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_allocated(run: Callable[[], Any]) -> int:
+    """Return the peak of the bytes that torch's allocator holds beyond those before `run`, exactly."""
+    if torch.cuda.is_available():
+        memory = PeakMemory()
+        run()
+        return memory.peak()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
 
 
 def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]:
@@ -218,12 +236,15 @@ def measure_loss(case: Case) -> Result:
     parameters = [*draft.parameters(), weight]
     weights = [1.0, *(LAMBDA0 * head_weight(k, DECAY) for k in range(1, case.heads + 1))]
 
-    def loss(states: Tensor, rows: Batch) -> Tensor:
+    def loss_and_gradients(states: Tensor, rows: Batch) -> Tensor:
         feats, lm_head = Features(states), LMHead(weight)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
             if case.method == "ours":
-                return objective.loss(feats, rows, objective.target_counts(rows), lm_head=lm_head).loss
-            return naive_loss(all_logits(feats, rows, draft, lm_head), rows.labels, weights)
+                counts = objective.target_counts(rows)
+                return objective.loss(feats, rows, counts, lm_head=lm_head, grad_scale=1.0).loss
+            loss = naive_loss(all_logits(feats, rows, draft, lm_head), rows.labels, weights)
+        loss.backward()
+        return loss.detach()
 
     def clear_gradients() -> None:
         for tensor in (*parameters, hidden):
@@ -232,21 +253,18 @@ def measure_loss(case: Case) -> Result:
     last = 32  # rows, to warm up threads and kernels
     ids, labels, positions = (tensor[:, -last:] for tensor in (batch.tokens, batch.labels, batch.positions))
     small = Batch(ids, labels, positions, batch.segments[:, -last:], [])
-    loss(hidden[:, -last:], small).backward()
+    loss_and_gradients(hidden[:, -last:].detach().requires_grad_(), small)
     clear_gradients()
-    memory, peaks = PeakMemory(), []
-    for _ in range(2):  # the second micro-batch accumulates on the gradients of the first
-        loss(hidden, batch).backward()
-        peaks.append(memory.peak() - tensor_bytes(parameters))
+    peak = peak_allocated(lambda: loss_and_gradients(hidden, batch)) - tensor_bytes(parameters)
+    # a second micro-batch accumulates on the gradients of the first
+    accumulating = peak_allocated(lambda: loss_and_gradients(hidden, batch))
 
     def step() -> float:
         clear_gradients()
-        value = loss(hidden, batch)
-        value.backward()
-        return float(value.detach())
+        return float(loss_and_gradients(hidden, batch))
 
     seconds, value = repeated(step, case)
-    return Result(True, seconds, value, case.tokens, peaks[0], peaks[1])
+    return Result(True, seconds, value, case.tokens, peak, accumulating)
 
 
 # --- Whole steps ------------------------------------------------------------------------------------------------------
@@ -278,19 +296,28 @@ class Step:
     def __call__(self, batch: Batch) -> float:
         """Train on `batch` and return its loss."""
         feats = self.student.features(batch)
-        with self.student.precision.autocast():
-            loss = self._naive(feats, batch) if self.naive else self._ours(feats, batch)
-        loss.backward()
+        loss = self._naive(feats, batch) if self.naive else self._ours(feats, batch)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(loss)
 
     def _ours(self, feats: Features, batch: Batch) -> Tensor:
         lm_head = self.student.lm_head() if self.student.joint else None
-        return self.objective.loss(feats, batch, self.objective.target_counts(batch), lm_head=lm_head).loss
+        cut, counts = GraphCut(), self.objective.target_counts(batch)
+        feats = replace(feats, hidden=cut.detach(feats.hidden))
+        with self.student.precision.autocast():
+            loss = self.objective.loss(feats, batch, counts, lm_head=lm_head, grad_scale=1.0).loss
+        cut.backward()
+        return loss
 
     def _naive(self, feats: Features, batch: Batch) -> Tensor:
+        with self.student.precision.autocast():
+            loss = self._naive_loss(feats, batch)
+        loss.backward()
+        return loss.detach()
+
+    def _naive_loss(self, feats: Features, batch: Batch) -> Tensor:
         scale = self.objective.heads_weight(1.0)
         weights = [scale * head_weight(k, self.objective.decay) for k in range(1, self.draft.num_heads + 1)]
         if not self.student.joint:
@@ -448,8 +475,8 @@ def report(machine: Mapping[str, Any], measured: Mapping[Case, Result]) -> str:
     parts = ["# Cost of training", machine_line(machine)]
     if "loss" in whats:
         note = (
-            "Loss and backward. MB: beyond parameters and gradients. The first share holds for the first micro-batch "
-            "only; *accumulating*: for a second one, beside the gradients of the first."
+            "Loss and gradients. MB: peak of torch's allocator beyond parameters and their gradients; *accumulating*: "
+            "of a second micro-batch, beside the gradients of the first."
         )
         parts += [note, loss_table(measured)]
     if whats & set(TITLES):
@@ -475,6 +502,8 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
             figures = {"seconds": round(one.median, 4), "runs": len(one.seconds), "loss": round(one.loss, 5)}
             figures |= {f"{key}_mb": round(size / 1e6) for key in sizes if (size := getattr(one, key))}
             figures["tokens_counted"] = one.tokens
+            if one.rate:
+                figures["mfu"] = round(one.operations / one.median / one.rate, 4)
         cases.append({**settings, **figures})
     write_result(out, "train", {"machine": machine, "cases": cases}, report(machine, measured))
 

@@ -1,0 +1,276 @@
+"""Run everything that needs a GPU, and write one page and one JSON file. Start it as `bash benchmarks/gpu.sh`.
+
+    bash benchmarks/gpu.sh --dry-run          # list and check every step, and the wheels; needs no GPU
+    WHEELS=wheels bash benchmarks/gpu.sh      # 25 minutes at most
+    WHEELS=wheels bash benchmarks/gpu.sh --part 2   # one part of 8 minutes at most
+
+Finished steps are kept in gpu.json and not run again, so an interrupted run continues with the same command, also on
+another machine that has `--out`. Logs, runs and raw measurements go to `--work`. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from gpu_plan import BUILT, IMAGE, Step, installed, plan, problems_of, too_old, wheels  # noqa: E402
+from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
+
+GRACE = 10  # seconds between SIGTERM and SIGKILL
+DONE, FAILED, STOPPED, SKIPPED = "done", "failed", "stopped at its limit", "skipped"
+#: Of a report of medusa-eval.
+OVERALL = ("answers", "acceleration_rate", "overhead", "speedup", "speedup_over_generate", "tokens_per_s")
+OVERALL += ("baseline_tokens_per_s", "generate_tokens_per_s", "equal_answers", "tie_answers", "equal_answers_bf16")
+GOALS_NOTE = "Goals are those of one H200: 7B shape, bfloat16, random weights."
+
+Record = dict[str, Any]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), metavar="DIR", help="of gpu.md, gpu.json"
+    )
+    parser.add_argument("--work", default="runs/gpu", metavar="DIR", help="logs, trained models (runs/gpu)")
+    parser.add_argument("--part", type=int, choices=sorted({step.part for step in plan()}), help="default: all")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list and check the steps; exit code 1 if one cannot run"
+    )
+    return parser.parse_args(arguments)
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Step]:
+    """Return the steps to run: of this part, not finished, or finished and needed again for their files.
+
+    A later step may need a trained model that another machine made.
+    """
+    chosen: list[Step] = []
+    for step in reversed(steps):
+        finished = record["steps"].get(step.name, {})
+        done = finished.get("status") == DONE and finished.get("words") == list(step.words)
+        gone = step.makes is not None and not (ROOT / step.makes).exists()
+        if (part in (None, step.part) and not done) or (gone and any(step.makes in later.needs for later in chosen)):
+            chosen.append(step)
+    return chosen[::-1]
+
+
+def run_step(step: Step, log: Path) -> Record:
+    """Run one step with its output in `log`, and stop it and its children at its limit."""
+    absent = [f"{path} is missing: {how}" for path, how in step.needs.items() if not (ROOT / path).exists()]
+    if absent:
+        return {"status": SKIPPED, "seconds": 0, "reason": "; ".join(absent)}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(step.command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = process.wait(step.limit)
+            status = DONE if code == 0 else FAILED
+        except subprocess.TimeoutExpired:
+            code, status = None, STOPPED
+        finally:
+            end_group(process)
+    record: Record = {"status": status, "seconds": round(time.monotonic() - started)}
+    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if status != DONE:
+        record["reason"] = f"exit code {code}" if code is not None else f"after {step.limit} s"
+        record["output"] = [line[:200] for line in last[-12:]]
+    elif step.figures is None and last:
+        record["last_line"] = last[-1][:200]
+    return record
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children, those included that it left behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def results_of(step: Step) -> Record:
+    """Read the page and the figures that a finished step wrote; without what the report says once for all."""
+    found: Record = {}
+    if step.page is not None and (ROOT / step.page).exists():
+        found["page"] = shortened((ROOT / step.page).read_text(encoding="utf-8"))
+    if step.figures is not None and (ROOT / step.figures).exists():
+        figures = json.loads((ROOT / step.figures).read_text(encoding="utf-8"))
+        if "overall" in figures:
+            figures = {"overall": {key: figures["overall"].get(key) for key in OVERALL}}
+        found["figures"] = rounded({key: value for key, value in figures.items() if key != "machine"})
+    return found
+
+
+def shortened(page: str) -> list[str]:
+    """Return the lines of a page up to its last table, without its title and the line of the machine."""
+    lines = [line for line in page.splitlines() if not line.startswith("# ") and "Python 3." not in line]
+    last = max((number for number, line in enumerate(lines) if line.startswith("|")), default=len(lines))
+    return "\n".join(lines[: last + 1]).strip().splitlines()
+
+
+def run(steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str] | None = None) -> bool:
+    """Run what is pending and write the report after every step; returns whether all of it succeeded."""
+    record = load_record(args.out)
+    todo = pending(steps, args.part, record)
+    words = sys.argv[1:] if arguments is None else arguments
+    record["machine"] = {**machine_facts(__file__, words), "command": " ".join(["bash benchmarks/gpu.sh", *words])}
+    expected, limit = (sum(getattr(step, name) for step in todo) for name in ("expected", "limit"))
+    print(f"{len(todo)} steps to run, about {expected / 60:.0f} minutes, at most {limit / 60:.0f}", flush=True)
+    succeeded = True
+    for step in todo:
+        print(f"{step.name}: about {step.expected} s, at most {step.limit} s ...", end=" ", flush=True)
+        one = {"part": step.part, "words": list(step.words), **run_step(step, ROOT / args.work / f"{step.name}.log")}
+        if one["status"] == DONE:
+            one |= results_of(step)
+        print(f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True)
+        record["steps"][step.name] = one
+        record["goals"] = goals(record["steps"])
+        write_report(args.out, steps, record)
+        succeeded = succeeded and one["status"] == DONE
+    print(f"{args.out}/gpu.md, gpu.json: {progress(steps, record)}")
+    return succeeded
+
+
+def load_record(out: Path) -> Record:
+    """Read what earlier runs finished."""
+    path = out / "gpu.json"
+    record: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {"machine": {}, "goals": [], **record, "steps": record.get("steps", {})}
+
+
+def progress(steps: Sequence[Step], record: Record) -> str:
+    """Count the finished steps."""
+    done = sum(record["steps"].get(step.name, {}).get("status") == DONE for step in steps)
+    return f"{done} of {len(steps)} steps are done"
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def goals(steps: Mapping[str, Record]) -> list[Record]:
+    """Compare the figures with the goals; a figure that was not measured is left out."""
+    found: list[tuple[str, float | None, str, float]] = []
+    rows = steps.get("decode", {}).get("figures", {}).get("rows", [])
+    seven = [row["ms_and_floor"] for row in rows if row["shape"] == "7B" and "plain" in row.get("ms_and_floor", {})]
+    if seven:
+        best = min(seven, key=lambda ms: ms["plain"][0])
+        plain, floor = best["plain"]
+        found.append(("plain step over its byte floor", plain / floor, "<=", 1.25))
+        if "tree 64" in best:
+            found.append(("step of 64 nodes over the plain step", best["tree 64"][0] / plain, "<=", 1.08))
+        if "heads" in best:
+            found.append(("five heads over their byte floor", best["heads"][0] / best["heads"][1], "<=", 1.25))
+    for case in steps.get("train", {}).get("figures", {}).get("cases", []):
+        if case["what"] == "shape1" and case["method"] == "ours" and "mfu" in case:
+            found.append(("Medusa-1 training over the measured matrix rate", case["mfu"], ">=", 0.45))
+    return [
+        {"goal": name, "wanted": f"{sign} {limit}", "measured": round(value, 3), "met": met(value, sign, limit)}
+        for name, value, sign, limit in found
+        if value is not None
+    ]
+
+
+def met(value: float, sign: str, limit: float) -> bool:
+    """Compare a figure with its goal."""
+    return value <= limit if sign == "<=" else value >= limit
+
+
+def markdown(steps: Sequence[Step], record: Record) -> str:
+    """Format the page: the steps, the goals, and the tables of every finished step."""
+    parts = ["# On a GPU", machine_line(record["machine"]), f"`bash benchmarks/gpu.sh`: {progress(steps, record)}."]
+    rows = []
+    for step in steps:
+        one = record["steps"].get(step.name, {"status": "not run", "seconds": 0})
+        said = one.get("reason") or one.get("last_line", "")
+        rows.append([step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said])
+    parts.append(table(["step", "part", "result", "seconds", "limit", ""], rows, 3))
+    if record["goals"]:
+        lines = [
+            [one["goal"], one["wanted"], f"{one['measured']:.2f}", "yes" if one["met"] else "**no**"]
+            for one in record["goals"]
+        ]
+        parts += ["## Goals", GOALS_NOTE, table(["figure", "goal", "measured", "met"], lines)]
+    for step in steps:
+        one = record["steps"].get(step.name, {})
+        if page := one.get("page"):
+            parts += [f"## {step.name}", f"`{' '.join(step.words)}`", "\n".join(page)]
+        if output := one.get("output"):
+            parts += [f"## {step.name}: {one['status']}", "```\n" + "\n".join(output) + "\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(out: Path, steps: Sequence[Step], record: Record) -> None:
+    """Write gpu.md and gpu.json, from which a later run continues."""
+    write_result(out, "gpu", record, markdown(steps, record))
+
+
+# --- Without running --------------------------------------------------------------------------------------------------
+
+
+def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
+    """Print and check every step that would run, and the wheels; returns whether all of them could run."""
+    record = load_record(args.out)
+    todo = pending(steps, args.part, record)
+    problems = 0
+    for part in sorted({step.part for step in steps}):
+        chosen = [step for step in steps if step.part == part]
+        expected, limit = (sum(getattr(step, name) for step in chosen) for name in ("expected", "limit"))
+        print(f"part {part}: about {expected} s, at most {limit} s")
+        for step in chosen:
+            state = "" if step in todo else " (not run: finished before, or of another part)"
+            print(f"  {step.name}: about {step.expected} s, at most {step.limit} s{state}")
+            print(f"    {' '.join(step.command)}")
+            for problem in problems_of(step, steps):
+                problems += 1
+                print(f"    PROBLEM: {problem}")
+    problems += print_wheels()
+    print(f"{problems} problems" if problems else "every step can run, on a machine with a GPU")
+    return not problems
+
+
+def print_wheels() -> int:
+    """Print the wheels that the steps need, and how to get them; returns the number of problems."""
+    needed = wheels()
+    print(f"wheels beyond what {' and '.join(IMAGE)} require, for WHEELS=DIR:")
+    for name, pin in needed.items():
+        here = installed(name)
+        print(f"  {name}=={pin or '?'} ({'not installed here' if here is None else f'{here} is installed here'})")
+    names = " ".join(f"{name}=={pin}" for name, pin in needed.items() if name not in BUILT)
+    print("with the GPU machine's version of Python:")
+    print(f"  python -m pip download --no-deps --only-binary=:all: --dest DIR {names}")
+    for name in BUILT:
+        print(f"  DS_BUILD_OPS=0 python -m pip wheel --no-deps --no-build-isolation -w DIR {name}=={needed[name]}")
+    problems = [f"{name} is not in constraints.txt" for name, pin in needed.items() if pin is None] + list(too_old())
+    for problem in problems:
+        print(f"  PROBLEM: {problem}")
+    return len(problems)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run or check; the exit code is 0 if every step succeeded, or could."""
+    args = parse_arguments(arguments)
+    steps = plan(args.work)
+    return 0 if (dry_run(steps, args) if args.dry_run else run(steps, args, arguments)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

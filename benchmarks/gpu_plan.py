@@ -1,0 +1,242 @@
+"""What benchmarks/gpu.sh runs on a GPU, in which parts, and what has to be there before it starts."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at most
+SMOLLM2 = "models/smollm2-135m-instruct/config.json"
+SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
+#: What PyTorch's image with transformers holds is what these two require.
+IMAGE = ("torch", "transformers")
+#: What the steps import. `datasets`, `wandb`, `sentencepiece` and `protobuf` are imported by no step.
+IMPORTED = ("accelerate", "bitsandbytes", "deepspeed", "httpx", "jinja2", "peft", "pydantic", "pytest", "pyyaml")
+IMPORTED += ("rich", "safetensors", "typer")
+#: Packages that PyPI has as source only: their wheels are built, and need torch for that.
+BUILT = ("deepspeed",)
+COMMANDS = {"train": "medusa_train.cli.train", "eval": "medusa_train.cli.evaluate"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the plan.
+
+    Attributes:
+        name: in messages and in gpu.json. part: from 1.
+        words: `pytest`, `train`, `eval` or a script of benchmarks/, and its arguments.
+        expected, limit: seconds that it should take on a data-centre GPU, and after which it is stopped.
+        needs: files and directories that it reads, with the command that makes each.
+        makes: file or directory that later steps read. page, figures: files that it writes, for the report.
+    """
+
+    name: str
+    part: int
+    words: tuple[str, ...]
+    expected: int
+    limit: int
+    needs: Mapping[str, str] = field(default_factory=dict)
+    makes: str | None = None
+    page: str | None = None
+    figures: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The process to start, in the repository's root."""
+        program, *arguments = self.words
+        if program.endswith(".py"):
+            return [sys.executable, f"benchmarks/{program}", *arguments]
+        return [sys.executable, "-m", COMMANDS.get(program, program), *arguments]
+
+
+def plan(work: str = "runs/gpu") -> list[Step]:
+    """List the steps in order; their output goes below `work`."""
+
+    def train(name: str, part: int, expected: int, limit: int, needs: Mapping[str, str]) -> Step:
+        run = f"{work}/{name}"
+        words = ("train", f"configs/{name}.yaml", f"output_dir={run}", "overwrite_output_dir=true")
+        return Step(f"{name}-train", part, words, expected, limit, needs, makes=f"{run}/tree.json")
+
+    def measure(name: str, part: int, bench: str, expected: int, limit: int) -> tuple[Step, Step]:
+        run, out = f"{work}/{name}", f"{work}/{name}-eval"
+        needs = {f"{run}/tree.json": f"step {name}-train"}
+        words = ("eval", "--bench", bench, "--model", run, "--limit", "24", "--output-dir", out)
+        evaluation = Step(
+            f"{name}-eval", part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json"
+        )
+        return evaluation, script("peers.py", part, (run, "--bench", bench, "--quick"), expected, limit, needs, name)
+
+    def script(
+        file: str,
+        part: int,
+        arguments: tuple[str, ...],
+        expected: int,
+        limit: int,
+        needs: Mapping[str, str] | None = None,
+        subject: str = "",
+    ) -> Step:
+        stem = file.removesuffix(".py")
+        name = f"{subject}-{stem}" if subject else stem
+        out = f"{work}/{name}"
+        words = (file, *arguments, "--out", out)
+        pages = {"page": f"{out}/{stem}.md", "figures": f"{out}/{stem}.json"}
+        return Step(name, part, words, expected, limit, needs or {}, **pages)
+
+    decoding = ("--shapes", "1B", "7B", "--contexts", "1024", "--nodes", "1", "16", "64", "--dtypes", "bfloat16")
+    training = ("--parts", "loss", "shape7b", "--dtypes", "bfloat16", "--tokens", "2048", "--vocab", "32000")
+    training += ("--heads", "5", "--sequences", "2048", "--rounds", "1", "--seconds", "8")
+    smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(_smollm2_data(), "part of the repository")}
+    return [
+        Step("tests", 1, ("pytest", "-q", "-m", "gpu", "tests/gpu"), expected=150, limit=270),
+        train("tiny_m1", 1, 40, 90, {"data/tiny/model.safetensors": "part of the repository"}),
+        *measure("tiny_m1", 1, "tiny", 30, 60),
+        script("decode.py", 2, (*decoding, "--settings", "stock", "compiled", "--seconds", "15"), 240, 360),
+        script("train.py", 3, training, 220, 340),
+        train("smollm2_m1", 4, 90, 160, smollm2),
+        *measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 80),
+    ]
+
+
+def _smollm2_data() -> tuple[str, ...]:
+    return ("data/selfdistill/smollm2_greedy.jsonl", "data/selfdistill/smollm2_t03.jsonl", SMOLLM2_BENCH)
+
+
+# --- Checks: `--dry-run` ----------------------------------------------------------------------------------------------
+
+
+def problems_of(step: Step, makers: Iterable[Step]) -> list[str]:
+    """Check the arguments of a step and that its files exist, or that earlier steps make them.
+
+    Args:
+        makers: the whole plan.
+    """
+    made = {other.makes for other in makers}
+    missing = [path for path in step.needs if path not in made and not (ROOT / path).exists()]
+    problems = [f"{path} is missing: {step.needs[path]}" for path in missing]
+    program, *arguments = step.words
+    if program.endswith(".py"):
+        problems += script_problems(program.removesuffix(".py"), arguments)
+    elif program in COMMANDS:
+        problems += command_problems(program, arguments, made | set(missing))
+    else:
+        problems += test_problems(step)
+    return problems
+
+
+def script_problems(name: str, arguments: Sequence[str]) -> list[str]:
+    """Parse the arguments of a script of benchmarks/ with its own parser."""
+    try:
+        importlib.import_module(name).parse_arguments(arguments)
+    except SystemExit:
+        return [f"{name}.py does not accept {' '.join(arguments)}"]
+    return []
+
+
+def command_problems(program: str, arguments: Sequence[str], made: Iterable[str | None]) -> list[str]:
+    """Parse the arguments of medusa-train or medusa-eval, validate the configuration, and look for its files.
+
+    Args:
+        made: paths that need not exist.
+    """
+    import typer
+    from typer.main import get_command
+
+    from medusa_train.cli.common import read_arguments
+    from medusa_train.config.schema import EvalConfig, TrainConfig
+    from medusa_train.errors import MedusaError
+    from medusa_train.evaluation.questions import load_bench
+
+    module = importlib.import_module(COMMANDS[program])
+    (usage_error,) = typer.BadParameter.__bases__  # click's, which newer versions of typer carry themselves
+    try:
+        given = get_command(module.app).make_context(program, list(arguments)).params
+        flags = {key: value for key, value in given.items() if value is not None and value is not False}
+        words = flags.pop("arguments", None) or []
+        if program == "eval":
+            load_bench(read_arguments(EvalConfig, words, flags=flags).bench, print)
+            return []
+        cfg = read_arguments(TrainConfig, words, flags=flags)
+    except (usage_error, MedusaError) as error:
+        return [str(error)]
+    ready = {str(Path(path).parent) for path in made if path is not None}
+    paths = [cfg.base_model, *(dataset.path for dataset in cfg.datasets)]
+    return [f"{path} is missing" for path in paths if path not in ready and not (ROOT / path).exists()]
+
+
+def test_problems(step: Step) -> list[str]:
+    """Collect the tests without running them."""
+    done = subprocess.run([*step.command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        return [f"pytest cannot collect the tests: {''.join(last)}"]
+    return []
+
+
+test_problems.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
+
+
+# --- Wheels -----------------------------------------------------------------------------------------------------------
+
+
+def wheels() -> dict[str, str | None]:
+    """Return the packages that the steps need beyond PyTorch's image, with their versions in constraints.txt.
+
+    What a package requires is read from its metadata, so the list is complete where all are installed. The version is
+    None for one that constraints.txt lacks.
+    """
+    pins = pinned()
+    image = closure(IMAGE)
+    return {name: pins.get(name) for name in sorted(closure(IMPORTED) - image)}
+
+
+def pinned() -> dict[str, str]:
+    """Read the versions in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return {canonicalize_name(m[1]): m[2] for line in lines if (m := re.match(r"([\w.-]+)==([\w.]+)", line))}
+
+
+def closure(names: Iterable[str]) -> set[str]:
+    """Return these packages and all that they require here; of packages that are not installed the name alone."""
+    todo, found = list(names), set[str]()
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            required = map(Requirement, requires(name) or ())
+        except PackageNotFoundError:
+            continue
+        todo += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a package here, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def too_old() -> Iterator[str]:
+    """Yield a line for each package of the steps that is missing here, or older than pyproject.toml allows."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for name in sorted({*IMAGE, *IMPORTED}):
+        bound = re.search(rf'^  "{re.escape(name)}>=([\w.]+)', text, re.MULTILINE | re.IGNORECASE)
+        here = installed(name)
+        if here is None:
+            yield f"{name} is not installed"
+        elif bound and Version(here) < Version(bound[1]):
+            yield f"{name} {here} is installed, {bound[1]} or later is needed"
