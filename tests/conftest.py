@@ -11,7 +11,25 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compile_cache_dir() -> None:
-    """Keep what torch.compile builds in one folder, so that it is built once and not for every run of a test."""
+def build_dirs() -> None:
+    """Keep what torch.compile and torch's C++ extensions build in one folder each: built once, not for every test."""
     default = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))
+    # DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
+    extensions = Path(__file__).parents[1] / "build" / "torch_extensions"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on a machine without a CUDA GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; benchmarks/gpu.sh runs it on one"))
+
+
+def has_gpu() -> bool:
+    """Return whether torch finds a CUDA GPU."""
+    import torch  # takes seconds
+
+    return torch.cuda.is_available()

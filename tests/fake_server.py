@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -23,7 +24,11 @@ def error(status: int, message: str, **headers: str) -> Reply:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers `answer to LAST MESSAGE`, unless `script(number of the request, body)` returns another reply."""
+    """Answers `answer to LAST MESSAGE`, unless `script(number of the request, body)` returns another reply.
+
+    Attributes:
+        others: replies to other paths than `/v1/chat/completions`, functions of the body; 404 by default.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
@@ -34,6 +39,7 @@ class FakeServer(ThreadingHTTPServer):
     ) -> None:
         self.script = script
         self.seconds = seconds
+        self.others: dict[str, Callable[[dict[str, Any]], tuple[int, dict[str, str], bytes]]] = {}
         self.bodies: list[dict[str, Any]] = []
         self.authorization: list[str | None] = []
         self.busy = self.busiest = 0
@@ -58,9 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FakeServer
 
+    def do_GET(self) -> None:
+        self._send(*self.server.others.get(self.path, _not_found)({}))
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server = self.server
+        if self.path != "/v1/chat/completions":
+            self._send(*server.others.get(self.path, _not_found)(body))
+            return
         with server.lock:
             server.bodies.append(body)
             server.authorization.append(self.headers.get("authorization"))
@@ -68,10 +80,11 @@ class _Handler(BaseHTTPRequestHandler):
             server.busy += 1
             server.busiest = max(server.busiest, server.busy)
         time.sleep(server.seconds)
-        reply = (404, {}, b"{}") if self.path != "/v1/chat/completions" else server.script(number, body)
+        reply = server.script(number, body)
         with server.lock:
             server.busy -= 1
-        self._send(*(reply or (200, {}, json.dumps(completion(body)).encode())))
+        default = stream(body) if body.get("stream") else (200, {}, json.dumps(completion(body)).encode())
+        self._send(*(reply or default))
 
     def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
         self.send_response(status)
@@ -84,10 +97,57 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+def _not_found(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+    return 404, {}, b"{}"
+
+
 def completion(body: dict[str, Any], finish: str | None = "stop", text: str | None = None) -> dict[str, Any]:
     text = f"answer to {body['messages'][-1]['content']}" if text is None else text
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
     return {"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": len(text.split()) + 1}}
+
+
+def stream(
+    body: dict[str, Any], text: str | None = None, *, tokens: int | None = None, end: str | None = "stop"
+) -> tuple[int, dict[str, str], bytes]:
+    """A streamed answer, a chunk per word. Without `end` the stream stops early; `tokens` -1 leaves out the usage."""
+    text = f"answer to {body['messages'][-1]['content']}" if text is None else text
+    count = len(text.split()) + 1 if tokens is None else tokens
+    chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+    chunks += [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in re.findall(r"\S+\s*", text)]
+    if end is not None:
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": end}]})
+    if tokens != -1:
+        chunks.append({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": count}})
+    lines = [": keep-alive", *(f"data: {json.dumps(chunk)}" for chunk in chunks)]
+    lines += ["data: [DONE]"] if end is not None else []
+    return 200, {"content_type": "text/event-stream"}, "".join(f"{line}\n\n" for line in lines).encode()
+
+
+def short_context(
+    context: int, message: str, answer: int = 40
+) -> Callable[[int, dict[str, Any]], tuple[int, dict[str, str], bytes]]:
+    """Return a script for a server with a token per word, that rejects what does not fit and answers `answer` words.
+
+    Args:
+        message: message of a rejection, with {context}, {prompt}, {asked} and {total}.
+    """
+
+    def script(number: int, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+        prompt, asked = prompt_words(body), body["max_tokens"]
+        if prompt + asked > context:
+            text = message.format(context=context, prompt=prompt, asked=asked, total=prompt + asked)
+            return 400, {}, json.dumps({"error": {"message": text}}).encode()
+        length = min(answer, asked)
+        reply = completion(body, "stop" if length == answer else "length", "word " * length)
+        reply["usage"] = {"prompt_tokens": prompt, "completion_tokens": length}
+        return 200, {}, json.dumps(reply).encode()
+
+    return script
+
+
+def prompt_words(body: dict[str, Any]) -> int:
+    return sum(len(message["content"].split()) for message in body["messages"])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -29,7 +30,7 @@ MODULES = {
 FOREIGN = {"python3", "pip", "hf", "source"}
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """The command line was understood: nothing further is run."""
 
 
@@ -75,9 +76,9 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     line = re.sub(r"--(num-gpus|hostfile) \S+", "", shlex.join(words[1:]))
     from typer.main import get_command
 
-    context = get_command(module.app).make_context(words[0], shlex.split(line))
-    with context, pytest.raises(Parsed):
-        module.app.registered_commands[0].callback.__wrapped__(**context.params)
+    command = get_command(module.app)
+    with command.make_context(words[0], shlex.split(line)) as context, pytest.raises(Parsed):
+        command.invoke(context)
 
 
 @pytest.mark.parametrize("words", of(*MODULES))
@@ -96,6 +97,16 @@ def test_commands_of_launchers_are_valid(words: list[str], monkeypatch: pytest.M
 def test_make_targets_exist(words: list[str]) -> None:
     makefile = (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE)
+
+
+def test_make_smollm2_runs_valid_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a configuration can be checked: the model and the data are large, and the run takes minutes."""
+    monkeypatch.chdir(PROJECT_ROOT)
+    recipe = subprocess.run(["make", "--dry-run", "smollm2"], capture_output=True, text=True, check=True).stdout
+    commands = [shlex.split(line) for line in re.findall(r"bin/(medusa-(?:train|eval) [^;\n]+);", recipe)]
+    assert [words[0] for words in commands] == ["medusa-train", "medusa-eval", "medusa-eval"]
+    for words in commands:
+        parse(words, monkeypatch)
 
 
 def test_every_command_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""All drafts side by side: equal tokens, nothing trained twice, counts that equal decoding, figures of the page."""
+"""All drafts side by side: equal tokens, nothing trained or measured twice, hours told before, figures of the page."""
 
 from __future__ import annotations
 
@@ -8,80 +8,93 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import draft_measurement
 import drafts
 import pytest
 import torch
 import yaml
-from drafts import Field, cases_of, describe, parse_arguments, ratio, summary, train
+from draft_measurement import FilledTree, count
+from drafts import Plan, benches_of, cases_of, parse_arguments, train
+from shared import cached
 
 from medusa_train.checkpoint.heads import save_draft
+from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.cli.common import split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.evaluation.records import TurnLog
+from medusa_train.evaluation.decoding_mode import DecodingMode
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
 from tests.training.conftest import backbone_dir, chats, sentence
 
 __all__ = ["backbone_dir", "chats"]  # fixtures
 
-SAME = ("base_model", "datasets", "micro_batch_size", "gradient_accumulation_steps", "sequence_len", "val_set_size")
+SAME = ("base_model", "datasets", "sequence_len", "val_set_size", "seed", "cache_hidden_states")
 
 
-def config_of(stage: drafts.Stage) -> TrainConfig:
-    return load_config(TrainConfig, *split_arguments([stage.config, *stage.overrides]))
-
-
-def test_all_drafts_are_trained_on_the_same_tokens() -> None:
+@pytest.mark.parametrize("prefix", ["configs/tiny", "configs/smollm2"])
+def test_all_drafts_are_trained_on_the_same_tokens(prefix: str) -> None:
     words = ["--compare", *drafts.VARIANTS, "--draft-vocab", "512", "--set", "seed=7", "--joint", "lora_r=8"]
-    args = parse_arguments(words)
+    args = parse_arguments([*words, "--configs", prefix])
     cases = {case.name: case for case in cases_of(args)}
     assert list(cases) == [*drafts.VARIANTS, "vocab512"]
-    reference = config_of(cases["medusa1"].stages[0])
-    assert reference.num_epochs == load_config(TrainConfig, Path("configs/tiny_m1.yaml")).num_epochs
+    reference = cases["medusa1"].stages[0].load()
+    assert reference.num_epochs == load_config(TrainConfig, Path(f"{prefix}_m1.yaml")).num_epochs
     for case in cases.values():
-        configs = [config_of(stage) for stage in case.stages]
+        configs = [stage.load() for stage in case.stages]
         assert sum(cfg.num_epochs for cfg in configs) == reference.num_epochs
         for cfg in configs:
             assert [getattr(cfg, key) for key in SAME] == [getattr(reference, key) for key in SAME]
             assert cfg.seed == 7
+            assert cfg.micro_batch_size * cfg.gradient_accumulation_steps == 8
     for name in ("medusa2", "medusa2-ce"):
         first, second = cases[name].stages
-        cfg = config_of(second)
+        cfg = second.load()
         assert cfg.lora_model_dir == str(args.out / "runs" / first.name)
         assert (cfg.recipe, cfg.lora_r, cfg.medusa_self_distillation) == ("medusa2", 8, name == "medusa2")
-    assert config_of(cases["vocab512"].stages[0]).medusa_vocab_size == 512
+    assert cases["vocab512"].stages[0].load().medusa_vocab_size == 512
     quick = {case.name: case for case in cases_of(parse_arguments(["--quick"]))}
-    steps = [config_of(stage).max_steps or 0 for stage in quick["medusa2"].stages]
-    assert sum(steps) == config_of(quick["hydra"].stages[0]).max_steps
+    steps = [stage.load().max_steps or 0 for stage in quick["medusa2"].stages]
+    assert sum(steps) == quick["medusa1"].stages[0].load().max_steps
 
 
 def test_variants_have_the_settings_of_their_names() -> None:
-    configs = {
-        case.name: config_of(case.stages[-1]) for case in cases_of(parse_arguments(["--compare", *drafts.VARIANTS]))
-    }
+    cases = cases_of(parse_arguments(["--compare", *drafts.GROUPS, "amphista-no-auto", "hydra++-decay"]))
+    assert not set(drafts.GROUPS) & set(drafts.VARIANTS)
+    assert len({case.name for case in cases}) == len(cases)  # a draft of several comparisons is trained once
+    configs = {case.name: case.stages[-1].load() for case in cases}
     settings = {name: cfg.draft_config.settings for name, cfg in configs.items()}
     assert [settings[name]["prefix_layer"] for name in ("hydra", "hydra++")] == [False, True]
     assert [configs[name].draft_config.heads_loss.soft_targets for name in ("hydra", "hydra++")] == [0.0, 1.0]
-    assert [settings[name]["mlp_size"] for name in ("kangaroo", "kangaroo-published")] == [640, 0]
-    parts = {name: (of["auto_blocks"], of["adaptation_layers"], of["sampled_token"])
-             for name, of in settings.items() if name.startswith("amphista")}  # fmt: skip
-    assert parts == {
-        "amphista": (1, 2, True), "amphista-alpha": (2, 2, True), "amphista-no-auto": (0, 2, True),
-        "amphista-no-staged": (1, 0, True), "amphista-no-token": (1, 2, False),
-    }  # fmt: skip
+    assert [settings[name]["mlp_size"] for name in ("kangaroo", "kangaroo-published")] == [1536, 0]
+    assert settings["amphista-no-auto"]["auto_blocks"] == 0
+    for name in ("hydra", "hydra++", "amphista"):
+        assert [settings[f"{name}{end}"]["normalize_embeddings"] for end in ("", "-plain")] == [True, False]
+    for name in ("medusa1", "hydra++"):
+        losses = {end: configs[f"{name}{end}"].heads_loss for end in ("", "-lk", "-dpace", "-lk-dpace")}
+        assert [loss.lk_eta for loss in losses.values()] == [None, 3.0, None, 3.0]
+        assert [loss.dpace for loss in losses.values()] == [False, False, True, True]
+    assert configs["hydra++-decay"].heads_loss.decay == 0.8
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--epochs", "2", "--stage-one", "2"], ["--compare", "eagle"], ["--bench", "tiny", "--limit", "7", "8"]],
+    "words", [["--epochs", "2", "--stage-one", "2"], ["--compare", "eagle"], ["--temperatures", "hot"]]
 )
 def test_impossible_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(words)
+
+
+def test_benches_have_n_questions_of_each_category_and_none_twice(tmp_path: Path) -> None:
+    rows = [{"question_id": i, "category": "ab"[i % 2], "turns": [f"q{i}"]} for i in range(8)]
+    for name, part in (("first", rows[:2]), ("second", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    benches = benches_of(parse_arguments(["--bench", f"{tmp_path}/first.jsonl", f"{tmp_path}/second.jsonl:2"]))
+    assert [[one.question_id for one in bench.questions] for bench in benches] == [[0, 1], [2, 3, 4, 5]]
 
 
 def test_a_finished_training_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +142,15 @@ def fake_training(words: Sequence[str]) -> None:
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """The training commands, each run by `fake_training`."""
+    """The training commands, each run by `fake_training`; measurements run in this process."""
     called: list[Sequence[str]] = []
 
     def call(words: Sequence[str]) -> None:
-        called.append(words)
-        fake_training(words)
+        if words[1] == "-m":
+            called.append(words)
+            fake_training(words)
+        else:
+            assert drafts.main(words[2:]) == 0  # in this process
 
     monkeypatch.setattr(drafts, "call", call)
     return called
@@ -149,7 +165,7 @@ def words(tmp_path: Path, backbone_dir: Path, chats: Path) -> list[str]:
     bench.write_text("".join(json.dumps(question) + "\n" for question in questions))
     keys = [f"base_model={backbone_dir}", f"datasets=[{{path: {chats}, type: sharegpt}}]", "sequence_len=200"]
     flags = ["--out", str(tmp_path / "out"), "--quick", "--bench", str(bench), "--max-new-tokens", "8"]
-    flags += ["--dtype", "float32", "--nodes", "5", "--tree-tokens", "60"]
+    flags += ["--dtype", "float32", "--nodes", "3", "5", "--tree-tokens", "60"]
     return [*flags, "--set", *keys, "bf16=false", "val_set_size=0.2"]
 
 
@@ -158,139 +174,137 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def test_the_whole_command(tmp_path: Path, words: list[str], trainings: list[Sequence[str]]) -> None:
+def test_the_whole_command(
+    tmp_path: Path, words: list[str], trainings: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     out, gsm8k = tmp_path / "out", tmp_path / "gsm8k.jsonl"
     gsm8k.write_text(json.dumps({"question": "one  two?", "answer": "1<<1=1>>\n#### 4"}) + "\n")
-    words += ["--gsm8k", str(gsm8k), "--compare", "medusa1", "medusa2", "kangaroo"]
+    words = [*words, "--gsm8k", str(gsm8k), "--compare", "medusa1", "medusa2", "kangaroo"]
+    assert drafts.main([*words, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert plan.count("| train ") == 4  # Medusa-2 has two stages
+    assert plan.count("| measure ") == 3 * 2
+    assert len(trainings) == 1  # the trial
     assert drafts.main(words) == 0
-    assert len(trainings) == 4  # Medusa-2 has two stages
-    record = read(out / "drafts.json")
-    assert record["benches"]["small"] | {"tokens_per_s": 0} == {
-        "questions": 2, "answers": 4, "different": 0, "dtype": "float32", "tokens_per_s": 0,
-    }  # fmt: skip
-    for row in record["drafts"].values():
-        assert [row["small"][tree]["nodes"] for tree in ("own", "equal")] == [6, 5]
-        assert row["small"]["own"]["overhead"] > 0
-        assert row["small"]["equal"]["tokens_per_step"] >= 1.0
-    quality = record["drafts"]["medusa2"]["quality"]
+    assert len(trainings) == 1 + 4
+    record = read(out / "drafts-small.json")
+    for cell in ("t0", "t0.7"):
+        for row in record[cell].values():
+            assert (row["nodes"], row["answers"]) == (6, 4)
+            assert row["overhead"] > 0
+            assert row["trees"]["5"]["rate"] >= row["trees"]["3"]["rate"] >= 1.0
+    greedy = record["t0"]
+    assert [row["equal"] for row in greedy.values()] == [4, 4, 4]
+    assert greedy["medusa1"]["over_lookup"][0] > 0
+    assert greedy["medusa1"]["trees"]["5"]["over"] is None
+    assert greedy["kangaroo"]["trees"]["5"]["over"][0] > 0
+    assert list(greedy["medusa1"]["categories"]) == ["general"]
+    quality = record["training"]["medusa2"]["quality"]
     assert set(quality) == {"held-out answers", "GSM8K"}
     assert all(one["kl"] > 0 for one in quality.values())
+    assert quality["GSM8K"]["correct"][0] == 0
     assert "The answer is 4." in (out / "gsm8k.jsonl").read_text()
-    assert "chain, early stop" in record["drafts"]["kangaroo"]["small"]
-    page = (out / "drafts.md").read_text()
+    page = (out / "drafts-small.md").read_text()
     assert "not trained" in page
     assert "Not run on a GPU" in page
-    times = {path: path.stat().st_mtime_ns for part in ("counts", "times", "cases") for path in (out / part).iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*/*")}
+    assert len(times) == 3 * 4
     assert drafts.main(words) == 0  # nothing is repeated
-    assert len(trainings) == 4
+    assert len(trainings) == 1 + 4
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-@pytest.mark.usefixtures("trainings")
-def test_counts_equal_decoding_and_continue_a_stopped_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse_arguments([*words, "--compare", "medusa1", "kangaroo"])
-    described = [describe(case, args) for case in cases_of(args)]
-    (bench,) = [drafts.load_bench(name, print) for name in args.bench]
-    append, seen = TurnLog.append, []
-
-    def stop(self: TurnLog, turn: Any) -> None:
-        append(self, turn)
-        seen.append(turn)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TurnLog, "append", stop)
-        with pytest.raises(KeyboardInterrupt):
-            drafts.Session(args, described).measure("counts", bench)
-    monkeypatch.setattr(TurnLog, "append", lambda self, turn: (seen.append(turn), append(self, turn))[1])
-    result = drafts.Session(args, described).measure("counts", bench)
-    assert result["answers"] == 4
-    assert len(seen) == 3 + 2  # the finished question is kept, the other one is asked again
-    del seen[2]
-    draft = result["drafts"]["kangaroo"]
-    for question, (tokens, steps) in draft["trees"]["own"]["questions"].items():
-        turns = [turn for turn in seen if str(turn.question_id) == question]
-        answers = [turn.others["kangaroo/own"] for turn in turns]
-        assert tokens == sum(len(answer.tokens) - 1 for answer in answers)
-        assert tokens == sum(len(turn.plain.tokens) - 1 for turn in turns)
-        assert steps == sum(answer.steps for answer in answers)
-
-
-@pytest.mark.usefixtures("trainings")
-def test_filled_chains_never_stop_early_and_equal_trees_use_no_clock(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+def test_hours_follow_operations_and_the_measured_rate(
+    words: list[str], trainings: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = parse_arguments([*words, "--compare", "kangaroo"])
+    args = parse_arguments([*words, "--compare", "medusa1", "hydra++", "--temperatures", "0"])
+    cases, benches = cases_of(args), benches_of(args)
+    monkeypatch.setattr(Plan, "_operations", lambda self, stage: {"medusa1": 6.0, "hydra++": 15.0}.get(stage.name, 2.0))
+    monkeypatch.setattr(Plan, "_step_seconds", 0.5)
+    work = {one.name: one.hours for one in Plan(args, cases, benches).work()}
+    # the trial: 2 operations for 800 tokens, 400 of them in a second
+    assert [work["train medusa1"], work["train hydra++"]] == pytest.approx([6 / 3600, 15 / 3600])
+    assert work["measure medusa1, small at 0"] == pytest.approx(4 * 4 * 8 * 0.5 / 3600)
+    train(cases[0].stages[0], args.out)
+    work = {one.name: one.hours for one in Plan(args, cases, benches).work()}
+    assert "train medusa1" not in work
+    assert work["train hydra++"] == pytest.approx(15 / 3 / 3600)  # 6 operations for as many tokens
+    assert len(trainings) == 2
+
+
+def test_an_interrupted_bench_continues(
+    words: list[str], trainings: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*words, "--compare", "kangaroo", "--temperatures", "0.7"]
+    args = parse_arguments(words)
     (case,) = cases_of(args)
-    described = describe(case, args)
-    field = Field(args.out / "runs", [described], "float32", pack=False)
-    (one,) = field.contenders
-    draft = one.draft
-    assert isinstance(draft, KangarooDraft)
-    assert draft.threshold == 0.6
-    decoders = field.answerers("counts")
-    filled = decoders["kangaroo/chain"].answer([5, 6, 7], 24)
-    assert draft.threshold == 0.6
-    early = decoders["kangaroo/chain, early stop"].answer([5, 6, 7], 24)
+    train(case.stages[0], args.out)
+    asked: list[int] = []
+    answer = FilledTree.answer
+
+    def stop(self: FilledTree, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
+        asked.append(1)
+        if len(asked) == stop_at:
+            raise KeyboardInterrupt
+        return answer(self, prompt_ids, max_new_tokens)
+
+    monkeypatch.setattr(FilledTree, "answer", stop)
+    stop_at = 3 * 2 + 3 * 2 + 1  # three trees: warm-up, the first question, and into the second one
+    with pytest.raises(KeyboardInterrupt):
+        drafts.main([*words, "--measure", "kangaroo"])
+    asked.clear()
+    stop_at = 0
+    assert drafts.main([*words, "--measure", "kangaroo"]) == 0
+    assert len(asked) == 3 * 2 + 3 * 2  # the first question is not asked again
+
+
+def test_filled_chains_never_stop_early() -> None:
+    backbone = random_backbone("llama")
+    draft = DRAFTS["kangaroo"].from_backbone(backbone, num_heads=3, exit_layer=1, threshold=1.0)
+    model = LoadedModel(backbone, draft, Tree.chain(3))
+    filled = FilledTree(model, Tree.chain(3), DecodingMode()).answer([5, 6, 7], 24)
+    early = draft_measurement.LoopAnswerer(
+        draft_measurement.Decoder(backbone, draft, Tree.chain(3)), DecodingMode(), None
+    ).answer([5, 6, 7], 24)
     draft.threshold = 0.0
-    never = decoders["kangaroo/chain, early stop"].answer([5, 6, 7], 24)
+    never = draft_measurement.LoopAnswerer(
+        draft_measurement.Decoder(backbone, draft, Tree.chain(3)), DecodingMode(), None
+    ).answer([5, 6, 7], 24)
     assert filled.tokens == early.tokens == never.tokens
-    assert (filled.steps, filled.accepted) == (never.steps, never.accepted)
-    (args.out / "cases" / "kangaroo.json").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr("time.perf_counter", iter(range(10**9)).__next__)
-        assert describe(case, args)["equal"] == described["equal"]
+    assert filled.accepted == never.accepted
+    assert max(early.accepted) <= 1  # after its first guess it is never confident enough
 
 
-def counted(rate: float) -> dict[str, Any]:
-    """Counts of a draft on 24 questions, at about `rate` tokens a step."""
-    draw = random.Random(3)
-    questions = {str(n): [round(100 * rate * draw.uniform(0.8, 1.2)), 100] for n in range(24)}
-    tree = {"nodes": 16, "tokens_per_step": rate, "ctar": [0.6, 0.3, 0.1], "equal": 24, "questions": questions}
-    return {"trees": dict.fromkeys(("own", "equal", "chain"), tree), "accuracy": [0.5, 0.25]}
+def test_counts_by_question_with_and_without_loops() -> None:
+    def record(question: int, tokens: Sequence[int], accepted: tuple[int, ...]) -> TurnRecord:
+        answer = TimedAnswer(tuple(tokens), 1.0, 0.1, len(accepted), accepted)
+        return TurnRecord(question, "general", 1, (1,), answer, answer, answer)
+
+    records = [record(1, range(7), (2, 1, 0)), record(2, [1] * 31, (4,) * 6), record(1, range(3), (0, 0))]
+    counted = count(records, [(len(one.answer.tokens) - 1, one.answer.accepted) for one in records])
+    assert counted["questions"] == {"1": [8, 5], "2": [30, 6]}
+    assert counted["rate"] == pytest.approx(38 / 11)
+    assert counted["rate_without_loops"] == pytest.approx(8 / 5)
+    assert counted["ctar"] == pytest.approx([8 / 11, 7 / 11, 6 / 11, 6 / 11])
 
 
-def described(name: str, **more: Any) -> dict[str, Any]:
-    common = {"depth": 2, "parameters": 2000, "backbone_parameters": 9000, "base_model": "data/tiny"}
-    trained = {"tokens": [800, 200], "training_tokens_per_s": [9.0, 8.0]}
-    return {"name": name, "title": name.capitalize(), **common, **trained, **more}
-
-
-def test_the_page_shows_ratios_coverage_and_quality(tmp_path: Path) -> None:
-    quality = {"GSM8K": {"tokens": 5, "perplexity_before": 3.0, "perplexity_change": 0.02, "kl": 0.013}}
-    coverage = {"training": 0.95, "held-out": 0.9, "megabytes": 5.42}
-    cases = [described("medusa1"), described("medusa2", quality=quality), described("vocab9", coverage=coverage)]
-    rates = {"medusa1": 2.0, "medusa2": 2.4, "vocab9": 1.9}
-    results: dict[str, Any] = {"b": {"counts": {"questions": 24, "answers": 24,
-               "drafts": {name: counted(rate) for name, rate in rates.items()}}}}  # fmt: skip
-    args = parse_arguments(["--out", str(tmp_path)])
-    machine = drafts.machine_facts("drafts.py", [])
-    assert "| Medusa2 | 2.40 |" in drafts.write_report(args, machine, cases, results)  # before it is timed
-    speed = {"own": {"overhead": 1.5, "speedup": [1.25, [1.1, 1.4]]}}
-    results["b"]["times"] = {"dtype": "float32", "tokens_per_s": {"plain": 100.0, "generate": 90.0},
-                             "drafts": dict.fromkeys(rates, speed)}  # fmt: skip
-    page = drafts.write_report(args, machine, cases, results)
-    assert "| 16 | 2.40 | 1.50 | 1.25 [1.10, 1.40] | 2.40 | 0.30 0.10 0.00 | 0.50 0.25 |" in page
-    assert "| 800 + 200 | 9 + 8 |  |  |  | +2.00% | 0.0130 |" in page
-    assert "| 95.00% | 90.00% | 5.42 |  |  |" in page
-    assert "flatters Medusa" in page
-    rows = summary(cases, results)
-    found = rows["medusa2"]["b"]["equal"]["ratio"]
-    assert found[0] == pytest.approx(1.2, abs=0.01)
-    assert found[1][0] > 1.1  # questions are drawn in pairs
-    assert "ratio" not in rows["medusa1"]["b"]["equal"]
-    assert ratio({"1": (2, 1)}, {"1": (3, 1)}) is None  # one question has no interval
+def test_results_of_other_settings_are_measured_again(tmp_path: Path) -> None:
+    path, called = tmp_path / "a" / "one.json", []
+    for settings in ({"n": (1, 2)}, {"n": [1, 2]}, {"n": [1]}):
+        cached(path, settings, lambda: called.append(1) or {"value": len(called)})
+    assert len(called) == 2
+    assert read(path) == {"settings": {"n": [1]}, "value": 2}
 
 
 @pytest.mark.slow
 def test_real_trainings_use_equal_tokens(words: list[str], tmp_path: Path) -> None:
     words.remove("--quick")
-    words += ["calibration_tokens=60", "--compare", "medusa1", "medusa2", "hydra++", "--draft-vocab", "24"]
+    words += ["calibration_tokens=60", "--configs", "configs/tiny", "--no-compile"]
+    words += ["--compare", "medusa1", "medusa2", "hydra++", "--draft-vocab", "24", "--temperatures", "0"]
     assert drafts.main([*words, "--epochs", "2"]) == 0
-    record = read(tmp_path / "out" / "drafts.json")
-    tokens = {name: sum(row["tokens"]) for name, row in record["drafts"].items()}
+    record = read(tmp_path / "out" / "drafts-small.json")
+    tokens = {name: sum(row["tokens"]) for name, row in record["training"].items()}
     assert len(set(tokens.values())) == 1
     assert tokens["medusa1"] > 0
-    assert record["benches"]["small"]["different"] == 0
-    assert 0 < record["drafts"]["vocab24"]["coverage"]["training"] < 1
+    assert all(row["equal"] == row["answers"] for row in record["t0"].values())
+    assert 0 < record["training"]["vocab24"]["coverage"][0] < 1

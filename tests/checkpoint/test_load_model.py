@@ -1,13 +1,17 @@
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
+from medusa_train.api import load
 from medusa_train.checkpoint.load_model import compile_cache_dir, load_tree, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import fake_run
 
@@ -50,3 +54,20 @@ def test_the_compile_cache_is_in_the_run_or_in_the_users_directory(
     assert compile_cache_dir(tmp_path) == tmp_path.resolve() / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert compile_cache_dir(tmp_path) == tmp_path / "elsewhere"
+
+
+def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run)
+    with pytest.raises(CheckpointError, match=r"tree dynamic: .*tree.json holds no confidences of these heads"):
+        load(run, tree="dynamic", dtype="float32")
+    dynamic = DynamicTrees((1.0, 0.5), (StepSize(0, 10.0, 1.0), StepSize(8, 10.5, 2.0)))
+    Tree.chain(2).save(run / "tree.json", dynamic=dynamic.record())
+    loaded = load_with_draft(resolve_model(str(run), None, "dynamic"), "float32")
+    assert isinstance(loaded.proposer, DynamicDraft)
+    assert (loaded.dynamic, loaded.tree, loaded.fixed_proposer) == (dynamic, Tree.chain(2), loaded.draft)
+    prompts = ("Say ay.", "Say oh.")
+    fixed, chosen = load(run, dtype="float32"), load(run, tree="dynamic", dtype="float32")
+    assert [chosen.generate(one, 24, raw=True) for one in prompts] == [
+        fixed.generate(one, 24, raw=True) for one in prompts
+    ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference
-from medusa_train.checkpoint.vllm_layout import config_as_loaded, from_vllm, loader_problems, to_vllm
+from medusa_train.checkpoint.vllm_layout import config_as_loaded, expand_rows, from_vllm, loader_problems, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import D, V, vllm_config, vllm_tensors
@@ -61,17 +61,39 @@ def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None
     write_vllm(heads, tmp_path / "vllm", backbone.output_embeddings.weight if share else None)
     tensors = load_file(tmp_path / "vllm" / "model.safetensors")
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
-    assert (config["vocab_size"], config["truncated_vocab_size"]) == (61, 8)
+    assert (config["vocab_size"], config["truncated_vocab_size"], config["medusa_vocab_size"]) == (61, 61, 8)
     assert torch.equal(tensors["token_map"], KEPT)
     assert config_as_loaded(config) == config
     assert loader_problems(tensors, config) == []
     if share:
-        assert torch.equal(tensors["lm_heads.0.weight"], backbone.output_embeddings.weight[KEPT])
+        assert torch.equal(tensors["lm_heads.0.weight"][KEPT], backbone.output_embeddings.weight[KEPT])
     again = read_heads(tmp_path / "vllm")
     assert (again.shared, again.vocab_size) == (share, 61)
     write_heads(again, tmp_path / "last")
     for name in ("medusa_lm_head.safetensors", "config.json"):
         assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [-3.0, 0.0, 3.0])
+def test_expanded_matrices_draft_the_same_tokens(dtype: torch.dtype, offset: float) -> None:
+    """Whatever the signs of the logits: rows of zeros would win where all logits are negative."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(8, D, generator=generator).add_(offset).to(dtype)
+    states = torch.randn(500, D, generator=generator).to(dtype)
+    expanded = expand_rows(matrix, KEPT, 61)
+    assert expanded.shape == (61, D)
+    chosen = (states @ expanded.T).argmax(-1)
+    assert set(chosen.tolist()) <= set(KEPT.tolist())
+    best = states @ matrix.T  # two kept tokens may tie in bfloat16: then either is right
+    assert bool((best.gather(1, (chosen[:, None] == KEPT).nonzero()[:, 1:]) == best.max(-1, keepdim=True).values).all())
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_matrices_of_n_rows_as_older_exports_have_them_are_read(size: int | None) -> None:
+    keys = {} if size is None else {"medusa_vocab_size": size}
+    heads = from_vllm(reduced(), vllm_config(truncated_vocab_size=4, **keys), "x")
+    assert torch.equal(heads.state["lm_heads.1.weight"], vllm_tensors()["lm_heads.1.weight"][:4])
 
 
 def test_rows_of_full_matrices_are_selected_by_the_token_map_as_in_vllm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.resolve import heads_files, heads_layout, newest_run, resolve_model
+from medusa_train.checkpoint.resolve import ModelPaths, heads_files, heads_layout, newest_run, resolve_model
+from medusa_train.config.drafts import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
 from tests.checkpoint.others import BACKBONE, fake_run, reference_tensors, vllm_config, vllm_tensors, write
 
@@ -49,6 +51,13 @@ def test_the_chat_template_option_overrides_the_run(tmp_path: Path) -> None:
     assert resolve_model(str(run), None, None, chat_template="zephyr").chat_template == "zephyr"
     assert resolve_model(str(run / "heads"), None, None, chat_template="zephyr").chat_template == "zephyr"
     assert resolve_model(None, "some/model", None, chat_template="zephyr").chat_template == "zephyr"
+
+
+def test_template_variables_are_the_runs_unless_given(tmp_path: Path) -> None:
+    run = str(fake_run(tmp_path / "run", chat_template_kwargs={"enable_thinking": False}))
+    assert resolve_model(run, None, None).chat_template_kwargs == {"enable_thinking": False}
+    assert resolve_model(run, None, None, chat_template_kwargs={}).chat_template_kwargs == {}
+    assert resolve_model(None, "some/model", None).chat_template_kwargs == {}
 
 
 def test_a_run_may_trust_its_own_backbones_code_and_no_other(tmp_path: Path) -> None:
@@ -173,3 +182,39 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert message in done.stdout + done.stderr
+
+
+def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", chat_template="chatml")
+
+    def resolve(draft: str, model: Path | None = run) -> ModelPaths:
+        base = "some/model" if model is None else None
+        lookup = LookupChoice.from_keys(draft, None)
+        return resolve_model(None if model is None else str(model), base, None, lookup=lookup)
+
+    alone = resolve("prompt_lookup")
+    assert (alone.heads, alone.tree, alone.chat_template, alone.has_draft) == (None, None, "chatml", True)
+    assert resolve("medusa+prompt_lookup").heads == run / "heads"
+    assert resolve("prompt_lookup", None).home.name == "model"
+    with pytest.raises(CheckpointError, match=r"are medusa; set draft: medusa\+prompt_lookup"):
+        resolve("hydra+prompt_lookup")
+    with pytest.raises(CheckpointError, match="some/model has no heads"):
+        resolve("medusa+prompt_lookup", None)
+
+
+def test_dynamic_trees_need_heads_that_guess_all_at_once(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run")
+    assert resolve_model(str(run), None, "dynamic").dynamic
+    assert not resolve_model(str(run), None, "fixed").dynamic
+    for tree in ("dynamic", "fixed", None):
+        assert resolve_model(str(run), None, tree).tree == run / "tree.json"
+    lookup = LookupChoice.from_keys("prompt_lookup", None)  # chooses its trees itself
+    assert not resolve_model(str(run), None, "dynamic", lookup=lookup).dynamic
+    with pytest.raises(CheckpointError, match="some/model has no heads"):
+        resolve_model(None, "some/model", "dynamic")
+    shutil.rmtree(run / "heads")
+    (run / "heads").mkdir()
+    (run / "heads" / "draft.safetensors").touch()
+    (run / "heads" / "config.json").write_text('{"draft": "hydra"}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match="are hydra, which read the guesses before them; use --tree fixed"):
+        resolve_model(str(run), None, "dynamic")

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from medusa_train.checkpoint.serialize import join_tensors, split_tensors
+from medusa_train.checkpoint.serialize import (
+    _DTYPE_NAMES,
+    checksum,
+    join_tensors,
+    read_tensors,
+    split_tensors,
+    write_json,
+    write_tensors,
+)
 from medusa_train.errors import CheckpointError
 
 
@@ -110,3 +121,17 @@ def test_an_optimizer_resumes_bit_exactly(name: str) -> None:
     train(other, resumed, 4)
     for left, right in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_files_are_read_by_safetensors_and_their_checksum_is_right(tmp_path: Path) -> None:
+    """Views, shared storage, scalars, empty tensors and every dtype; each wider than the blocks written at a time."""
+    shared = torch.randn(1100, 300)
+    tensors = {str(t): torch.ones(3, dtype=t) for t in _DTYPE_NAMES}
+    tensors |= {"a": shared, "b": shared, "t": shared.t(), "rows": shared[::2], "one": torch.tensor(2.5)}
+    tensors |= {"none": torch.zeros(0, 4), "wide": torch.ones(1).expand(5)}
+    value = write_tensors(tmp_path / "x.safetensors", tensors)
+    assert value == checksum(tmp_path / "x.safetensors") == zlib.crc32((tmp_path / "x.safetensors").read_bytes())
+    for loaded in (load_file(tmp_path / "x.safetensors"), read_tensors(tmp_path / "x.safetensors")):
+        assert set(loaded) == set(tensors)
+        assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+    assert write_json(tmp_path / "y.json", {"a": [1, "ü"]}) == checksum(tmp_path / "y.json")

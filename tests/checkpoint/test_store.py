@@ -89,15 +89,58 @@ def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: lis
     assert len(list(store.root.iterdir())) == len(kept)
 
 
-def test_retention_keeps_the_listed_steps(tmp_path: Path) -> None:
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir())
+
+
+def test_the_best_weights_outlive_their_checkpoint_and_take_no_space_beside_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, save_total_limit=1)
-    for step, best in ((1, 1), (2, 1), (3, 1)):
-        store.save(step, state(step), keep={best})
+    store.save(1, state(1), best=1)
+    files = [store.root / name / "draft.safetensors" for name in ("step-1", "best-1")]
+    assert files[0].stat().st_ino == files[1].stat().st_ino
+    store.save(2, state(2), best=1)
+    store.save(3, state(3), best=1)
+    assert names(store) == ["best-1", "step-3"]
+    best = store.best(1)
+    assert best is not None
+    loaded = store.load(best)
+    assert set(loaded) == {"draft"}
+    assert torch.equal(loaded["draft"]["alias"], state(1)["draft"]["alias"])
+    store.save(4, state(4), best=4)
+    assert names(store) == ["best-4", "step-4"]
+
+
+def test_the_best_weights_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path) -> None:
+        raise OSError("no hard links")
+
+    monkeypatch.setattr(os, "link", fail)
+    store = CheckpointStore(tmp_path)
+    store.save(1, state(1), best=1)
+    assert set(store.load(store.root / "best-1")) == {"draft"}
+
+
+def test_best_weights_of_the_checkpoint_to_resume_from_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    weights = {"draft": state(1)["draft"]}
+    store.save_best(1, weights)
+    store.save(2, state(2), best=1)
+    store.save_best(3, weights, keep={1})
+    store.save_best(4, weights, keep={1})
+    assert names(store) == ["best-1", "best-4", "step-2"]
+    store.save(5, state(5), best=4)
+    assert names(store) == ["best-4", "step-2", "step-5"]
+
+
+def test_a_best_checkpoint_that_was_saved_whole_is_kept(tmp_path: Path) -> None:
+    """As earlier versions saved it."""
+    store = CheckpointStore(tmp_path, save_total_limit=1)
+    store.save(1, state(1))
+    for step in (2, 3):
+        store.save(step, state(step), best=1)
     assert store.steps() == [1, 3]
-    assert store.at(1) == tmp_path / "checkpoints" / "step-1"
-    assert store.at(2) is None
-    store.save(4, state(4), keep={4})
-    assert store.steps() == [4]
+    assert store.best(1) == store.root / "step-1"
+    assert store.best(2) is None
 
 
 def test_retention_keeps_the_checkpoint_just_written(tmp_path: Path) -> None:
@@ -153,8 +196,9 @@ def test_half_written_directories_are_ignored_and_cleared(tmp_path: Path) -> Non
     assert store.latest() == good
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         store.load(store.root / "step-3")
+    (store.root / ".tmp-best-2").mkdir()
     store.save(4, state(4))
-    assert not (store.root / ".tmp-step-2").exists()
+    assert names(store) == ["step-1", "step-3", "step-4"]
 
 
 def test_a_replaced_checkpoint_survives_a_crash_between_the_renames(tmp_path: Path) -> None:
@@ -163,6 +207,9 @@ def test_a_replaced_checkpoint_survives_a_crash_between_the_renames(tmp_path: Pa
     path.rename(store.root / ".old-step-5")
     assert CheckpointStore(tmp_path).latest() == path
     assert_is(store.load(path), 5)
+    best = store.save_best(5, {"draft": state(5)["draft"]})
+    best.rename(store.root / ".old-best-5")
+    assert store.best(5) == best
 
 
 @pytest.mark.parametrize("name", ["draft.safetensors", "engine.safetensors", "state.json", "manifest.json"])

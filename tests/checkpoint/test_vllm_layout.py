@@ -12,7 +12,14 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
-from medusa_train.checkpoint.vllm_layout import config_as_loaded, copy_lm_head, from_vllm, loader_problems, to_vllm
+from medusa_train.checkpoint.vllm_layout import (
+    config_as_loaded,
+    copy_lm_head,
+    from_vllm,
+    loader_problems,
+    method_in_path,
+    to_vllm,
+)
 from medusa_train.errors import CheckpointError
 from tests.checkpoint.others import D, V, reference_tensors, vllm_config, vllm_tensors, write
 
@@ -64,7 +71,9 @@ def test_names_and_config_are_vllm_s() -> None:
         ({"lm_heads.0.weight": torch.zeros(V + 1, D)}, {}, "lm_heads.0.weight: [12, 6], expected [11, 6]"),
         ({}, {"original_lm_head": True}, "lm_heads.1.weight: dropped without a warning"),
         ({"token_map": torch.arange(V)}, {}, "token_map: dropped without a warning"),
-        ({}, {"truncated_vocab_size": V - 1}, "token_map: missing"),
+        ({}, {"medusa_vocab_size": V - 1}, "token_map: missing"),
+        ({"token_map": torch.arange(3)}, {"medusa_vocab_size": 4}, "token_map: [3], expected [4]"),
+        ({}, {"truncated_vocab_size": V - 1}, "truncated_vocab_size is less than vocab_size"),
     ],
 )
 def test_silent_problems_of_vllms_loader_are_reported(
@@ -73,6 +82,28 @@ def test_silent_problems_of_vllms_loader_are_reported(
     changed = {name: t for name, t in {**vllm_tensors(), **tensors}.items() if t is not None}
     assert loader_problems(vllm_tensors(), vllm_config()) == []
     assert words in "\n".join(loader_problems(changed, vllm_config(**config)))
+
+
+def test_heads_for_another_backbone_are_reported() -> None:
+    backbone = {"vocab_size": V + 1, "hidden_size": D}
+    (problem,) = loader_problems(vllm_tensors(), vllm_config(), backbone)
+    assert problem == f"config.json: vocab_size is {V}, but the backbone's is {V + 1}"
+    assert loader_problems(vllm_tensors(), vllm_config(), {"vocab_size": V, "hidden_size": D}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/runs/mine/export/vllm", None),
+        ("/runs/Eagle-llama/export", "eagle"),
+        ("owner/llama-EAGLE3-medusa", "eagle3"),
+        ("/dflash/heads", "dflash"),
+        ("dspark", "dspark"),
+        ("/home/eagle/runs", None),
+    ],
+)
+def test_words_in_the_path_choose_another_method(path: str, method: str | None) -> None:
+    assert method_in_path(path) == method
 
 
 def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:

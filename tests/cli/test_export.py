@@ -107,7 +107,7 @@ def test_a_training_configuration_asks_for_several(tmp_path: Path) -> None:
 
 
 def test_a_failed_upload_is_reported_after_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.export.push.hub_is_unreachable", lambda: True)
+    monkeypatch.setattr("medusa_train.export.write.hub_is_unreachable", lambda: True)
     run = make_run(tmp_path / "run")
     code, output = call(str(run), "--to", "tgi", "--push-to-hub", "me/heads")
     assert code == 1

@@ -18,6 +18,8 @@ from medusa_train.cli.launch import launcher_command
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError
 from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
+from tests.training.mishap import forks, run_command, wait
+from tests.training.mishap import start as fork
 
 pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler")
@@ -78,15 +80,17 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
     )
 
 
+@forks
 def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    commands = [[str(config_file)], [str(config_file), f"datasets.0.path={tmp_path / 'absent.jsonl'}"]]
+    logs = [tmp_path / "log-0", tmp_path / "log-1"]
     places = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")]
-    first = start(config_file, **places[0])
-    second = start(config_file, f"datasets.0.path={tmp_path / 'absent.jsonl'}", **places[1])
-    (said, _), (other, _) = ((p.communicate(timeout=900)[1], p.returncode) for p in (first, second))
-    assert (first.returncode, second.returncode) == (1, 1)
+    started = [fork(log, run_command, one, **place) for log, one, place in zip(logs, commands, places, strict=True)]
+    assert [wait(process) for process in started] == [1, 1]
+    said, other = (log.read_text() for log in logs)
     assert "error: process 1 of 2:" in other
     assert "absent.jsonl" in other
     assert "Traceback" not in said + other

@@ -72,7 +72,8 @@ def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, t
         "error: 4 inputs are missing:",
         f"  base_model: {tmp_path / 'absent-model'}: no such directory",
         f"  datasets: {tmp_path / 'absent.jsonl'}: no such file or directory",
-        f"  lora_model_dir: {tmp_path / 'absent-run'}: no such directory",
+        f"  lora_model_dir: {tmp_path / 'absent-run'}: no such directory; train these heads first, or leave "
+        "lora_model_dir empty to start with new ones",
         "  deepspeed: absent/z.json: no such file",
     ]
     assert not (tmp_path / "run").exists()

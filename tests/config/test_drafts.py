@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from medusa_train.config.drafts import SECTIONS, HeadsLoss
 from medusa_train.config.load import dump_config, load_config
-from medusa_train.config.schema import TrainConfig
+from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError
 
 MINIMAL = ["base_model=m", "datasets=[{path: a}]"]
@@ -18,11 +20,31 @@ def train(*overrides: str) -> TrainConfig:
 
 def test_medusas_flat_keys_are_its_section() -> None:
     section = train("medusa_num_heads=3", "medusa_soft_targets=0.5").draft_config
-    assert section.settings == {"num_heads": 3, "num_layers": 1, "share_lm_head": False, "vocab_size": None}
+    assert section.settings == {
+        "num_heads": 3,
+        "num_layers": 1,
+        "share_lm_head": False,
+        "vocab_size": None,
+        "markov_rank": 0,
+        "markov_shared": True,
+    }
     assert section.heads_loss == HeadsLoss(0.8, 0.5)
     section = train("medusa_vocab_size=1024").draft_config
     assert section.settings["vocab_size"] == 1024
     assert section.describe() == "5 Medusa heads x 1 layer over 1,024 tokens"
+
+
+def test_medusas_markov_bias() -> None:
+    section = train("medusa_markov_rank=8", "medusa_markov_shared=false").draft_config
+    assert (section.settings["markov_rank"], section.settings["markov_shared"]) == (8, False)
+    assert section.describe() == "5 Medusa heads x 1 layer with a Markov bias of rank 8 each"
+    assert train("medusa_markov_rank=8").draft_config.describe().endswith("with a Markov bias of rank 8")
+    off = train("medusa_markov_rank=null", "medusa_markov_shared=false")
+    assert off.draft_config.settings == train().draft_config.settings
+    assert off.ignored == ("medusa_markov_shared",)
+    single = train("medusa_markov_rank=8", "medusa_markov_shared=false", "medusa_num_heads=1").draft_config
+    assert single.settings["markov_shared"]  # as its file tells
+    assert train("draft=hydra", "medusa_markov_rank=8").ignored == ("medusa_markov_rank",)
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
@@ -38,7 +60,13 @@ def test_a_draft_without_a_section_has_its_defaults(kind: str, tmp_path) -> None
 
 def test_the_papers_settings_of_hydra() -> None:
     section = train("draft=hydra", "hydra.num_heads=3").draft_config
-    assert section.settings == {"num_heads": 3, "num_layers": 4, "prefix_layer": True, "dropout": 0.2}
+    assert section.settings == {
+        "num_heads": 3,
+        "num_layers": 4,
+        "prefix_layer": True,
+        "normalize_embeddings": True,
+        "dropout": 0.2,
+    }
     assert section.heads_loss == HeadsLoss(1.0, 1.0)  # the teacher alone, unweighted
     assert section.describe() == "3 Hydra++ heads x 4 layers"
 
@@ -57,6 +85,45 @@ def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "loss", "described"),
+    [
+        ([], HeadsLoss(0.8, 0.0), "cross-entropy against the tokens of the data; head k weighted by 0.8^k"),
+        (["draft=hydra"], HeadsLoss(1.0, 1.0), "cross-entropy against the distribution of the backbone"),
+        (
+            ["head_loss=lk", "medusa_decay_coefficient=0.5"],
+            HeadsLoss(0.5, 0.0, lk_eta=3.0),
+            "LK loss (eta 3) against the tokens of the data; head k weighted by 0.5^k",
+        ),
+        (
+            ["draft=amphista", "head_loss=lk", "lk_eta=10", "head_weights=dpace"],
+            HeadsLoss(1.0, 0.5, 1.0, lk_eta=10.0, dpace=True),
+            "50% LK loss (eta 10) against the distribution of the backbone, rest cross-entropy against the data; "
+            "targets weighted by D-PACE",
+        ),
+        (
+            ["draft=hydra", "head_weights=decay"],
+            HeadsLoss(0.8, 1.0),
+            "cross-entropy against the distribution of the backbone; head k weighted by 0.8^k",
+        ),
+    ],
+)
+def test_the_loss_of_the_heads(overrides: list[str], loss: HeadsLoss, described: str, tmp_path: Path) -> None:
+    cfg = train(*overrides)
+    assert cfg.heads_loss == loss
+    assert cfg.heads_loss.describe() == described
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(cfg))
+    assert load_config(TrainConfig, path).heads_loss == loss
+
+
+def test_weights_and_eta_without_effect_are_listed() -> None:
+    assert train("lk_eta=5").ignored == ("lk_eta",)
+    assert train("head_weights=dpace", "medusa_decay_coefficient=0.5").ignored == ("medusa_decay_coefficient",)
+    assert train("draft=hydra", "medusa_decay_coefficient=0.5").ignored == ("medusa_decay_coefficient",)
+    assert train("draft=hydra", "medusa_decay_coefficient=0.5", "head_weights=decay").ignored == ()
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["hydra.num_heads=2"], r"belongs to another draft; set draft: hydra"),
@@ -70,6 +137,10 @@ def test_amphistas_two_terms_are_one_soft_target_and_a_weight() -> None:
         (["draft=hydra", "adapter=lora"], r"can be trained on a frozen backbone only"),
         (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen backbone only"),
         (["draft=hydra", "export=[vllm]"], r"only Medusa heads can be exported"),
+        (["draft=kangaroo", "head_weights=dpace"], r"head_weights: .*kangaroo trains one head"),
+        (["draft=hydra", "head_weights=dpace", "hydra.decay_coefficient=0.9"], r"replaces hydra.decay_coefficient"),
+        (["head_loss=kl"], r"head_loss: .*ce.*lk"),
+        (["lk_eta=-1"], r"lk_eta: "),
         (["draft=eagle"], r"medusa.*hydra.*amphista.*kangaroo"),
     ],
 )
@@ -80,3 +151,33 @@ def test_mistakes(overrides: list[str], said: str) -> None:
 
 def test_medusas_keys_are_listed_as_idle_beside_another_draft() -> None:
     assert train("draft=hydra", "medusa_num_heads=3").ignored == ("medusa_num_heads",)
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup", "medusa+prompt_lookup", "lookahead", "rest"])
+def test_drafts_without_training_are_not_trained(draft: str) -> None:
+    with pytest.raises(ConfigError, match="has no weights to train; use it for decoding: medusa-eval --draft"):
+        train(f"draft={draft}")
+
+
+def test_drafts_without_training_get_their_section() -> None:
+    choice = load_config(EvalConfig, None, ["draft=medusa+prompt_lookup", "lookup.nodes=16"]).lookup_choice
+    assert choice is not None
+    assert (choice.heads, choice.kind, choice.name) == ("medusa", "prompt_lookup", "medusa+prompt_lookup")
+    assert choice.settings == {"max_ngram": 3, "max_tokens": 10, "nodes": 16}
+    choice = load_config(EvalConfig, None, ["draft=hydra+lookahead", "lookahead.window=7"]).lookup_choice
+    assert choice is not None
+    assert (choice.heads, choice.kind) == ("hydra", "lookahead")
+    assert choice.settings == {"window": 7, "ngram": 4, "guesses": 5, "pool_from_prompt": True}
+    assert EvalConfig().lookup_choice is None
+
+
+def test_sections_without_their_draft_and_unused_trees_are_named() -> None:
+    with pytest.raises(ConfigError, match="belongs to another draft; set draft: prompt_lookup"):
+        load_config(EvalConfig, None, ["lookup.nodes=16"])
+    with pytest.raises(ConfigError, match="belongs to another draft; set draft: lookahead"):
+        load_config(EvalConfig, None, ["draft=prompt_lookup", "lookahead.window=3"])
+    with pytest.raises(ConfigError, match=r"copies from a datastore; set rest\.datastore"):
+        load_config(EvalConfig, None, ["draft=medusa+rest"])
+    with pytest.raises(ConfigError, match=r"must be .*prompt_lookup.*got 'kangaroo\+prompt_lookup'"):
+        load_config(EvalConfig, None, ["draft=kangaroo+prompt_lookup"])
+    assert load_config(EvalConfig, None, ["draft=prompt_lookup", "tree=a.json"]).ignored == ("tree",)

@@ -161,7 +161,7 @@ def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(EvalConfig, None, ["limt=3", "a.b=1", "seed", "=3", "bench.x=1"], flags={"max_new_tokens": 0})
     assert sorted(caught.value.problems) == [
-        "--max-new-tokens: max_new_tokens: must be 1 or more, got 0",
+        "--max-new-tokens: must be 1 or more, got 0",
         "override '=3': overrides are written key=value, or a.b=value",
         "override 'a.b=1': a: unknown key; see docs/configuration.md",
         "override 'bench.x=1': bench: expected text (put it in quotes), got a mapping",

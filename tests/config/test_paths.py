@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.paths import PROJECT_ROOT, nearest_path, resolve_path
 
 
 def test_the_project_root_holds_the_shipped_configurations() -> None:
@@ -32,3 +32,24 @@ def test_an_absolute_path_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_a_name_of_the_hub_is_no_path() -> None:
     assert resolve_path("lmsys/vicuna-7b-v1.5") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("data/tinny", "data/tiny"),
+        ("models/llama-3", "models/llama-2"),
+        ("models/qwen", None),
+        ("absent/tiny", None),
+        ("tinny", None),
+        ("data/a.txt/tiny", None),
+    ],
+)
+def test_a_mistyped_path_is_compared_with_the_names_in_its_directory(
+    name: str, nearest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for directory in ("data/tiny", "data/other", "models/llama-2", "tiny"):
+        Path(directory).mkdir(parents=True)
+    Path("data/a.txt").touch()
+    assert nearest_path(name) == nearest

@@ -1,5 +1,6 @@
 """The keys themselves: defaults, combinations, shipped files."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,23 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
     )
 
 
+def test_template_variables_and_reasoning_tags(tmp_path: Path) -> None:
+    cfg = train("chat_template_kwargs.enable_thinking=false", "reasoning_tags=[<r>, </r>]")
+    assert (cfg.chat_template_kwargs, cfg.reasoning_tags) == ({"enable_thinking": False}, ("<r>", "</r>"))
+    (tmp_path / "config.yaml").write_text(dump_config(cfg))
+    again = load_config(TrainConfig, tmp_path / "config.yaml")
+    assert (again.chat_template_kwargs, again.reasoning_tags) == (cfg.chat_template_kwargs, cfg.reasoning_tags)
+    assert train().reasoning_tags == ("<think>", "</think>")
+    for override, words in [
+        ("chat_template_kwargs=no_think", "expected a mapping such as {enable_thinking: false}, got 'no_think'"),
+        ("chat_template_kwargs={messages: [], tools: []}", "messages, tools: set by the renderer itself; remove it"),
+        ("reasoning_tags=<r>", "expected two tags such as [<think>, </think>], got '<r>'"),
+        ("reasoning_tags=[<r>]", "expected two tags"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            train(override)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -185,7 +203,9 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
             "keep it frozen",
         ),
         (["medusa_share_lm_head=true", "medusa_num_layers=0"], "no parameters to train"),
-        (["medusa_vocab_size=1024", "export=[vllm, tgi]"], "only the vllm layout supports a reduced vocabulary"),
+        (["medusa_vocab_size=1024", "export=[vllm, tgi]"], "only the vllm and transformers layouts support"),
+        (["medusa_markov_rank=8", "export=[vllm]"], "no other program reads heads with a Markov bias"),
+        (["medusa_markov_rank=8", "export=[merged, transformers]", "adapter=lora"], "no other program reads"),
     ],
 )
 def test_impossible_combinations(overrides: list[str], words: str) -> None:
@@ -194,6 +214,14 @@ def test_impossible_combinations(overrides: list[str], words: str) -> None:
     (problem,) = caught.value.problems
     assert words in problem
     assert problem.startswith("override '")
+
+
+def test_a_bench_of_programming_problems_needs_permission_to_run_code() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(EvalConfig, None, ["bench=humaneval"])
+    assert "allow_code_execution=true" in str(caught.value)
+    assert load_config(EvalConfig, None, ["bench=humaneval", "allow_code_execution=true"]).allow_code_execution
+    assert not load_config(EvalConfig, None, ["bench=gsm8k"]).allow_code_execution
 
 
 @pytest.mark.parametrize(
@@ -210,6 +238,7 @@ def test_impossible_combinations(overrides: list[str], words: str) -> None:
         ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q_proj]"],
         ["medusa_vocab_size=1024", "export=vllm"],
         ["medusa_vocab_size=1024", "export=[merged, vllm]", "adapter=lora"],
+        ["medusa_markov_rank=8", "export=merged", "adapter=lora"],
     ],
 )
 def test_possible_combinations(overrides: list[str]) -> None:
@@ -239,3 +268,27 @@ def test_the_vicuna_configurations_hold_the_papers_numbers() -> None:
         assert (cfg.num_epochs, cfg.sequence_len, cfg.warmup_steps, cfg.weight_decay) == (2, 4096, 40, 0)
         assert (cfg.learning_rate, cfg.heads_learning_rate) == pytest.approx((5e-4, 2e-3))
     assert (cfg.medusa_heads_coefficient, cfg.adapter, cfg.lora_r, cfg.lora_alpha) == (0.2, "qlora", 32, 16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["temperature=0.7"], "greedy decoding has no temperature; set acceptance: sampling or typical"),
+        (["acceptance=typical", "temperature=0"], "at temperature 0 this is greedy decoding"),
+        (["acceptance=sampling", "temperature=0"], "at temperature 0 this is greedy decoding"),
+        (["acceptance=random"], "must be greedy, sampling or typical"),
+        (["top_p=0"], "must be more than 0"),
+    ],
+)
+def test_modes_of_evaluation_that_make_no_sense(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(EvalConfig, None, overrides)
+
+
+def test_keys_of_another_mode_of_evaluation_are_listed_as_ignored() -> None:
+    assert load_config(EvalConfig, None, ["top_p=0.9", "temperature=0"]).ignored == ("top_p",)
+    typical = load_config(EvalConfig, None, ["acceptance=typical", "top_k=5", "delta=0.2", "exactness=false"])
+    assert typical.ignored == ("exactness", "top_k")
+    assert typical.temperature == 0.7
+    batch = load_config(EvalConfig, None, ["batch_size=2", "compile=true", "assistant_model=a"])
+    assert batch.ignored == ("assistant_model",)

@@ -8,8 +8,9 @@ import torch
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data import cache
-from medusa_train.data.cache import EncodedExamples, cache_key
+from medusa_train.data.cache import cache_key
 from medusa_train.data.dataset import load_datasets
+from medusa_train.data.encoded import EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder
 
 
@@ -50,9 +51,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     calls: list[TrainConfig] = []
     encode_datasets = cache.encode_datasets
 
-    def counted(cfg: TrainConfig, readings: Any) -> EncodedExamples:
+    def counted(cfg: TrainConfig, *args: Any) -> EncodedExamples:
         calls.append(cfg)
-        return encode_datasets(cfg, readings)
+        return encode_datasets(cfg, *args)
 
     monkeypatch.setattr(cache, "encode_datasets", counted)
     return calls

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa_train.data.cache import DataReport
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.data.draft_vocabulary import coverage, describe_vocabulary, frequent_tokens, token_counts
-from medusa_train.data.tokenize import Example
+from medusa_train.data.encoded import DataReport
+from medusa_train.data.examples import Example
 from medusa_train.errors import ConfigError
 
 

@@ -195,6 +195,29 @@ def test_user_turns_need_no_answers_and_no_turns() -> None:
         parse_user_turns({"turns": "q"})
 
 
+def test_prompts_keep_the_system_message_beside_the_turns() -> None:
+    chat = [{"from": "human", "value": "q"}]
+    assert parse_user_turns({"conversations": chat, "system": "s"}) == (["q"], "s")
+    assert parse_user_turns({"conversations": [{"from": "system", "value": "t"}, *chat], "system": "s"}) == (["q"], "t")
+    assert parse_user_turns({"instruction": "q", "system": "s"}) == (["q"], "s")
+    assert parse_user_turns({"instruction": "q", "system": " "}) == (["q"], None)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: "r"}]}
+    assert turns(record) == [("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")]
+    message = parse_record(record, reasoning_tags=("[T]", "[/T]")).messages[1]
+    assert message.content == "[T]\nr\n[/T]\n\na"
+    record["messages"][1] |= {key: "\nr\n", "content": "\n\na"}  # as generated
+    assert turns(record)[1][1] == "<think>\nr\n</think>\n\na"
+    record["messages"][1] |= {key: None, "content": "a"}
+    assert turns(record)[1][1] == "a"
+    record["messages"][1] |= {key: "r", "content": ""}
+    with pytest.raises(RecordError, match="turn 2 \\(assistant\\) is empty"):
+        parse_record(record)
+
+
 def test_gzip_and_blank_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl.gz", gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
     records = list(read_file(path, skip_blank_lines=True))

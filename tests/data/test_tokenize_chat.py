@@ -1,6 +1,7 @@
 """The loss mask, shown as text: supervised text is in double brackets."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.tokenize import ChatEncoder, EncodedRow
 from medusa_train.errors import ConfigError, DataError
 
 Chat = Callable[..., Conversation]
@@ -23,10 +24,10 @@ EXPECTED = {
     None: "<s><system>S: be</s><user>Ask é</s><|assistant|>[[B 1.</s>]]<user>More</s><|assistant|>[[B é</s>]]",
     "vicuna_v1.1": "<s>S: be USER: Ask é ASSISTANT:[[ B 1.</s>]]USER: More ASSISTANT:[[ B é</s>]]",
     "zephyr": "<|system|>\nS: be</s>\n<|user|>\nAsk é</s>\n<|assistant|>\n[[B 1.</s>]]\n"
-    "<|user|>\nMore</s>\n<|assistant|>\n[[B é</s>]]\n",
+    "<|user|>\nMore</s>\n<|assistant|>\n[[B é</s>]]",
     "chatml": "<|im_start|>system\nS: be<|im_end|>\n<|im_start|>user\nAsk é<|im_end|>\n"
     "<|im_start|>assistant\n[[B 1.<|im_end|>]]\n<|im_start|>user\nMore<|im_end|>\n"
-    "<|im_start|>assistant\n[[B é<|im_end|>]]\n",
+    "<|im_start|>assistant\n[[B é<|im_end|>]]",
     "llama-2": "<s>[INST] <<SYS>>\nS: be\n<</SYS>>\n\nAsk é [/INST][[ B 1. </s>]]<s>[INST] More [/INST][[ B é </s>]]",
     "llama-3": "<s><|start_header_id|>system<|end_header_id|>\n\nS: be<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nAsk é<|eot_id|>"
@@ -38,8 +39,11 @@ EXPECTED = {
 
 
 def masked(encoder: ChatEncoder, conversation: Conversation) -> str:
-    """The tokens as text, supervised ones in double brackets."""
-    encoded = encoder.encode(conversation)
+    """The tokens of all rows as text, supervised ones in double brackets, a bar between rows."""
+    return " | ".join(masked_row(encoder, row) for row in encoder.encode(conversation))
+
+
+def masked_row(encoder: ChatEncoder, encoded: EncodedRow) -> str:
     assert len(encoded.ids) == len(encoded.supervised)
     runs: list[tuple[bool, list[int]]] = []
     for token, supervised in zip(encoded.ids, encoded.supervised, strict=True):
@@ -65,7 +69,6 @@ def test_a_template_without_marks_gives_the_same_mask(name: str | None, make_tok
     source = TEMPLATES[name].source if name else make_tokenizer().chat_template
     assert "generation %}" in source
     encoder = ChatEncoder(make_tokenizer(unmarked(source)))
-    assert not encoder.template.has_generation_marks
     assert masked(encoder, chat("S: be", "Ask é", "B 1.", "More", "B é")) == EXPECTED[name]
 
 
@@ -73,7 +76,7 @@ def test_a_template_without_marks_gives_the_same_mask(name: str | None, make_tok
 def test_a_prompt_is_what_stands_before_its_answer(name: str | None, tokenizer: Any, chat: Chat) -> None:
     encoder = ChatEncoder(tokenizer, name)
     conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
-    encoded = encoder.encode(conversation)
+    (encoded,) = encoder.encode(conversation)
     starts = [t for t, s in enumerate(encoded.supervised) if s and not encoded.supervised[t - 1]]
     assert encoder.prompt(conversation.messages[:2]) == encoded.ids[: starts[0]]
     assert encoder.prompt(conversation.messages[:4]) == encoded.ids[: starts[1]]
@@ -91,19 +94,22 @@ def test_the_other_templates_need_no_system_message(tokenizer: Any, chat: Chat) 
 
 def test_a_last_turn_of_the_users_is_not_supervised(tokenizer: Any, chat: Chat) -> None:
     encoder = ChatEncoder(tokenizer)
-    text = "<s><user>Ask</s><|assistant|>[[B</s>]]<user>More</s>"
-    assert masked(encoder, chat("Ask", "B", "More")) == text
-    trimmed = encoder.encode(chat("Ask", "B", "More")).trimmed()
-    assert encoder.tokenizer.decode(trimmed.ids) == "<s><user>Ask</s><|assistant|>B</s>"
-    assert trimmed.supervised[-1]
-    assert encoder.encode(chat("Ask")).trimmed().ids == []
+    assert masked(encoder, chat("Ask", "B", "More")) == "<s><user>Ask</s><|assistant|>[[B</s>]]"
+    assert encoder.encode(chat("Ask")) == []
 
 
-def test_a_token_across_the_border_is_supervised_with_its_word(make_tokenizer: Make, chat: Chat) -> None:
+def test_prompt_and_answer_are_tokenized_apart_where_a_token_would_cover_both(make_tokenizer: Make, chat: Chat) -> None:
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     encoder = ChatEncoder(make_tokenizer(source))
-    assert masked(encoder, chat("Ask", "B 1.")) == "<user>Ask<assistant[[>B 1.]]"
+    assert masked(encoder, chat("Ask", "B 1.")) == "<user>Ask<assistant>[[B 1.]]"
+    # within the history the tokens are merged, so the second prompt does not begin with those of the first row
+    first, second = encoder.encode(chat("Ask", "B 1.", "More", "é"))
+    assert masked_row(encoder, first) == "<user>Ask<assistant>[[B 1.]]"
+    assert masked_row(encoder, second) == "<user>Ask<assistant>B 1.<user>More<assistant>[[é]]"
+    for row, turns in ((first, ["Ask"]), (second, ["Ask", "B 1.", "More"])):
+        assert row.ids[: row.supervised.index(True)] == encoder.prompt(chat(*turns).messages)
+    assert second.ids[: len(first.ids)] != first.ids
 
 
 @pytest.mark.parametrize("name", [None, *TEMPLATES])
@@ -117,16 +123,18 @@ def test_offsets_without_white_space_change_nothing(name: str | None, make_token
 
 @pytest.mark.parametrize("trim", [False, True])
 def test_spaces_at_the_borders_belong_to_their_side(trim: bool, make_tokenizer: Make, chat: Chat) -> None:
-    source = "{% for m in messages %}{{ m['role'] + ': ' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
-    encoder = ChatEncoder(make_tokenizer(source + "{% endfor %}", trim=trim))
-    assert masked(encoder, chat("1 ", " 2", "3")) == "user: [[1 ]]assistant: [[ 2]]user: [[3]]"
+    source = "{% for m in messages %}{{ m['role'] + ':  ' + m['content'] }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ 'assistant:  ' }}{% endif %}"
+    encoder = ChatEncoder(make_tokenizer(source, trim=trim)).with_settings(roles=["user", "assistant"])
+    text = "user:  [[1 ]]assistant:  [[2 ]]user:  [[3]]assistant:  [[ 4]]"
+    assert masked(encoder, chat("1 ", "2 ", "3", " 4")) == text
 
 
 def test_words_that_look_like_headers_or_end_tokens(make_tokenizer: Make, chat: Chat) -> None:
     source = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     encoder = ChatEncoder(make_tokenizer(source))
-    expected = "<|user|>\nuser</s>\n<|assistant|>\n[[s</s>]]\n<|user|>\nassistant</s>\n<|assistant|>\n[[user</s>]]\n"
+    expected = "<|user|>\nuser</s>\n<|assistant|>\n[[s</s>]]\n<|user|>\nassistant</s>\n<|assistant|>\n[[user</s>]]"
     assert masked(encoder, chat("user", "s", "assistant", "user")) == expected
 
 
@@ -140,8 +148,9 @@ THINKING = (
 
 def test_a_template_that_shows_the_last_answer_otherwise(make_tokenizer: Make, chat: Chat) -> None:
     expected = (
-        "<|im_start|>user\nAsk<|im_end|>\n<|im_start|>assistant\n[[think<|im_end|>]]\n"
-        "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nB<|im_end|>]]\n"
+        "<|im_start|>user\nAsk<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nthink<|im_end|>]]"
+        " | <|im_start|>user\nAsk<|im_end|>\n<|im_start|>assistant\nthink<|im_end|>\n"
+        "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nB<|im_end|>]]"
     )
     assert masked(ChatEncoder(make_tokenizer(THINKING)), chat("Ask", "think", "More", "B")) == expected
 
@@ -162,15 +171,13 @@ def test_everything_and_other_roles(tokenizer: Any, chat: Chat) -> None:
 
 
 def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Chat) -> None:
-    moved = (
-        "{% for m in messages %}{% if loop.last and loop.length > 2 %}{{ 'remember: be good. ' }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}"
-    )
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template rewrites earlier turns.*turn 2"):
-        ChatEncoder(make_tokenizer("{{ messages | length }}" + moved)).encode(chat("Ask", "B", "More", "B"))
-    loud = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    loud = ChatEncoder(make_tokenizer("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"))
+    assert masked(loud, chat("Ask", "b")) == "ASK[[b]]"  # generated after this prompt, whatever history makes of it
     with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template modifies message contents"):
-        ChatEncoder(make_tokenizer(loud)).encode(chat("Ask", "b"))
+        loud.with_settings(roles=["user"]).encode(chat("Ask", "b"))
+    mute = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template leaves out the content of answers"):
+        ChatEncoder(make_tokenizer(mute)).encode(chat("Ask", "b"))
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}x"
     encoder = ChatEncoder(make_tokenizer(strict))
     with pytest.raises(DataError, match=r"chats\.jsonl:1: the chat template rejects the chat: no system, please"):
@@ -179,6 +186,14 @@ def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Ch
         encoder.prompt([Message("system", "S"), Message("user", "Ask")])
     with pytest.raises(ChatTemplateError):
         ChatTemplate("{% broken").render([Message("user", "Ask")])
+
+
+def test_a_template_may_be_a_file(tmp_path: Path, tokenizer: Any, chat: Chat) -> None:
+    path = tmp_path / "plain.jinja"
+    path.write_text("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token }}{% endfor %}")
+    assert masked(ChatEncoder(tokenizer, str(path)), chat("Ask", "B")) == "<user>Ask</s>[[<assistant>B</s>]]"
+    with pytest.raises(ConfigError, match=r"chat template '.*none\.jinja': cannot be read \(.*No such file"):
+        ChatEncoder(tokenizer, str(tmp_path / "none.jinja"))
 
 
 def test_tokenizers_that_do_not_fit_are_refused(make_tokenizer: Make) -> None:

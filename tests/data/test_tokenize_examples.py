@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.tokenize import ChatEncoder, encode_example, select_validation
+from medusa_train.data.examples import Example, Outcome, encode_examples, select_validation
+from medusa_train.data.tokenize import ChatEncoder
 
 Chat = Callable[..., Conversation]
 
@@ -13,6 +14,13 @@ Chat = Callable[..., Conversation]
 @pytest.fixture(scope="module")
 def encoder(tokenizer: Any) -> ChatEncoder:
     return ChatEncoder(tokenizer, "chatml")  # a line break follows each answer: trimming has something to do
+
+
+def encode_example(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[Example | None, Outcome]:
+    """The only row of a conversation."""
+    examples, outcome = encode_examples(conversation, encoder, max_length)
+    assert len(examples) <= 1
+    return (examples[0] if examples else None), outcome
 
 
 def text(encoder: ChatEncoder, example: Any) -> str:
@@ -61,7 +69,7 @@ def test_a_cut_example_is_the_beginning_of_the_whole_one(encoder: ChatEncoder, c
 
 def test_as_many_answers_as_fit_are_kept(encoder: ChatEncoder, chat: Chat) -> None:
     turns = [f"{word}{n}" for n in range(9) for word in ("Ask ", "Say ")]
-    lengths = [len(encoder.encode(chat(*turns[: 2 * n])).trimmed().ids) for n in range(1, 10)]
+    lengths = [len(encoder.encode(chat(*turns[: 2 * n]))[0].ids) for n in range(1, 10)]
     for limit in range(lengths[0], lengths[-1] + 1):
         example, _ = encode_example(chat(*turns), encoder, limit)
         assert example is not None

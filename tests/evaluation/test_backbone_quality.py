@@ -7,8 +7,7 @@ import yaml
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.data.batch import Batch
-from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.evaluation.backbone_quality import Quality, compare_backbones, load_versions, measure_backbone_quality
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone

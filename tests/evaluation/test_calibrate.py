@@ -1,48 +1,26 @@
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
-from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation import calibrate as calibration
-from medusa_train.evaluation.calibrate import CalibrationResult, NamedCandidate, calibrate, interpolate
+from medusa_train.evaluation import tree_choice
+from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tree
 from medusa_train.evaluation.questions import load_bench
+from medusa_train.inference.decoding_form import DecodingForm
 from medusa_train.inference.tree_fit import SEARCHES
 from medusa_train.progress import RunProgress
+from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.evaluation.html_report.test_page import Balance
 from tests.evaluation.tiny_model import write_backbone, write_run
-
-
-def test_latencies_are_interpolated_between_measured_sizes() -> None:
-    measured = {0: 3.0, 4: 5.0, 8: 6.0}
-    assert [interpolate(measured, nodes) for nodes in (0, 1, 4, 6, 8, 20)] == [3.0, 3.5, 5.0, 5.5, 6.0, 6.0]
-    assert interpolate({4: 5.0}, 0) == 5.0
-
-
-def small_result() -> CalibrationResult:
-    sizes = range(3)
-    trees = {name: {n: Tree.from_paths([(i,) for i in range(n)]) for n in sizes} for name in ("joint", "independent")}
-    trees["chain"] = {n: Tree.chain(min(n, 1)) for n in sizes}
-    curves = {name: {n: 1 + n / 2 for n in sizes} for name in trees}
-    side = [NamedCandidate(trees[name][1], 1.5, 4.0, name) for name in trees]
-    about = {"conversations": 4, "answers": 5, "tokens": 600}
-    return CalibrationResult(trees, curves, {0: 2.0, 2: 4.0}, 2, side, [[0.5, 0.75]], [0.5, 0.25], about)
-
-
-def test_content_of_tree_json_and_calibration_json() -> None:
-    record = small_result().tree_record()
-    assert set(record) == {"nodes", "tokens_per_step", "step_ms", "head_accuracy", "calibration", "sizes"}
-    assert record["sizes"][1] == {"nodes": 1, "tokens_per_step": 1.5, "step_ms": 3.0, "tokens_per_s": 500.0}
-    everything = small_result().as_json()
-    assert [size["nodes"] for size in everything["searches"]["chain"]] == [0, 1]
-    assert everything["medusa_choices"] == [[0], [1]]
-    assert everything["candidates"][0]["tokens_per_s"] == 375.0
 
 
 def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[list[Path], str]:
@@ -62,8 +40,8 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "LARGEST", 6)
-    monkeypatch.setattr(calibration, "SIZES", (0, 2, 6))
+    monkeypatch.setattr(tree_choice, "LARGEST", 6)
+    monkeypatch.setattr(tree_choice, "SIZES", (0, 2, 6))
 
 
 @pytest.fixture
@@ -97,26 +75,99 @@ def test_the_tree_is_chosen_among_candidates_and_written(run_dir: Path, question
     assert balance.open == []
 
 
-@pytest.mark.usefixtures("small")
-def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: Path) -> None:
-    directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
-    data = tmp_path / "chats.jsonl"
+def write_run_with_data(home: Path) -> Path:
+    """A run whose config.yaml names chats to fit a tree to."""
+    directory = write_run(home / "run", write_backbone(home / "backbone"))
+    data = home / "chats.jsonl"
     turn = [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "Well, {}."}]
     lines = [{"messages": [{**m, "content": m["content"].format(n)} for m in turn]} for n in range(12)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     config = {
-        "base_model": str(tmp_path / "backbone"),
+        "base_model": str(home / "backbone"),
         "datasets": [{"path": str(data), "type": "messages"}],
         "val_set_size": 0.5,
         "sequence_len": 128,
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: Path) -> None:
+    directory = write_run_with_data(tmp_path)
     written, shown = run(directory, questions, None)
     assert "validation prompts of the run" in shown
     assert written[0] == directory / "tree.json"
     record = json.loads((directory / "tree.json").read_text(encoding="utf-8"))
     assert record["calibration"]["conversations"] == 6
     assert record["nodes"] == len(record["medusa_choices"])
+    assert record["form"]["dtype"] == "float32"
+    dynamic = DynamicTrees.load(directory / "tree.json")
+    assert dynamic is not None
+    assert dynamic.heads <= 3
+    assert [size.nodes for size in dynamic.sizes] == [0, 2, 6]
+    assert "tree: dynamic would" in shown
+
+
+def refit(directory: Path, **keys: object) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
+    cfg = EvalConfig(max_new_tokens=24, calibration_tokens=400, **keys)
+    progress = RunProgress(Console(file=io.StringIO(), width=300))
+    paths = resolve_model(str(directory), None, None if cfg.tree is None else Path(cfg.tree))
+    result = refit_tree(cfg, load_model(paths, "float32", progress), paths, progress)
+    return result, progress.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) -> None:
+    directory = write_run_with_data(tmp_path)
+    tree = directory / "tree.json"
+    before = tree.read_bytes()
+    result, shown = refit(directory)
+    assert result is None
+    assert "does not say for which dtype and device it was fitted; using it as it is" in shown
+    form = DecodingForm.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    Tree.chain(2).save(tree, **form.record())
+    assert refit(directory)[0] is None
+    Tree.chain(2).save(tree, **replace(form, quantization="nf4", merged=False).record())
+    result, shown = refit(directory, tree=str(tree))
+    assert result is None
+    assert "(quantization nf4, now none, merged no, now yes); using it as named by tree" in shown
+    result, shown = refit(directory)
+    assert "(quantization nf4, now none, merged no, now yes): fitting it again" in shown
+    assert result is not None
+    model, paths = result
+    assert paths.tree == tree
+    assert model.tree == Tree.load(tree)
+    assert DecodingForm.load(tree) == form
+    assert tree.read_bytes() != before
+    assert (directory / "eval" / "calibration" / "calibration.html").is_file()
+    assert refit(directory)[0] is None  # now it fits
+    assert refit(directory, tree="dynamic")[0] is None
+
+
+@pytest.mark.usefixtures("small")
+def test_a_tree_of_an_earlier_version_is_fitted_again_for_dynamic_trees(tmp_path: Path) -> None:
+    directory = write_run_with_data(tmp_path)
+    form = DecodingForm.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    Tree.chain(2).save(directory / "tree.json", **form.record())
+    assert refit(directory, tree="fixed")[0] is None
+    result, shown = refit(directory, tree="dynamic")
+    assert "tree.json: no confidences for dynamic trees: fitting it again" in shown
+    assert result is not None
+    assert result[0].dynamic == DynamicTrees.load(directory / "tree.json") is not None
+
+
+def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    form = DecodingForm.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    Tree.chain(2).save(directory / "tree.json", **replace(form, device="cuda", device_name="A GPU").record())
+    result, shown = refit(directory)
+    assert result is None
+    assert f"(device cuda, now cpu, device name A GPU, now {form.device_name}); using it as it is, since the" in shown
+
+
+def quiet() -> RunProgress:
+    return RunProgress(Console(file=io.StringIO()))
 
 
 def test_calibration_errors(

@@ -33,6 +33,7 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "reference_seconds", lambda device: 1.0)
     monkeypatch.setattr(module, "PROBE_TOKENS", 5)
     monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)  # whatever processor runs the tests
 
 
 @pytest.fixture
@@ -96,6 +97,22 @@ def test_the_checkpoints_dtype_comes_first_and_weights_that_do_not_fit_are_not_l
     assert chosen == "bfloat16"
     assert loaded == ["bfloat16"]
     assert "dtype float32: the weights do not fit" in lines[0]
+
+
+def test_emulated_bfloat16_is_left_out_unless_nothing_else_fits(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain step of one row may be as fast; a tree's rows are not."""
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: True)
+    stored = LlamaConfig(dtype="bfloat16")
+    monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
+    loaded: list[str] = []
+    monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
+    chosen, lines = choose(paths)
+    assert (chosen, loaded) == ("float32", ["float32"])
+    assert lines[0] == "dtype bfloat16: emulated on this device, so slow for trees; left out"
+    monkeypatch.setattr(module, "load_base_model", failing({"float32"}, MemoryError(), loaded))
+    assert choose(paths)[0] == "bfloat16"
 
 
 def test_a_disturbed_measurement_is_repeated(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.compare import category_rows, differences, load_reports, rows, show, write
-from medusa_train.evaluation.report import Report, write_report
+from medusa_train.evaluation.report import write_report
+from medusa_train.evaluation.report_text import Report
 from tests.evaluation.html_report.test_page import TREE, Balance, record
 from tests.evaluation.test_report import meta
 
@@ -28,7 +29,7 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
     assert [line[0] for line in lines] == [str(a), str(b)]
     assert [line[titles.index("heads")] for line in lines] == ["5", "3"]
     assert all("x (" in line[titles.index("speedup")] for line in lines)
-    assert lines[0][titles.index("grade")] == "not judged"
+    assert "grade" not in titles
     titles, lines = category_rows(evaluated)
     assert [line[0] for line in lines] == ["math", "code", "law"]
     assert lines[1][2] == "-"
@@ -38,10 +39,54 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
     assert "different" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_correct_answers_have_a_column_where_they_were_counted(tmp_path: Path) -> None:
+    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new")
+    assert "correct" not in rows(load_reports([str(old), str(new)], None))[0]
+    path = new / "eval" / "tiny" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    plain = {"correct": 2, "rate": 0.5, "interval": [0.15, 0.85]}
+    report["overall"]["scores"] = {"metric": "pass@1", "answers": 4, "plain": plain}
+    path.write_text(json.dumps(report), encoding="utf-8")
+    titles, lines = rows(load_reports([str(old), str(new)], None))
+    assert [line[titles.index("correct")] for line in lines] == ["-", "50.0% (15.0%-85.0%)"]
+
+
+def test_grades_have_a_column_where_there_are_any_and_intervals_stay_whole(tmp_path: Path) -> None:
+    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new")
+    evaluated = load_reports([str(old), str(new)], None)
+    intervals = [cell.split(" ")[1] for cell in rows(evaluated)[1][0] if " (" in cell]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(show(evaluated))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert len(intervals) >= 3
+    assert all(interval in shown for interval in intervals)
+    assert "…" not in shown
+    path = new / "eval" / "tiny" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**report, "judge": {"score": 7.5, "model": "judge"}}), encoding="utf-8")
+    titles, lines = rows(load_reports([str(old), str(new)], None))
+    assert [line[titles.index("grade")] for line in lines] == ["not judged", "7.50"]
+
+
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
     evaluated = load_reports([str(a), str(b)], None)
     assert differences(evaluated) == ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
+    quick = write_run(tmp_path / "c", chat_template_kwargs={"enable_thinking": False})
+    (line,) = differences(load_reports([str(a), str(quick)], None))
+    assert line.startswith("different variables of the chat template")
+    assert line.endswith("None, {'enable_thinking': False}")
+
+
+def test_evaluations_in_different_modes_are_refused(tmp_path: Path) -> None:
+    sampling = {"acceptance": "sampling", "temperature": 0.7, "top_p": 1.0, "top_k": 0, "batch_size": 1}
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", decoding=sampling)
+    with pytest.raises(CheckpointError, match=r"a: greedy decoding, .*b: sampling at temperature 0\.7\)"):
+        load_reports([str(a), str(b)], None)
+    hotter = write_run(tmp_path / "c", decoding={**sampling, "temperature": 1.0})
+    with pytest.raises(CheckpointError, match="different modes"):
+        load_reports([str(b), str(hotter)], None)
+    load_reports([str(b), str(write_run(tmp_path / "d", decoding=sampling))], None)
 
 
 def test_the_newest_report_is_taken_or_that_of_the_bench(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from medusa_train.evaluation.judge import NO_SCORE, PROMPT_NAME, Judge, grade, model_answers, parse_grade
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
-from medusa_train.openai_client import OpenAIClient
+from medusa_train.servers.client import OpenAIClient
 from tests.evaluation.test_run import run as evaluate
 
 Reply = tuple[int, Any, dict[str, str]]
@@ -122,9 +123,11 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_
 
 
 def test_the_judge_sees_earlier_turns_and_reference_answers(server: Server, tmp_path: Path) -> None:
-    grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
+    answer = "<think>\nFlowers rhyme.\n</think>\n\nRoses."
+    grade(records(answer), QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
     first, second, third = (body["messages"][1]["content"] for body in server.asked)
     assert "Now shorter." not in first
+    assert "Flowers rhyme." not in first + second
     assert second.index("Write a poem.") < second.index("Roses.") < second.index("Now shorter.") < second.index("Rose.")
     assert "It is 4." in third
     assert "reference answer" in server.asked[2]["messages"][0]["content"]
@@ -159,7 +162,12 @@ def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server
     grades = grade(records(), QUESTIONS, "mine", judge(server), path)
     assert grades.summary()["failed"] == 1
     assert "400" in grades.summary()["reason"]
-    server.reply = lambda body, number: (401, {"error": "who are you?"}, {})
+
+    def refuse(body: Any, number: int) -> Any:
+        time.sleep(0.2)  # time for the first refusal to cancel the last request
+        return 401, {"error": "who are you?"}, {}
+
+    server.reply = refuse
     other = tmp_path / "other.jsonl"
     assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1).summary()["failed"] == 3
     assert len(server.asked) <= 3 + 2  # one refusal of everything is enough

@@ -4,12 +4,13 @@ from medusa_train.evaluation.metrics import (
     acceleration_rate,
     accepted_lengths,
     by_category,
-    chain_acceleration_rate,
+    chain_rates,
     ctar,
     first_difference,
     node_acceptance,
     overhead,
     summarize,
+    time_to_first_token,
     tokens_per_second,
 )
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
@@ -55,6 +56,16 @@ def test_overhead_compares_step_latencies_without_prefill() -> None:
     tree = [timed(9, 5.0, prefill=2.0, steps=2)]  # 1.5 s a step
     plain = [timed(9, 10.0, prefill=2.0, steps=8)]  # 1.0 s a step
     assert overhead(tree, plain) == 1.5
+
+
+def test_a_batch_counts_its_passes_once() -> None:
+    # a batch of two took 8 passes of 1 s after 2 s of prefill; the second answer was complete after 4 passes
+    plain = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    tree = [TimedAnswer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4), TimedAnswer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4)]
+    assert overhead(tree, plain) == 1.5  # 6 s in 4 passes over 8 s in 8
+    assert acceleration_rate(tree) == 2.0
+    assert tokens_per_second(plain) == 14 / 10
+    assert time_to_first_token(plain) == 2.0
 
 
 def test_tokens_per_second_includes_the_prefill() -> None:
@@ -133,6 +144,10 @@ def test_further_baselines_are_compared_by_name() -> None:
     assert compared["prompt_lookup"]["speedup"] == pytest.approx(1.0)
     assert [compared[name]["equal_to_plain"] for name in compared] == [2, 2, 1]
     assert compared["generate"]["speedup"] == pytest.approx(4.0)
+    assert [compared[name]["tokens_per_step"] for name in compared] == [None, None, None]
+    for answers in records:
+        answers.others["prompt_lookup"] = TimedAnswer((1,) * 10, 1.0, steps=3, prefill_tokens=4)
+    assert summarize(records)["baselines"]["prompt_lookup"]["tokens_per_step"] == pytest.approx(2.0)
 
 
 def test_categories_keep_their_order_and_their_own_records() -> None:
@@ -178,9 +193,11 @@ def test_nodes_count_in_the_steps_that_accept_them() -> None:
 
 
 def test_the_chain_takes_first_guesses_only() -> None:
-    # 0 accepts one, 2 and 3 none, 4 one: five tokens after the first in four steps
-    assert chain_acceleration_rate([TRACE]) == pytest.approx(5 / 4)
-    assert chain_acceleration_rate([]) is None
+    # 0 accepts one, 2 and 3 none, 4 one: five tokens after the first in four steps; head 2 never helps
+    assert chain_rates([TRACE]) == pytest.approx([5 / 4, 5 / 4])
+    # the first guesses of both heads are right at 0
+    assert chain_rates([Trace([[0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 1, 0])]) == pytest.approx([3 / 2, 3])
+    assert chain_rates([]) == []
 
 
 def test_accuracy_is_per_head_and_rank() -> None:

@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -10,7 +11,7 @@ import pytest
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
-from medusa_train.evaluation.questions import Bench, Question, find_bench, load_bench, read_questions
+from medusa_train.evaluation.questions import Bench, FunctionTest, Question, find_bench, load_bench, read_questions
 
 GOOD = {"question_id": 81, "category": "writing", "turns": ["Say something.", "Say it again."]}
 
@@ -30,18 +31,43 @@ def test_reads_questions_with_turns_category_and_source(tmp_path: Path) -> None:
     assert other == Question("x", "general", ("Only one.",), f"{path}:3", ("So.",))
 
 
-HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "test": ""}
-GSM8K = {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}
+TEST = "def check(candidate):\n    assert candidate() == 1\n"
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": TEST}
+GSM8K = {"question": "How many?", "answer": "500 + 600 = 1,100\n#### 1,100"}
 
 
 def test_reads_humaneval_and_gsm8k(tmp_path: Path) -> None:
     (function,) = read_questions(write(tmp_path / "HumanEval.jsonl", HUMANEVAL))
     assert (function.question_id, function.category) == ("HumanEval/0", "humaneval")
-    assert function.turns[0].endswith("def f():\n")
+    assert function.turns == (benches.HUMANEVAL_INSTRUCTION + "def f():\n",)
+    assert function.expected == FunctionTest("def f():\n", "f", TEST)
     first, second = read_questions(write(tmp_path / "test.jsonl", GSM8K, {**GSM8K, "question": "How few?"}))
     assert (first.question_id, second.question_id) == (1, 2)
-    assert second.turns == ("How few?",)
+    assert second.turns == ("How few?" + benches.GSM8K_INSTRUCTION,)
     assert second.reference == (GSM8K["answer"],)
+    assert second.expected == Decimal(1100)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({**GSM8K, "answer": "4"}, "answer does not end in #### and a number"),
+        ({**GSM8K, "answer": "#### many"}, "answer does not end in #### and a number"),
+        ({**HUMANEVAL, "entry_point": None}, "entry_point is missing"),
+        ({**HUMANEVAL, "entry_point": "f()"}, "entry_point is missing or not the name"),
+        ({**HUMANEVAL, "test": "assert f() == 1"}, "test is missing or does not define check"),
+    ],
+)
+def test_a_question_that_cannot_be_scored_is_an_error(tmp_path: Path, record: object, reason: str) -> None:
+    path = write(tmp_path / "q.jsonl", "", record)
+    with pytest.raises(DataError) as caught:
+        read_questions(path)
+    assert f"{path}:2: {reason}" in str(caught.value)
+
+
+def test_a_json_array_of_questions_is_read_with_the_line_of_each(tmp_path: Path) -> None:
+    path = write(tmp_path / "questions.json", "[", json.dumps(GOOD), ",", json.dumps({**GOOD, "question_id": 82}), "]")
+    assert [question.source for question in read_questions(path)] == [f"{path}:2", f"{path}:4"]
 
 
 def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
@@ -141,6 +167,7 @@ def test_five_invalid_lines_are_shown_and_the_others_counted(tmp_path: Path) -> 
     assert f"{path}:6: " in message
     assert f"{path}:7: " not in message
     assert "3 more" in message
+    assert message.splitlines()[-1].startswith("Expected: question_id and turns")
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
     write(path, *turns)
     log = TurnLog(path, SETTINGS)
     assert log.turns == turns
-    assert log.dtype == "bfloat16"
+    assert (log.dtype, log.compiled) == ("bfloat16", False)
     assert log.completed(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
 
 
@@ -46,9 +46,10 @@ def test_kept_turns_survive_a_second_interruption(tmp_path: Path) -> None:
     write(path, turn(1, 1), turn(1, 2), turn(3, 1))
     log = TurnLog(path, SETTINGS)
     kept = log.completed(QUESTIONS)
-    log.start("bfloat16", kept)
+    log.start("bfloat16", kept, compiled=True)
     log.append(turn("two", 1))
     log.close()
+    assert TurnLog(path, SETTINGS).compiled
     assert set(TurnLog(path, SETTINGS).completed(QUESTIONS)) == {1, "two"}
     log.remove()
     assert not path.exists()

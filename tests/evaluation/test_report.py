@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord, Verdict
-from medusa_train.evaluation.report import Report, markdown, terminal_table, write_report
+from medusa_train.evaluation.records import Score, SkippedTurn, TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.report import markdown, terminal_table, write_report
+from medusa_train.evaluation.report_text import Report
 from medusa_train.inference.traces import Trace
 
 KEYS = {
@@ -20,6 +21,7 @@ KEYS = {
     "equal_answers",
     "tie_answers",
     "equal_answers_bf16",
+    "scores",
     "looping_answers",
     "speedup_over_generate",
     "speedup_over_fastest",
@@ -30,6 +32,7 @@ KEYS = {
     "accepted_lengths",
     "ctar",
     "chain_acceleration_rate",
+    "chain_rates",
     "head_accuracy",
     "baselines",
     "intervals",
@@ -106,10 +109,10 @@ def test_markdown_holds_the_figures_that_have_no_column() -> None:
     traced = records()
     traced[0].trace = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
     text = markdown(Report.from_records(traced, meta()))
-    assert "- plain: 4 tokens/s, speedup 1.50x, 2/2 answers equal to plain ones" in text
+    assert "- plain: 4 tokens/s, 1.00 tokens per step, speedup 1.50x, 2/2 answers equal to plain ones" in text
     assert "CTAR(w), steps that accepted at least w draft tokens: 1: 50.0%, 2: 50.0%, 3: 50.0%" in text
     assert "head 1: 60.0% / 80.0%, head 2: 75.0% / 100.0%" in text
-    assert "tokens per step with the chain of top-1 guesses (simulated): 1.25" in text
+    assert "chain of the first k heads' top-1 guesses (simulated), k = 1: 1.25, 2: 1.25" in text
     assert "milliseconds to the first token: 1000.0" in text
 
 
@@ -148,6 +151,41 @@ def test_quality_is_reported_with_and_without_a_judge() -> None:
     assert "graded none of the answers (HTTP 401)" in markdown(
         Report.from_records(records(), meta(), extra={"judge": judged})
     )
+
+
+def scored(tree: bool, plain: bool, with_tree: bool = True) -> list[TurnRecord]:
+    scores = {"tree": Score("exact match", tree, "12"), "plain": Score("exact match", plain, "12")}
+    if not with_tree:
+        del scores["tree"]
+    answers = records(with_tree)
+    answers[0].scores = scores
+    return answers
+
+
+def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> None:
+    equal = Report.from_records(scored(True, True), meta())
+    expected = "Quality: exact match 1 of 1 (100.0%, 95 % interval 20.7% to 100.0%), with plain decoding equal on every"
+    assert expected in markdown(equal)
+    assert "exact match 1 of 1" in shown(equal)
+    assert "| 1/1 |" in markdown(equal)
+    differing = markdown(Report.from_records(scored(True, False), meta()))
+    assert "with plain decoding 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%); 1 question scored differently" in differing
+    assert "| 1/1 (plain 0) |" in differing
+    assert "- **correct**" in differing
+    alone = Report.from_records(scored(True, False, with_tree=False), meta(model=None, heads=None, tree_nodes=None))
+    assert "Quality: exact match 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%)." in markdown(alone)
+    write_report(equal, scored(True, True), [], tmp_path)
+    line = json.loads((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert line["scores"]["plain"] == {"metric": "exact match", "correct": True, "detail": "12"}
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["overall"]["scores"]["tree"]["correct"] == 1
+    assert content["categories"]["code"]["scores"] is None
+
+
+def test_without_scores_there_is_no_column_for_them() -> None:
+    report = Report.from_records(records(), meta())
+    assert "correct" not in shown(report)
+    assert "correct" not in markdown(report)
 
 
 def test_the_backbones_perplexity_after_joint_training_is_reported() -> None:

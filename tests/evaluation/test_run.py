@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,27 @@ from rich.console import Console
 
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import run as module
-from medusa_train.evaluation.questions import Question, load_bench
+from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.evaluation.run import evaluate
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.progress import RunProgress
+from medusa_train.trees.dynamic import DynamicTrees, StepSize
+from medusa_train.trees.tree import Tree
+
+
+@pytest.fixture(autouse=True)
+def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare in bfloat16 whatever processor runs the tests."""
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
 
 
 def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:
     cfg = EvalConfig(bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys)
     bench = load_bench(str(bench_file))
-    paths = resolve_model(None if model is None else str(model), cfg.base_model, None)
+    paths = resolve_model(None if model is None else str(model), cfg.base_model, cfg.tree, lookup=cfg.lookup_choice)
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
     return json.loads((out / "report.json").read_text()), progress.console.file.getvalue()  # type: ignore[attr-defined]
@@ -40,6 +49,7 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, benc
     assert set(report["categories"]) == {"sums", "words"}  # type: ignore[arg-type]
     assert (meta["dtype"], meta["tree_nodes"], meta["heads"], meta["skipped_turns"]) == ("bfloat16", 6, 3, 2)
     assert meta["command"] == "medusa-eval --bench small"
+    assert (meta["chat_template"], meta["chat_template_kwargs"]) == (None, None)
     assert set(meta["baselines"]) == {"baseline_tokens_per_s", "generate_tokens_per_s", "prompt_lookup"}
     assert set(report["baselines"]) == {"plain", "generate", "prompt_lookup"}  # type: ignore[arg-type]
     assert report["baselines"]["prompt_lookup"]["tokens_per_s"] > 0  # type: ignore[index]
@@ -56,7 +66,58 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, benc
     parts = ["warm-up", "timing in bfloat16", "tracing the heads' guesses", "output equality in float32"]
     assert [name for name in meta["phases"] if "loading" not in name] == parts
     assert sum(meta["phases"].values()) <= meta["seconds"] + 0.5  # rounded
-    assert shown.split()[-3] == "total"
+    assert "total" in shown.split()[-5:]  # and the time, in two or four words
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup", "medusa+prompt_lookup"])
+def test_drafts_without_training_are_timed_like_heads(
+    draft: str, run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False}
+    report, shown = run(bench_file, run_dir, tmp_path, draft=draft, lookup={"nodes": 4}, **keys)
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    assert overall["acceleration_rate"] > 1.0
+    assert overall["equal_answers"] + overall["tie_answers"] == 4
+    assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4)"
+    assert meta["heads"] == (None if draft == "prompt_lookup" else 3)
+    assert ("tree" in report) == (draft != "prompt_lookup")
+    assert f"draft {draft} (" in shown
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_dynamic_trees_are_timed_beside_fixed_ones(
+    batch_size: int, run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    run_copy = tmp_path / "run"
+    shutil.copytree(run_dir, run_copy)
+    keys = {"tree": "dynamic", "dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
+    with pytest.raises(CheckpointError, match=r"holds no confidences.*--calibrate"):  # and no data to fit them to
+        run(bench_file, run_copy, tmp_path / "out", **keys)
+    sizes = (StepSize(0, 10.0, 1.0), StepSize(8, 10.1, 2.0))
+    dynamic = DynamicTrees((0.2, 0.2), sizes, Tree.chain(3))
+    Tree.cartesian([2, 2]).save(run_copy / "tree.json", dynamic=dynamic.record())
+    report, _ = run(bench_file, run_copy, tmp_path / "out", **keys)
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    assert overall["acceleration_rate"] >= 1.0
+    assert overall["equal_answers"] + overall["tie_answers"] == 4
+    fixed = {"fixed_tree", "fixed_tree_of_equal_latency"}
+    assert set(report["baselines"]) == {"plain", "generate", *fixed}  # type: ignore[arg-type]
+    for name in fixed:
+        baseline = report["baselines"][name]  # type: ignore[index]
+        assert baseline["tokens_per_step"] >= 1.0
+        assert baseline["equal_to_plain"] == 4
+        assert len(baseline["speedup_interval"]) == 2
+    assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
+    assert meta["tree_nodes"] == "dynamic"
+    assert meta["dynamic_trees"]["temperatures"] == [0.2, 0.2]
+    assert "tree" not in report
+    summary = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "dynamic trees of up to 8 nodes, 2 of 3 heads" in summary
+    assert "the speed of fixed tree (" in summary
 
 
 def test_without_exactness_only_the_timed_dtype_is_compared(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
@@ -64,6 +125,28 @@ def test_without_exactness_only_the_timed_dtype_is_compared(run_dir: Path, bench
     assert isinstance(overall, dict)
     assert overall["equal_answers"] + overall["tie_answers"] == 4
     assert overall["equal_answers_bf16"] is None
+
+
+def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path, tmp_path: Path) -> None:
+    problems = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
+    bench = tmp_path / "sums.jsonl"
+    bench.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
+    report, shown = run(bench, run_dir, tmp_path / "out", dtype="float32", exactness=False)
+    scores = report["overall"]["scores"]  # type: ignore[index]
+    assert (scores["metric"], scores["answers"]) == ("exact match", 2)
+    assert scores["tree"] == scores["plain"]
+    assert "with plain decoding equal on every question" in shown
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    assert all(set(line["scores"]) == {"tree", "plain"} for line in lines)
+
+
+def test_code_is_not_run_without_permission(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = {"task_id": "a/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"}
+    bench = tmp_path / "code.jsonl"
+    bench.write_text(json.dumps(problem), encoding="utf-8")
+    monkeypatch.setattr(module, "load_model", lambda *args, **keys: pytest.fail("loaded nevertheless"))
+    with pytest.raises(ConfigError, match="allow_code_execution=true"):
+        run(bench, run_dir, tmp_path / "out")
 
 
 def test_a_slow_moment_is_noted_in_the_report(
@@ -77,6 +160,37 @@ def test_a_slow_moment_is_noted_in_the_report(
     report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
     assert report["meta"]["notes"] == ["steps are slow"]  # type: ignore[index]
     assert "note: steps are slow" in shown
+
+
+def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    keys = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "batch_size": 2}
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", **keys)
+    overall, meta = report["overall"], report["meta"]
+    assert isinstance(overall, dict)
+    assert isinstance(meta, dict)
+    settings = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "top_k": 0, "batch_size": 2}
+    assert meta["decoding"] == settings
+    assert (meta["exactness"], meta["plain_equal_generate"]) == (None, None)
+    assert overall["equal_answers"] is None
+    assert overall["speedup"] > 0
+    assert overall["overhead"] > 0
+    assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
+    assert "in float32, sampling at temperature 0.8, top-p 0.9, in batches of 2" in shown
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    for content in (page, text):
+        assert "lossless in distribution" in content
+        assert "sampling at temperature 0.8" in content
+    assert "equal fp32" not in text
+    assert "equal to plain" not in text
+
+
+def test_a_batched_greedy_run_still_compares_answers(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+    overall = run(bench_file, run_dir, tmp_path, dtype="bfloat16", batch_size=2)[0]["overall"]
+    assert isinstance(overall, dict)
+    assert overall["equal_answers"] + overall["tie_answers"] == 4
 
 
 def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
@@ -97,11 +211,11 @@ def test_an_interrupted_evaluation_is_resumed(
     asked: list[int | str] = []
     measure = SpeedTest._measure
 
-    def stops(self: SpeedTest, question: Question, *args: Any, **keys: Any) -> TurnRecord:
-        asked.append(question.question_id)
+    def stops(self: SpeedTest, asking: Any, *args: Any, **keys: Any) -> list[TurnRecord]:
+        asked.extend(one.question.question_id for one in asking)
         if asked == [1, 1, 2]:
             raise KeyboardInterrupt
-        return measure(self, question, *args, **keys)
+        return measure(self, asking, *args, **keys)
 
     monkeypatch.setattr(SpeedTest, "_measure", stops)
     with pytest.raises(KeyboardInterrupt):
@@ -141,8 +255,8 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
 ) -> None:
     compare_regenerated_answers = module.compare_regenerated_answers
 
-    def fails_at_the_end(*args: object) -> None:
-        compare_regenerated_answers(*args)  # type: ignore[arg-type]
+    def fails_at_the_end(*args: Any, **keys: Any) -> None:
+        compare_regenerated_answers(*args, **keys)
         no_memory()
 
     monkeypatch.setattr(module, "compare_regenerated_answers", fails_at_the_end)
@@ -161,16 +275,26 @@ def test_weights_that_do_not_fit_are_not_loaded_for_the_comparison(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: False)
-    monkeypatch.setattr(module, "compare_regenerated_answers", lambda *args: pytest.fail("loaded nevertheless"))
+    monkeypatch.setattr(module, "compare_regenerated_answers", lambda *args, **keys: pytest.fail("loaded nevertheless"))
     meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
     assert isinstance(meta, dict)
     assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
 
 
+def test_answers_are_not_compared_in_an_emulated_dtype(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: True)
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32")
+    assert isinstance(report["meta"], dict)
+    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": module.EMULATED}
+    assert "answers were not compared in bfloat16: this device emulates it" in shown
+
+
 def test_an_interruption_during_the_comparison_keeps_the_timed_results(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **keys: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "compare_regenerated_answers", interrupted)
@@ -188,6 +312,6 @@ def test_an_interruption_during_the_comparison_keeps_the_timed_results(
 def test_without_memory_for_timing_the_error_says_what_to_set(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "load_with_draft", no_memory)
+    monkeypatch.setattr("medusa_train.evaluation.calibrate.load_with_draft", no_memory)
     with pytest.raises(BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"):
         run(bench_file, run_dir, tmp_path, dtype="float32")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,17 +9,11 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
+from medusa_train.evaluation.answerers import GenerateAnswerer
+from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import (
-    GenerateAnswerer,
-    SlowStepDetector,
-    SpeedTest,
-    describe_baseline,
-    extra_baselines,
-)
-from medusa_train.inference.generate import Decoder
-from tests.evaluation.tiny_model import write_backbone
+from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,7 @@ def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTe
     test: Any = SpeedTest.__new__(SpeedTest)
     test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context)
     test._chat, test._max_new_tokens = StubChat(), 4
-    test._answerers = {name: Stub(name) for name in names}
+    test._answerers, test._batch_answerers, test._batch_size = {name: Stub(name) for name in names}, {}, 1
     return test
 
 
@@ -139,6 +134,78 @@ def test_extra_baselines_take_turns_too(subject: LoadedModel, bench_file: Path) 
     assert record.asked == "1+1?"
 
 
+def bench_questions(count: int) -> list[Question]:
+    return [Question(n, "a", (f"Say {'ay ' * n}.", "And oh?"), "") for n in range(count)]
+
+
+def mode_test(subject: LoadedModel, mode: DecodingMode, max_new_tokens: int = 24) -> SpeedTest:
+    return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens, None, mode)
+
+
+def test_batches_give_the_answers_of_single_rows_and_share_their_time(subject: LoadedModel) -> None:
+    questions = bench_questions(5)
+    alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
+    test = mode_test(subject, DecodingMode(batch_size=3))
+    assert test.names == ["generate", "plain", "tree"]
+    test.warm_up(questions)
+    records, skipped = test.run(questions, lambda turn: None)
+    assert skipped == []
+    assert [(record.question_id, record.turn) for record in records] == [(n, turn) for n in range(5) for turn in (1, 2)]
+    for record, single in zip(records, alone, strict=True):
+        assert record.tree is not None
+        assert record.prompt_ids == single.prompt_ids
+        assert record.plain.tokens == record.generate.tokens == record.tree.tokens == single.plain.tokens
+        assert record.plain.steps == len(record.plain.tokens) - 1
+        assert record.plain.rows == record.generate.rows == (3 if int(record.question_id) < 3 else 2)
+    assert min(record.plain.steps for record in records) < 23  # an answer that ends before the others of its batch
+    for rows in (records[0:6:2], records[6:10:2]):  # the first turns of each batch
+        tree = [record.tree for record in rows if record.tree is not None]
+        assert sum(answer.passes for answer in tree) == pytest.approx(max(answer.steps for answer in tree))
+        assert len({answer.seconds for answer in tree}) == 1
+
+
+def test_rows_whose_prompt_does_not_fit_leave_the_batch(subject: LoadedModel, bench_file: Path) -> None:
+    questions = load_bench(str(bench_file)).questions  # the third one is too long
+    records, skipped = mode_test(subject, DecodingMode(batch_size=3)).run(questions, lambda turn: None)
+    assert [(record.question_id, record.turn) for record in records] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(turn.question_id, turn.turn) for turn in skipped] == [(3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_sampled_answers_repeat_with_their_seed(subject: LoadedModel, batch_size: int) -> None:
+    questions = bench_questions(2)
+
+    def tokens(seed: int) -> list[tuple[int, ...]]:
+        mode = DecodingMode("sampling", 1.0, 0.9, 40, batch_size=batch_size, seed=seed)
+        records = mode_test(subject, mode, 12).run(questions, lambda turn: None)[0]
+        answers = [[record.tree, record.plain, record.generate] for record in records]
+        return [answer.tokens for row in answers for answer in row if answer is not None]
+
+    first = tokens(1)
+    assert tokens(1) == first
+    assert tokens(2) != first
+    greedy = speed_test(subject, 12).run(questions, lambda turn: None)[0]
+    assert first[1] != greedy[0].plain.tokens
+
+
+def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: LoadedModel) -> None:
+    questions = bench_questions(1)
+    mode = DecodingMode("typical", 1.0, epsilon=1e-6, delta=1e-6)  # accepts nearly everything
+    records = [mode_test(subject, replace(mode, seed=seed), 12).run(questions, lambda turn: None)[0] for seed in (1, 2)]
+    trees = [record[0].tree for record in records]
+    assert trees[0] is not None
+    assert trees[1] is not None
+    assert trees[0].tokens == trees[1].tokens
+    assert sum(trees[0].accepted) > trees[0].steps  # the tree has two levels
+    assert records[0][0].plain.tokens != records[1][0].plain.tokens
+
+
+def test_longrope_models_are_refused_in_batches(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject.backbone, "rope_switch", 64)
+    with pytest.raises(BackboneError, match="set batch_size: 1"):
+        mode_test(subject, DecodingMode(batch_size=2))
+
+
 def plain(step_ms: float, steps: int = 20) -> TimedAnswer:
     return TimedAnswer((1,) * (steps + 1), 1.0 + step_ms * steps / 1000, 1.0, steps)
 
@@ -161,63 +228,13 @@ def test_steps_that_become_several_times_slower_are_noticed_once(steps_ms: list[
     assert expected is None or notes[0].startswith(expected)
 
 
+def test_answers_of_the_same_batch_count_once() -> None:
+    detector = SlowStepDetector("cpu")
+    fast, slow = (TimedAnswer((1,) * 21, 1.0 + ms, 1.0, 20, rows=2, batch_passes=20) for ms in (0.1, 1.0))
+    assert [detector.observe(answer) for answer in (fast, fast, slow, slow, fast)] == [None] * 5
+
+
 def test_answers_of_a_few_steps_do_not_count() -> None:
     detector = SlowStepDetector("cuda")
     for ms in (10, 11, 90, 95):
         assert detector.observe(plain(ms, steps=3)) is None
-
-
-def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
-    output = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
-    stop = output.tokens[5]
-    stopping = SimpleNamespace(
-        device=subject.backbone.device,
-        model=subject.backbone.model,
-        tokenizer=subject.backbone.tokenizer,
-        eos_ids=(stop,),
-    )
-    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
-    assert again.tokens == output.tokens[: output.tokens.index(stop) + 1]
-    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
-
-
-def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
-    notes: list[str] = []
-    baselines = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
-    assert list(baselines) == ["prompt_lookup", "assisted"]
-    assert notes == []
-    prompt = [1, 50, 60, 50, 60, 50]
-    plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
-    for answerer in baselines.values():
-        assert list(answerer.answer(prompt, 24).tokens) == plain
-
-
-def test_no_extra_baselines_without_draft_model_and_prompt_lookup(subject: LoadedModel) -> None:
-    assert extra_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
-
-
-def test_an_unsupported_baseline_is_left_out_with_a_note(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*args: object, **how: object) -> None:
-        raise ValueError("this cache can't be cut back")
-
-    monkeypatch.setattr(subject.backbone.model, "generate", refuses)
-    notes: list[str] = []
-    assert extra_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
-    assert "prompt_lookup" in notes[0]
-    assert "can't be cut back" in notes[0]
-
-
-def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, tmp_path: Path) -> None:
-    other = write_backbone(tmp_path / "other")
-    text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
-    (other / "tokenizer.json").write_text(text, encoding="utf-8")
-    with pytest.raises(BackboneError, match="its tokenizer differs"):
-        extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
-
-
-def test_descriptions_of_baselines() -> None:
-    assert (
-        describe_baseline("assisted", "5.0", "small/one")
-        == "transformers 5.0 assisted generation, greedy, with small/one"
-    )
-    assert "copied per step" in describe_baseline("prompt_lookup", "5.0", None)

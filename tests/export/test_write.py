@@ -1,10 +1,12 @@
-"""Exports of a run, layout by layout: files, reading them back, warnings."""
+"""Exports of a run, layout by layout: files, reading them back, warnings, uploads."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,13 @@ from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.vllm_layout import loader_problems
 from medusa_train.config.types import ExportTarget
-from medusa_train.errors import CheckpointError
-from medusa_train.export.write import export_run, warnings_for
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError
+from medusa_train.export.write import export_run, local_base_model, push, warnings_for
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
-HEADS_TARGETS: list[ExportTarget] = ["reference", "tgi", "vllm", "trtllm"]
+HEADS_TARGETS: list[ExportTarget] = ["reference", "tgi", "vllm", "trtllm", "transformers"]
 PROMPT = [1, 40, 50, 60, 70]
 
 
@@ -52,7 +54,7 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
     run = make_run(shared=True)
     done = export_run(resolve_model(str(run), None, None), to)
     again = read_heads(done.target)
-    assert again.shared == (to in ("tgi", "vllm", "reference-v2"))
+    assert again.shared == (to in ("tgi", "vllm", "transformers", "reference-v2"))
     assert any("a copy of that lm_head" in fact for fact in done.facts) != again.shared
     backbone = load_backbone(str(backbone_dir))
     states = torch.randn(4, backbone.hidden_size)
@@ -65,6 +67,26 @@ def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..
     config = json.loads((done.target / "config.json").read_text())
     assert loader_problems(load_file(done.target / "model.safetensors"), config) == []
     assert any("rules of vLLM's loader" in fact for fact in done.facts)
+
+
+def test_a_path_by_which_vllm_chooses_another_method_is_warned_of(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    (warning,) = export_run(resolve_model(str(make_run()), None, None), "vllm", tmp_path / "eagle-heads").warnings
+    assert "as eagle, whatever the method" in warning
+
+
+def test_what_vllm_would_not_load_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """A second weights file in the directory, and heads for a backbone of another vocabulary."""
+    paths = resolve_model(str(make_run()), None, None)
+    export_run(paths, "tgi", tmp_path / "both")
+    with pytest.raises(CheckpointError, match=r"medusa_lm_head\.safetensors: vLLM would read it too"):
+        export_run(paths, "vllm", tmp_path / "both")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"vocab_size": 7}')
+    with pytest.raises(CheckpointError, match="but the backbone's is 7"):
+        export_run(paths, "vllm", tmp_path / "mine", base_model=str(other))
 
 
 def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
@@ -119,6 +141,7 @@ def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared
         ("vllm", heads(3, 2), []),
         ("tgi", heads(bias=True), ["have a bias"]),
         ("merged", heads(bias=True), []),
+        ("transformers", heads(bias=True), []),
         ("tgi", heads(5, 2, shared=True), ["one block each"]),
         ("reference", heads(2, 2, bias=True), ["have a bias", "distinct blocks", "always builds 5 heads"]),
     ],
@@ -127,3 +150,61 @@ def test_limits_of_the_target_are_warned_of(to: ExportTarget, exported: HeadTens
     warnings = warnings_for(to, exported)
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
+
+
+class Hub:
+    """Stands for the hub's client; remembers what it was asked."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.asked: list[Any] = []
+        self.refusal = refusal
+
+    def create_repo(self, repo: str, **keys: Any) -> Any:
+        self.asked.append((repo, keys))
+        return SimpleNamespace(repo_id=f"me/{repo}", __str__=lambda: "address")
+
+    def upload_folder(self, **keys: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(keys)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_directory_becomes_a_repository(tmp_path: Path, private: bool) -> None:
+    hub = Hub()
+    push(tmp_path, "llama-medusa", private=private, api=hub)
+    assert hub.asked == [
+        ("llama-medusa", {"repo_type": "model", "private": private, "exist_ok": True}),
+        {
+            "repo_id": "me/llama-medusa",
+            "folder_path": str(tmp_path),
+            "repo_type": "model",
+            "ignore_patterns": ["eval/*"],
+        },
+    ]
+
+
+def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(MedusaError, match="hf auth login") as caught:
+        push(tmp_path, "me/x", private=True, api=Hub(OSError("401 unauthorized")))
+    assert "401 unauthorized" in str(caught.value)
+
+
+def test_an_invalid_repository_name_is_refused_before_uploading(tmp_path: Path) -> None:
+    hub = Hub()
+    with pytest.raises(ConfigError, match="push_to_hub"):
+        push(tmp_path, "not a/name/at all", private=True, api=hub)
+    assert hub.asked == []
+
+
+def test_a_missing_network_is_reported_before_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.export.write.hub_is_unreachable", lambda: True)
+    with pytest.raises(MedusaError, match="can't be reached"):
+        push(tmp_path, "me/x", private=True)
+
+
+@pytest.mark.parametrize(("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
+def test_a_local_base_model_is_detected(tmp_path: Path, base: str | None, expected: str | None) -> None:
+    assert local_base_model(tmp_path) is None  # a merged backbone names none
+    (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    assert local_base_model(tmp_path) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,8 +50,10 @@ def five_token_backbone() -> Backbone:
     return Backbone(model, NoTokenizer(), "five")
 
 
-def check_lossless(decoder: BatchDecoder, rows: int, batches: int, *, other_below: float) -> int:
-    """Sample three tokens in each row and compare their counts with the backbone's joint distribution.
+def check_lossless(
+    decoder: BatchDecoder, rows: int, batches: int, *, other_below: float, prompt: Sequence[int] = (1, 2)
+) -> int:
+    """Sample three tokens after `prompt` in each row and compare their counts with the backbone's joint distribution.
 
     Args:
         other_below: largest p-value that another distribution may have, so that the test can fail.
@@ -60,15 +64,15 @@ def check_lossless(decoder: BatchDecoder, rows: int, batches: int, *, other_belo
     rule, generator = Sampling(0.8), torch.Generator().manual_seed(7)
     counts, accepted = torch.zeros(125, dtype=torch.long), 0
     for _ in range(batches):
-        out = decoder.generate_batch([[1, 2]] * rows, 3, (), rule, [generator] * rows)
+        out = decoder.generate_batch([list(prompt)] * rows, 3, (), rule, [generator] * rows)
         accepted += sum(sum(row.accepted) for row in out)
         texts = [a * 25 + b * 5 + c for a, b, c in (row.tokens for row in out)]
         counts += torch.bincount(torch.tensor(texts), minlength=125)
     every = torch.cartesian_prod(*[torch.arange(5)] * 3)
-    whole = torch.cat([torch.tensor([[1, 2]]).expand(125, -1), every], dim=1)
+    whole = torch.cat([torch.tensor([list(prompt)]).expand(125, -1), every], dim=1)
     with torch.no_grad():
         log_p = rule.warp(decoder.backbone.model(whole).logits.double()).log_softmax(-1)
-    joint = log_p[:, 1:4].gather(-1, every[..., None]).sum((1, 2)).exp()
+    joint = log_p[:, len(prompt) - 1 : -1].gather(-1, every[..., None]).sum((1, 2)).exp()
     assert torch.allclose(joint.sum(), torch.ones((), dtype=torch.float64))
     assert p_value(counts, joint) > 1e-4
     assert p_value(counts, rule.warp(joint.log()).softmax(-1)) < other_below

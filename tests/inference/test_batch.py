@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.batch import BatchDecoder, PendingRequest, group_prompts
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -211,5 +211,39 @@ def test_requests_that_cannot_be_added() -> None:
     speculating.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(ValueError, match="rows with a draft are active"):
         speculating.add_requests([PendingRequest(1, [3])])
+    longrope = BatchDecoder(random_backbone("phi3-longrope")).begin(4)
+    longrope.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(ValueError, match="can't decode in batches"):
-        BatchDecoder(random_backbone("phi3-longrope")).begin(4)
+        longrope.add_requests([PendingRequest(1, [3])])
+
+
+def test_prompts_of_similar_length_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.inference.batch.PREFILL_TOKENS", 24)
+    monkeypatch.setattr("medusa_train.inference.batch.PREFILL_PADDING", 3)
+    assert group_prompts([5, 40, 8, 7, 6, 1]) == [[1], [2, 3, 4], [0], [5]]
+    assert group_prompts([8, 8, 8, 8]) == [[0, 1, 2], [3]]
+    assert group_prompts([]) == []
+
+
+class SingleRowPass:
+    """Stands for passes compiled for a single row; with the memory of a batch they would be compiled again."""
+
+    calls = 0
+
+    def covers(self, rows: int, count: int) -> bool:
+        return rows == 1
+
+    def __call__(self, *inputs: object) -> None:
+        self.calls += 1
+
+
+def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row() -> None:
+    backbone = random_backbone("llama")
+    alone = [Decoder(backbone).generate(prompt, 12, ()).tokens for prompt in PROMPTS[:2]]
+    eos = [next(token for token in alone[0] if token not in alone[1])]  # the first row ends before the second
+    expected = [Decoder(backbone).generate(prompt, 12, eos).tokens for prompt in PROMPTS[:2]]
+    assert len(expected[0]) < len(expected[1])
+    compiled = SingleRowPass()
+    backbone.compiled = compiled  # type: ignore[assignment]
+    assert [out.tokens for out in BatchDecoder(backbone).generate_batch(PROMPTS[:2], 12, eos)] == expected
+    assert compiled.calls == 0

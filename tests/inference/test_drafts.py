@@ -13,7 +13,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.inference.traces import trace_answer
+from medusa_train.inference.traces import trace_answer, trace_answers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
@@ -22,9 +22,10 @@ from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 
-#: Small drafts of each kind; `hydra++` has a prefix layer.
+#: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on the token before.
 SETTINGS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 3, "num_layers": 1, "share_lm_head": False},
+    "medusa-markov": {"num_heads": 3, "num_layers": 1, "share_lm_head": True, "markov_rank": 4, "markov_shared": False},
     "hydra": {"num_heads": 3, "num_layers": 2, "prefix_layer": False, "dropout": 0.1},
     "hydra++": {"num_heads": 3, "num_layers": 1, "prefix_layer": True, "dropout": 0.0},
     "amphista": {"num_heads": 4, "auto_blocks": 1, "adaptation_layers": 2, "sampled_token": True},
@@ -36,16 +37,21 @@ TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0
 
 
 def test_every_draft_is_tested() -> None:
-    assert {name.strip("+") for name in SETTINGS} == set(DRAFTS)
+    assert {draft_of(kind) for kind in SETTINGS} == set(DRAFTS)
+
+
+def draft_of(kind: str) -> str:
+    """The value of the key `draft`."""
+    return kind.partition("-")[0].strip("+")
 
 
 def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
     """An untrained draft with noise in every weight, so that some of its guesses are right."""
-    draft = DRAFTS[kind.strip("+")].from_backbone(backbone, **SETTINGS[kind])
+    draft = DRAFTS[draft_of(kind)].from_backbone(backbone, **SETTINGS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn_like(parameter) * spread)
+        for name, parameter in draft.named_parameters():  # a product of two matrices is smaller than either
+            parameter.add_(torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread))
     return draft.eval()
 
 
@@ -111,6 +117,16 @@ def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_answers_of_a_batch_have_the_traces_of_single_rows(kind: str) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft(kind, backbone)
+    alone = [Decoder(backbone).generate(prompt, 12).tokens for prompt in PROMPTS]
+    expected = {i: trace_answer(backbone, draft, PROMPTS[i], answer) for i, answer in enumerate(alone)}
+    assert trace_answers(backbone, draft, PROMPTS, max_new_tokens=12) == expected
+    assert any(rank > 0 for trace in expected.values() for ranks in trace.ranks for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     backbone = random_backbone("qwen3", dtype=torch.float32)
     draft = random_draft(kind, backbone).train()
@@ -119,7 +135,8 @@ def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
     assert len(states) == draft.trained_heads
     assert len(list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))) == draft.num_heads
-    assert {tuple(state.shape) for state in states} == {(2, 6, 32)}
+    width = 32 + (SETTINGS[kind].get("markov_rank") or 0)  # type: ignore[operator]
+    assert {tuple(state.shape) for state in states} == {(2, 6, width)}
     sum(draft.lm_head(k).logits(state).logsumexp(-1).mean() for k, state in enumerate(states, start=1)).backward()
     assert all(parameter.grad is not None for parameter in draft.parameters())
 
@@ -131,7 +148,7 @@ def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp
     trainable = sum(parameter.numel() for parameter in draft.parameters())
     assert trainable == type(draft).count_parameters(backbone.model, **draft.settings)
     loaded = load_draft(save_draft(draft, tmp_path / "heads", "somebody/model"), backbone)
-    assert (draft_name(loaded), loaded.settings) == (kind.strip("+"), draft.settings)
+    assert (draft_name(loaded), loaded.settings) == (draft_of(kind), draft.settings)
     expected = draft.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())

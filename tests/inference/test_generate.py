@@ -239,10 +239,13 @@ class _Scalars(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "rule", [None, Sampling(0.8, top_k=9, top_p=0.9), Typical()], ids=["greedy", "sampling", "typical"]
+    ("rule", "reads"),
+    [(None, 1), (Sampling(0.8, top_k=9), 1), (Sampling(0.8, top_k=9, top_p=0.9), 2), (Typical(), 1)],
+    ids=["greedy", "sampling", "nucleus", "typical"],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
-def test_a_step_waits_for_the_device_once(family: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_the_device_once(family: str, rule: Rule, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-p reads once more: whether the nucleus needs more than the largest logits."""
     backbone = random_backbone(family)
     lists: list[Tensor] = []
     to_list = Tensor.tolist
@@ -254,7 +257,7 @@ def test_a_step_waits_for_the_device_once(family: str, rule: Rule, monkeypatch: 
         lists.clear()
         with _Scalars() as scalars:
             next(steps)
-        assert (len(lists), scalars.count) == (1, 0)
+        assert (len(lists), scalars.count) == (reads, 0)
 
 
 def test_usage_errors() -> None:

@@ -16,8 +16,7 @@ from medusa_train.inference.traces import trace_answer
 from medusa_train.inference.tree_search import measure_step_latency
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.drafts.kangaroo_state import KangarooState
+from medusa_train.models.drafts.kangaroo import KangarooDraft, KangarooState
 from medusa_train.models.features import Rows
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.trees.tree import Level, Tree

@@ -9,7 +9,15 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from medusa_train.errors import ConfigError
-from medusa_train.inference.sampling import Sampling, draw, uniforms
+from medusa_train.inference.sampling import (
+    FEW_CANDIDATES,
+    NUCLEUS_CANDIDATES,
+    Sampling,
+    draw,
+    keep_nucleus,
+    keep_nucleus_by_sorting,
+    uniforms,
+)
 
 IDS = torch.zeros(1, 1, dtype=torch.long)  # warpers take them and do not look
 
@@ -36,6 +44,64 @@ def test_what_reaches_top_p_exactly_is_enough() -> None:
     ours = Sampling(1.0, 0, 0.5).warp(logits)
     assert int(ours.isfinite().sum()) == 2
     assert torch.equal(ours, TopPLogitsWarper(0.5)(IDS, logits))
+
+
+@pytest.mark.parametrize("top_p", [0.999, 0.9, 0.5, 1e-6])
+@pytest.mark.parametrize("grid", [None, 0.5], ids=["distinct", "ties"])
+def test_the_nucleus_among_the_largest_logits_is_that_of_a_full_sort(top_p: float, grid: float | None) -> None:
+    """Rows from flat, which are sorted, to peaked; on a grid most cuts go through a group of equal logits."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.1, 6, 40)[:, None]
+    logits = torch.randn(40, 3 * NUCLEUS_CANDIDATES, generator=generator, dtype=torch.float64) * spread
+    if grid is not None:
+        logits = (logits / grid).round() * grid
+    expected = keep_nucleus_by_sorting(logits, top_p)
+    assert torch.equal(Sampling(top_p=top_p).warp(logits), expected)
+    assert torch.equal(keep_nucleus(logits, top_p, 8), expected)  # too few for most rows
+    # in float32 the two sum in another order, which may move the edge by a token of that rounding's size
+    differ = Sampling(top_p=top_p).warp(logits.float()).isfinite() != expected.isfinite()
+    assert (logits.softmax(-1) * differ).sum(-1).max() < 1e-4
+    assert differ.sum() < 20
+
+
+def test_top_k_and_top_p_together_with_ties() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randint(-6, 6, (200, 300), generator=generator).float()
+    best = TopKLogitsWarper(5)(IDS, logits)
+    assert int(best.isfinite().sum(-1).max()) > 5  # ties: the five largest are not the whole support
+    assert torch.equal(Sampling(1.0, 5, 0.7).warp(logits), keep_nucleus_by_sorting(best, 0.7))
+
+
+def test_only_rows_that_need_it_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(3, 2 * NUCLEUS_CANDIDATES)
+    logits[0, :8] = 30.0  # eight tokens hold all probability, in groups of equal logits
+    logits[1, 5] = 30.0
+    rows: list[int] = []
+
+    def sorting(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+        rows.append(len(logits))
+        return keep_nucleus_by_sorting(logits, top_p)
+
+    monkeypatch.setattr("medusa_train.inference.sampling.keep_nucleus_by_sorting", sorting)
+    kept = Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist()
+    assert kept[:2] == [8, 1]
+    assert rows == [1]
+    logits[2, : 2 * FEW_CANDIDATES] = 30.0  # more than are looked at first, few enough to need no sorting
+    assert Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist() == [8, 1, 231]
+    assert rows == [1]
+    Sampling(top_k=50, top_p=0.9).warp(logits[:2])
+    assert rows == [1]
+
+
+def test_draws_are_in_the_dtype_of_the_logits() -> None:
+    """A vocabulary is never converted to float64: the draws' sums are as exact as float32 allows."""
+    logits = torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0)) * 2
+    u = torch.rand(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = logits.double().softmax(-1).cumsum(-1)
+    drawn = draw(logits, u)
+    place = exact.gather(-1, drawn[:, None])[:, 0]
+    assert ((place - u) > -1e-5).all()
+    assert ((place - u) < logits.double().softmax(-1).gather(-1, drawn[:, None])[:, 0] + 1e-5).all()
 
 
 def test_draws_by_inversion_are_literal() -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from medusa_train.inference import traces as traces_module
+from medusa_train.inference.batch import Batch
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import Trace, head_accuracy, rank_of, tokens_per_step, trace_answer
+from medusa_train.inference.traces import (
+    MAX_RANK,
+    Trace,
+    greedy_answers,
+    head_accuracy,
+    rank_of,
+    tokens_per_step,
+    trace_answer,
+)
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
@@ -37,6 +50,58 @@ def test_accuracy_counts_only_positions_with_a_target() -> None:
     assert accuracy[0][:2] == [3 / 5, 4 / 5]
     assert accuracy[1][:2] == [3 / 4, 4 / 4]
     assert accuracy[2][:3] == [1 / 3, 1 / 3, 2 / 3]
+
+
+def answers_one_by_one(
+    backbone: Backbone, prompts: Sequence[list[int]], max_new_tokens: int, token_budget: int
+) -> dict[int, list[int]]:
+    """What `greedy_answers` gives in batches."""
+    answers: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if len(prompt) <= backbone.max_context:
+            answers[index] = Decoder(backbone).generate(prompt, max_new_tokens).tokens
+        if sum(map(len, answers.values())) >= token_budget:
+            break
+    return answers
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "phi3-longrope"])
+def test_batches_give_the_answers_of_single_rows(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces_module, "MAX_ROWS", rows)
+    backbone = random_backbone(family)
+    backbone.max_context = 30
+    prompts = [[3, 1, 4, 1, 5], [9], list(range(2, 33)), [2, 6], *([i, i + 1, 2 * i + 1] for i in range(2, 14))]
+    backbone.eos_ids = tuple(Decoder(backbone).generate(prompt, 20).tokens[at] for prompt, at in ((prompts[1], 6),))
+    for budget in (1, 20, 21, 100, 10_000):
+        expected = answers_one_by_one(backbone, prompts, 20, budget)
+        lengths: list[int] = []
+        answers = greedy_answers(backbone, prompts, 20, budget, lengths.append)
+        assert list(answers.items()) == list(expected.items())
+        assert sorted(lengths) == sorted(map(len, expected.values()))
+    assert len({len(answer) for answer in answers.values()}) > 2
+    assert greedy_answers(backbone, prompts[2:3], 20, 100) == {}
+
+
+def test_answers_share_passes_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda batch: (passes.append(len(batch.active)), step(batch))[1])
+    backbone = random_backbone("llama")
+    backbone.eos_ids = ()
+    prompts = [[i, i + 1] for i in range(2, 34)]
+    greedy_answers(backbone, prompts, 11, 20 * 11)
+    assert passes == [16] * 10 + [4] * 10  # the prefill gives each answer's first token
+    config = backbone.config
+    row = 13 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
+    monkeypatch.setattr(traces_module, "MAX_CACHE_BYTES", 3 * row)
+    passes.clear()
+    greedy_answers(backbone, prompts, 11, 3 * 11)
+    assert passes == [3] * 10
+    monkeypatch.setattr(traces_module, "MAX_CACHE_BYTES", 3 * row - 1)
+    passes.clear()
+    greedy_answers(backbone, prompts, 11, 3 * 11)
+    assert passes == [2] * 10 + [1] * 10
 
 
 def noisy_heads(backbone: Backbone) -> MedusaDraft:
@@ -80,6 +145,7 @@ def test_simulated_decoding_is_what_the_loop_does(tree: Tree) -> None:
 def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
     logits = torch.tensor([[2.0, 5.0, 5.0, 5.0, 1.0] + [0.0] * 19 + [-1.0]])
     order = logits.topk(5).indices[0].tolist()
+    guesses = LMHead(torch.eye(25)).guesses(logits, logits, MAX_RANK)
     for position, token in enumerate(order):
-        assert int(rank_of(logits, torch.tensor([token]))) == position
-    assert int(rank_of(logits, torch.tensor([24]))) == -1
+        assert int(rank_of(guesses, torch.tensor([token]))) == position
+    assert int(rank_of(guesses, torch.tensor([24]))) == -1

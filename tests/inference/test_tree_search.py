@@ -11,14 +11,15 @@ import torch
 from medusa_train.errors import MedusaError
 from medusa_train.inference import tree_search as calibrate_module
 from medusa_train.inference.traces import Trace
+from medusa_train.inference.tree_fit import TreeCandidate
 from medusa_train.inference.tree_search import (
     Calibration,
-    TreeCandidate,
     calibrate,
     measure_step_latency,
     median_prompt,
 )
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.test_traces import noisy_heads
@@ -37,7 +38,7 @@ def test_a_level_that_costs_much_makes_trees_flat(
         ],
     )
     answer = Trace([[0, 0, 0], [1, 0, -1], [0, 1, -1]] * 10, [3] * 30)
-    monkeypatch.setattr(calibrate_module, "trace_answers", lambda *given, **options: [answer] * 6)
+    monkeypatch.setattr(calibrate_module, "trace_answers", lambda *given, **options: dict.fromkeys(range(6), answer))
     result = calibrate(backbone, MedusaDraft.from_backbone(backbone, 3), [[1, 2, 3]], sizes=(2, 3, 5))
     assert [choice.tree.size for choice in result.candidates] == sorted(
         {choice.tree.size for choice in result.candidates}
@@ -65,6 +66,10 @@ def test_calibration_end_to_end(tmp_path: Path) -> None:
     result.save(tmp_path / "tree.json")
     assert Tree.load(tmp_path / "tree.json") == result.best.tree
     record = json.loads((tmp_path / "tree.json").read_text())
+    assert record["form"]["dtype"] == "float32"
+    dynamic = DynamicTrees.load(tmp_path / "tree.json")
+    assert dynamic is not None
+    assert [size.nodes for size in dynamic.sizes] == [0, 2, 5]
     assert len(record["head_accuracy"]) == 3
     assert len(record["head_accuracy"][0]) == 10
     with pytest.raises(MedusaError, match="got 2"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses import fused_losses as linear
+from medusa_train.data.batch import IGNORE_INDEX
+from medusa_train.losses import chunks
 from medusa_train.models.features import Features
 from tests.losses.toy import B, Rows, T, V, features
 
@@ -14,7 +14,7 @@ from tests.losses.toy import B, Rows, T, V, features
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Softmax over a few rows at a time: the vocabularies here would fit into one block otherwise."""
-    monkeypatch.setitem(linear._BLOCK_BYTES, "cpu", 4 * 3 * 29)
+    monkeypatch.setitem(chunks._BLOCK_BYTES, "cpu", 4 * 3 * 29)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,14 @@ def leaves(unembedding: LMHead) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None and tensor.requires_grad]
 
 
+def accumulated(compute: Callable[[], Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that `compute` leaves in `.grad`, where there was none."""
+    for tensor in tensors:
+        tensor.grad = None
+    compute()
+    return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
+
+
 def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tensor:
     hidden = hidden.double()
     logits = hidden @ head.weight.double().t()
@@ -106,3 +114,15 @@ class Rows(TorchDispatchMode):
         if func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default) and out.shape == self.gradient:
             self.weight_grads += 1
         return out
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Peak of the bytes that torch's allocator holds beyond those before `run`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

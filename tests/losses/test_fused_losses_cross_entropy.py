@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.fused_losses import block_rows, chunk_rows, linear_cross_entropy
+from medusa_train.data.batch import IGNORE_INDEX
+from medusa_train.losses.chunks import block_rows, chunk_rows
+from medusa_train.losses.fused_losses import linear_cross_entropy
 from medusa_train.models.lm_head import LMHead, LowRank
-from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
+from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, accumulated, leaves, name, plain_logits
 
 N, D, V = 37, 12, 29
 
@@ -49,9 +50,13 @@ def test_value_and_gradients_are_those_of_full_logits(
     count = int((targets != IGNORE_INDEX).sum())
     ours = gradients(result.loss_sum / count, hidden, head)
     theirs = gradients(wanted / count, hidden, head)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.dtype == dtype
+    at_once = accumulated(
+        lambda: linear_cross_entropy(hidden, head, targets, chunk=chunk, grad_scale=1 / count), [hidden, *leaves(head)]
+    )
+    for mine, direct, other in zip(ours, at_once, theirs, strict=True):
+        assert mine.dtype == direct.dtype == dtype
         torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
+        torch.testing.assert_close(direct, other, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name)
@@ -76,13 +81,14 @@ def test_gradients_are_the_slopes_of_the_value(variant: dict[str, Any]) -> None:
         assert slope == pytest.approx(float((grad * way).sum()), rel=1e-6)
 
 
-def test_a_second_backward_pass_is_refused() -> None:
-    """Gradients are scaled in place, so a second pass would scale them twice."""
+def test_a_second_backward_pass_adds_the_same_gradients() -> None:
     hidden, head, targets = make(torch.float64)
     loss = 2.0 * linear_cross_entropy(hidden, head, targets).loss_sum
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    assert head.weight.grad is not None
+    once = head.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(head.weight.grad, 2.0 * once)
 
 
 def test_hits_are_counted_over_valid_rows_only() -> None:
@@ -104,12 +110,13 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
     and by far less on average over rows; probabilities by 1/32 relative, plus 2^-8 of the gradient's own products.
     """
     hidden, head, targets = make(torch.bfloat16, bias=True)
+    trained = head
     if how == "bf16 weights":
         result = linear_cross_entropy(hidden, head, targets, chunk=8)
         tensors: tuple[Tensor, ...] = (hidden, head.weight)
     else:
         assert head.bias is not None
-        master = LMHead(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
+        trained = master = LMHead(head.weight.detach().float().requires_grad_(), head.bias.detach().float())
         states = hidden.detach().float().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = linear_cross_entropy(states, master, targets, chunk=8)
@@ -119,9 +126,14 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
     assert abs(result.loss_sum.item() - wanted.item()) < 2e-3 * wanted.item()
     ours = torch.autograd.grad(result.loss_sum, tensors)
     theirs = torch.autograd.grad(wanted, (hidden, head.weight))
-    for mine, other, leaf in zip(ours, theirs, tensors, strict=True):
-        assert mine.dtype == leaf.dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how != "bf16 weights"):
+        at_once = accumulated(
+            lambda: linear_cross_entropy(tensors[0], trained, targets, chunk=8, grad_scale=1.0), tensors
+        )
+    for mine, direct, other, leaf in zip(ours, at_once, theirs, tensors, strict=True):
+        assert mine.dtype == direct.dtype == leaf.dtype
         torch.testing.assert_close(mine.double(), other.double(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(mine, direct)  # the backward pass computes in the forward pass's dtype
 
 
 def test_loss_is_not_rounded_to_bf16() -> None:
@@ -157,14 +169,22 @@ def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None) -> None:
     assert naive.numel == rows * vocab  # the instrument does see full logits
 
 
-def test_masked_rows_and_frozen_weights_cost_no_product() -> None:
+@pytest.mark.parametrize(("grad_scale", "passes"), [(0.5, 1), (None, 2)])
+def test_masked_rows_and_frozen_weights_cost_no_product(grad_scale: float | None, passes: int) -> None:
+    """Logits are computed once if gradients are computed with the loss, else again in the backward pass."""
+
+    def run(head: LMHead) -> None:
+        result = linear_cross_entropy(hidden, head, targets, grad_scale=grad_scale)
+        if grad_scale is None:
+            result.loss_sum.backward()
+
     hidden, head, targets = make(torch.float32)
     with Rows(V, (V, D)) as trained:
-        linear_cross_entropy(hidden, head, targets).loss_sum.backward()
-    assert trained.rows == int((targets != IGNORE_INDEX).sum())
+        run(head)
+    assert trained.rows == passes * int((targets != IGNORE_INDEX).sum())
     assert trained.weight_grads == 1
     with Rows(V, (V, D)) as frozen:
-        linear_cross_entropy(hidden, LMHead(head.weight.detach()), targets).loss_sum.backward()
+        run(LMHead(head.weight.detach()))
     assert frozen.weight_grads == 0
 
 
@@ -200,8 +220,12 @@ def test_dropout_acts_in_the_low_rank_branch_only() -> None:
     assert abs(wanted.item() - undropped.item()) > 1e-3
     assert result.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-12)
     ours, theirs = gradients(result.loss_sum, hidden, head), gradients(wanted, hidden, head)
-    for mine, other in zip(ours, theirs, strict=True):
+    at_once = accumulated(
+        lambda: linear_cross_entropy(hidden, head, targets, chunk=5, grad_scale=1.0), [hidden, *leaves(head)]
+    )
+    for mine, direct, other in zip(ours, at_once, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+        torch.testing.assert_close(direct, other, rtol=0, atol=1e-10)
 
 
 def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
@@ -211,9 +235,10 @@ def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
     frozen = LMHead(head.weight.detach(), head.bias.detach(), low_rank=head.low_rank)
     kept = int((targets != IGNORE_INDEX).sum())
     with Rows(V, (V, D)) as wide:
-        result = linear_cross_entropy(hidden, frozen, targets)
+        linear_cross_entropy(hidden, frozen, targets, grad_scale=1.0)
     with Rows(RANK, (V, D)) as narrow:
-        result = linear_cross_entropy(hidden, frozen, targets)
+        linear_cross_entropy(hidden, frozen, targets, grad_scale=1.0)
+    result = linear_cross_entropy(hidden, frozen, targets)
     assert wide.rows == kept
     assert narrow.rows == 2 * kept  # z, and its gradient
     assert wide.weight_grads == 0

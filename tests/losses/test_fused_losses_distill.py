@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.fused_losses import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
 from medusa_train.models.lm_head import LMHead
-from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, leaves, name, plain_logits
+from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, accumulated, leaves, name, plain_logits
 
 N, D, V = 37, 12, 29
 D_TEACHER = 7
@@ -73,10 +75,16 @@ def plain_soft(case: Case, rho: float, ahead: int = 0) -> Tensor:
     return -(target * ours).sum()
 
 
-def assert_equal(case: Case, ours: Tensor, wanted: Tensor, tolerance: float) -> None:
+def assert_equal(case: Case, compute: Callable[..., LossSums], wanted: Tensor, tolerance: float) -> None:
+    """Value and gradients, with the loss as well as in a backward pass."""
     count = int((case.targets != IGNORE_INDEX).sum())
+    ours = compute().loss_sum
     assert abs(ours.item() - wanted.item()) <= tolerance * abs(wanted.item())
-    for mine, other in zip(case.gradients(ours / count), case.gradients(wanted / count), strict=True):
+    theirs = case.gradients(wanted / count)
+    for mine, other in zip(case.gradients(ours / count), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
+    at_once = accumulated(lambda: compute(grad_scale=1 / count), [case.hidden, *leaves(case.head)])
+    for mine, other in zip(at_once, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
 
 
@@ -85,7 +93,7 @@ def assert_equal(case: Case, ours: Tensor, wanted: Tensor, tolerance: float) -> 
 def test_kl_is_that_of_full_logits(variant: dict[str, Any], teacher: dict[str, Any]) -> None:
     case = make(torch.float64, variant, teacher)
     result = case.kl(ahead=AHEAD, chunk=5)
-    assert_equal(case, result.loss_sum, plain_kl(case, AHEAD), 1e-10)
+    assert_equal(case, partial(case.kl, ahead=AHEAD, chunk=5), plain_kl(case, AHEAD), 1e-10)
     assert result.kl_sum.item() == result.loss_sum.item()
 
 
@@ -93,14 +101,13 @@ def test_kl_is_that_of_full_logits(variant: dict[str, Any], teacher: dict[str, A
 @pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
 def test_soft_cross_entropy_is_that_of_full_logits(variant: dict[str, Any], rho: float) -> None:
     case = make(torch.float64, variant, {"softcap": 4.0, "rank": RANK})
-    result = case.soft(rho, ahead=AHEAD, chunk=5)
-    assert_equal(case, result.loss_sum, plain_soft(case, rho, AHEAD), 1e-10)
+    assert_equal(case, partial(case.soft, rho, ahead=AHEAD, chunk=5), plain_soft(case, rho, AHEAD), 1e-10)
 
 
 def test_float32() -> None:
     case = make(torch.float32, VARIANTS[-1], VARIANTS[-1])
-    assert_equal(case, case.kl(chunk=5).loss_sum, plain_kl(case), 2e-6)
-    assert_equal(case, case.soft(0.4, chunk=5).loss_sum, plain_soft(case, 0.4), 2e-6)
+    assert_equal(case, partial(case.kl, chunk=5), plain_kl(case), 2e-6)
+    assert_equal(case, partial(case.soft, 0.4, chunk=5), plain_soft(case, 0.4), 2e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, N, None])
@@ -172,7 +179,7 @@ def test_the_students_own_tensors_as_teacher_are_constants() -> None:
     shared = case._replace(teacher_hidden=case.hidden, teacher=case.head)
     rho = 0.5
     wanted = plain_soft(shared, rho)  # detaches the teacher
-    assert_equal(shared, shared.soft(rho).loss_sum, wanted, 1e-10)
+    assert_equal(shared, partial(shared.soft, rho), wanted, 1e-10)
 
 
 def test_rows_without_a_target_count_for_nothing() -> None:

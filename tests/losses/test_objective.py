@@ -1,16 +1,20 @@
-"""The Medusa-1 objective against the formula written out on stacked logits: value, gradients, micro-batches."""
+"""The Medusa-1 objective against the formula written out on stacked logits: micro-batches; schedules of lambda0."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from medusa_train.data.targets import IGNORE_INDEX
-from medusa_train.losses.objective import Objective, ObjectiveOutput
+from medusa_train.data.batch import IGNORE_INDEX
+from medusa_train.losses.objective import Objective, ObjectiveOutput, head_weight, lambda0
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from tests.losses.plain import accumulated
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_document, part
 
 
@@ -85,6 +89,31 @@ def test_two_micro_batches_are_one_batch(batch: Rows, feats: Features) -> None:
         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
 
 
+class Stem(Heads):
+    """Heads on a trained layer that they share."""
+
+    def __init__(self) -> None:
+        super().__init__(independent=False)
+        self.stem = nn.Parameter(torch.randn(D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64))
+
+    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+        yield from super().head_states(Features(torch.tanh(feats.hidden @ self.stem)), batch)
+
+
+def test_heads_that_share_a_layer_pass_through_it_once(batch: Rows, feats: Features) -> None:
+    heads = Stem()
+    objective = Objective(heads, DECAY)
+    counts = objective.target_counts(batch)
+    parameters = list(heads.parameters())
+    wanted = torch.autograd.grad(reference(heads, feats, batch), parameters)
+    ours = accumulated(lambda: objective.loss(feats, batch, counts, grad_scale=1.0), parameters)
+    for mine, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+    heads.independent_heads = True
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        objective.loss(feats, batch, counts, grad_scale=1.0)
+
+
 def test_a_head_without_targets_counts_nothing(feats: Features) -> None:
     """One supervised token at position 3 is a target of heads 1 and 2 only: head 3 would look from t = -1."""
     labels = torch.full((B, T), IGNORE_INDEX)
@@ -152,3 +181,34 @@ def test_soft_heads_learn_from_the_frozen_backbone(batch: Rows, feats: Features)
     hard = Objective(heads, DECAY).loss(feats, batch, objective.target_counts(batch))
     torch.testing.assert_close(out.head_sums, hard.head_sums)  # both are told against the labels
     assert torch.equal(out.head_correct, hard.head_correct)
+
+
+def test_head_weights_are_powers_of_the_decay() -> None:
+    assert [head_weight(k, 0.8) for k in (1, 2, 3)] == pytest.approx([0.8, 0.64, 0.512])
+    assert head_weight(4, 1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.25, 0.5, 1.0]),
+        ("sine", [0.0, math.sin(math.pi / 8), math.sqrt(0.5), 1.0]),
+        ("sine_0.5", [0.0, math.sqrt(0.5), 1.0, 1.0]),
+        ("sine_1", [0.0, math.sin(math.pi / 8), math.sqrt(0.5), 1.0]),
+    ],
+)
+def test_schedules(schedule: str, values: list[float]) -> None:
+    assert [lambda0(schedule, s) for s in (0.0, 0.25, 0.5, 1.0)] == pytest.approx(values)
+
+
+def test_progress_beyond_the_ends_is_held() -> None:
+    assert lambda0("linear", 1.2) == 1.0
+    assert lambda0("linear", -0.1) == 0.0
+    assert lambda0("sine", 1.5) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "sine_", "sine_x", "sine_0", "sine_1.5", "sine_nan", ""])
+def test_unknown_schedules_are_refused(schedule: str) -> None:
+    with pytest.raises(ValueError, match=r"sine_R|unknown schedule"):
+        lambda0(schedule, 0.5)

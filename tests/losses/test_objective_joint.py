@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.data.batch import IGNORE_INDEX
+from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
-from tests.losses.plain import Random, leaves
+from tests.losses.plain import Random, accumulated, leaves
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, features, mean_term, one_document, part
 
 LAMBDA = 0.2
@@ -48,16 +49,23 @@ class Joint:
     def trained(self) -> list[Tensor]:
         return [self.states, *leaves(self.student), *self.heads.parameters()]
 
-    def loss(self, objective: Objective, batch: Rows, counts: Tensor, rows: slice = slice(0, B)) -> ObjectiveOutput:
-        return objective.loss(
-            Features(self.states[rows]),
+    def loss(
+        self, objective: Objective, batch: Rows, counts: Tensor, rows: slice = slice(0, B), **options: Any
+    ) -> ObjectiveOutput:
+        cut = GraphCut()
+        states = self.states[rows]
+        out = objective.loss(
+            Features(cut.detach(states) if options else states),
             batch,
             counts,
             progress=0.5,
             lm_head=self.student,
             teacher=part(self.teacher_feats, rows),
             teacher_lm_head=self.teacher,
+            **options,
         )
+        cut.backward()
+        return out
 
     def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, ahead: int = 1) -> Tensor:
         """The two terms of the Medusa-2 loss; lambda0 is linear and the run half done."""
@@ -98,6 +106,29 @@ def test_value_and_gradients_are_those_of_the_formula(joint: Joint, batch: Rows,
     theirs = torch.autograd.grad(wanted, joint.trained)
     for mine, other in zip(torch.autograd.grad(out.loss, joint.trained), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+@pytest.mark.parametrize("independent", [True, False])
+@pytest.mark.parametrize("parts", [[slice(0, B)], [slice(0, 1), slice(1, 2), slice(2, B)]], ids=["whole", "parts"])
+def test_gradients_computed_with_the_loss_are_those_of_the_formula(
+    joint: Joint, batch: Rows, recipe: dict[str, Any], independent: bool, parts: list[slice]
+) -> None:
+    """Of one batch, and accumulated over three micro-batches."""
+    joint.heads.independent_heads = independent
+    ours = objective(joint, **recipe)
+    counts = ours.target_counts(batch)
+    losses: list[Tensor] = []
+
+    def accumulate() -> None:
+        losses.extend(joint.loss(ours, batch.part(rows), counts, rows, grad_scale=8.0).loss for rows in parts)
+
+    wanted = joint.reference(batch, recipe)
+    theirs = torch.autograd.grad(8.0 * wanted, joint.trained)
+    for mine, other in zip(accumulated(accumulate, joint.trained), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.stack(losses).sum(), wanted.detach(), rtol=1e-10, atol=0)
+    assert not any(loss.requires_grad for loss in losses)
 
 
 @pytest.mark.parametrize("mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"ahead": 0}, {"ahead": 2}], ids=str)

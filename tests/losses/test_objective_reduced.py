@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.objective import Objective
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from tests.losses.plain import accumulated
 from tests.losses.toy import DECAY, B, D, K, Rows, T, V, one_document, part
 
 KEPT = torch.tensor([12, 3, 5, 0, 9, 16])
@@ -24,6 +25,7 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.trained_heads = K
+        self.independent_heads = True
         generator = torch.Generator().manual_seed(1)
 
         def leaf(*shape: int) -> nn.Parameter:
@@ -76,8 +78,12 @@ def test_value_and_gradients_are_the_formula_s(batch: Rows, feats: Features, sha
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
     parameters = list(heads.parameters())
     theirs = torch.autograd.grad(wanted, parameters)
-    for mine, other in zip(torch.autograd.grad(out.loss, parameters), theirs, strict=True):
+    at_once = accumulated(
+        lambda: objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=1.0), parameters
+    )
+    for mine, direct, other in zip(torch.autograd.grad(out.loss, parameters), at_once, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+        torch.testing.assert_close(direct, other, rtol=0, atol=1e-10)
     assert torch.equal(torch.stack([out.head_counts, out.head_in_vocab, out.head_correct]), numbers)
     assert torch.equal(counts, out.head_in_vocab)
     assert bool((out.head_in_vocab < out.head_counts).all())  # or this shows nothing

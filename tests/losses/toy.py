@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 
@@ -19,9 +19,10 @@ B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
 class Heads(nn.Module):
     """K linear heads with a matrix each: all that a loss needs of a draft."""
 
-    def __init__(self) -> None:
+    def __init__(self, independent: bool = True) -> None:
         super().__init__()
         self.trained_heads = K
+        self.independent_heads = independent
         generator = torch.Generator().manual_seed(1)
         self.inner = nn.ParameterList(torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K))
         self.outer = nn.ParameterList(torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K))

@@ -1,4 +1,4 @@
-"""Packed documents separated by their bounds, and grouped-query attention with folded heads."""
+"""Grouped-query attention with folded heads."""
 
 from __future__ import annotations
 
@@ -7,112 +7,15 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from medusa_train.data.batch import Batch, collate
-from medusa_train.errors import BackboneError
+from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
 from medusa_train.models import attention
-from medusa_train.models.attention import (
-    FOLDED_HEADS,
-    document_bounds,
-    flash_obstacle,
-    folded_head_attention,
-    folded_head_forward,
-)
+from medusa_train.models.attention import FOLDED_HEADS, folded_head_attention, folded_head_forward
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
+from tests.allocations import LargestTensor
 from tests.families import random_backbone
-from tests.trees.test_masks import documents
-from tests.varlen import APART, LEAKING
-
-
-def states(backbone: Backbone, batch: Batch) -> torch.Tensor:
-    return backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
-
-
-def test_bounds_written_out() -> None:
-    bounds = document_bounds(torch.tensor([[0, 0, 0, 1, -1], [0, 0, 1, 1, 1]]))
-    assert bounds["cu_seq_lens_q"].tolist() == [0, 3, 4, 5, 7, 10]
-    assert bounds["cu_seq_lens_q"].dtype == torch.int32
-    assert bounds["cu_seq_lens_k"] is bounds["cu_seq_lens_q"]
-    assert bounds["max_length_q"] == bounds["max_length_k"] == 3
-    assert document_bounds(torch.zeros(2, 3, dtype=torch.long))["cu_seq_lens_q"].tolist() == [0, 3, 6]
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
-def test_bounds_give_the_states_of_a_mask(family: str) -> None:
-    backbone = random_backbone(family)
-    batch = collate(documents(), 0)
-    real = batch.segments >= 0
-    with torch.no_grad():
-        masked = states(backbone, batch)
-        backbone.use_varlen(APART)
-        assert backbone.config._attn_implementation == APART
-        torch.testing.assert_close(states(backbone, batch)[real], masked[real], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(recompute: bool) -> None:
-    batch = collate(documents(), 0)
-    grads = []
-    for varlen in (False, True):
-        backbone = random_backbone("llama")
-        backbone.model.requires_grad_(True).train()
-        if varlen:
-            backbone.use_varlen(APART)
-        if recompute:
-            backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
-        states(backbone, batch)[batch.segments >= 0].square().sum().backward()
-        grads.append(backbone.body.layers[0].self_attn.q_proj.weight.grad)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-9)
-
-
-def test_passes_with_a_mask_or_a_cache_use_the_original_attention() -> None:
-    backbone = random_backbone("llama")
-    tokens, positions = torch.arange(2, 10)[None], torch.arange(8)[None]
-    mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
-
-    def passes() -> list[torch.Tensor]:
-        cache = backbone.new_cache(16)
-        return [
-            backbone.run(tokens, positions=positions, mask=mask).hidden,
-            backbone.run(tokens, cache=cache).hidden,
-            backbone.run(tokens).hidden,
-        ]
-
-    with torch.no_grad():
-        before = passes()
-        backbone.use_varlen(APART)
-        assert all(torch.equal(*pair) for pair in zip(before, passes(), strict=True))
-    assert backbone.config._attn_implementation == APART
-
-
-def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
-    backbone = random_backbone("llama")
-    batch = collate(documents(), 0)
-    with torch.no_grad():
-        masked = states(backbone, batch)
-        with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* lets packed documents attend to each other"):
-            backbone.use_varlen(LEAKING)
-        assert not backbone.varlen
-        assert torch.equal(states(backbone, batch), masked)
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({}, None),
-        ({"device": "cpu"}, "needs a GPU"),
-        ({"installed": False}, "not installed"),
-        ({"dtype": torch.float32}, "does not support float32"),
-        ({"capped": True}, "soft-caps its attention scores"),
-        ({"supported": False}, "architecture does not support"),
-    ],
-)
-def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> None:
-    usable = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "supported": True, "installed": True}
-    obstacle = flash_obstacle(**(usable | changed))
-    assert obstacle is None if reason is None else reason in str(obstacle)
 
 
 class AttentionModule(nn.Module):
@@ -164,6 +67,43 @@ def test_folded_heads_give_the_reference(
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
+@pytest.mark.parametrize("q", [1, 5])
+@pytest.mark.parametrize("masks", [0, 1, 8])
+def test_batches_in_bfloat16_give_the_reference(
+    heads: int, kv_heads: int, q: int, masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are computed by two products, from keys and values that are a part of a larger cache."""
+    query, key, value = (tensor.bfloat16() for tensor in random_states(8, heads, kv_heads, q, 11))
+    mask = tree_mask(masks, q, 11) if masks else None
+    expected = reference(
+        query.double(), key[:, :, :9].double(), value[:, :, :9].double(), None if mask is None else mask[..., :9], 0.3
+    )
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", None)
+    clipped = None if mask is None else mask[..., :9].bfloat16()
+    result = folded_head_attention(query, key[:, :, :9], value[:, :, :9], clipped, 0.3)
+    torch.testing.assert_close(result.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("q", [1, 5])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_bool_masks_hide_the_same_keys(rows: int, q: int) -> None:
+    """transformers' `generate` brings bool masks; 8 rows are computed by two products, 2 are not."""
+    query, key, value = (tensor.bfloat16() for tensor in random_states(rows, 6, 2, q, 11))
+    mask = tree_mask(rows, q, 11).bfloat16()
+    expected = folded_head_attention(query, key, value, mask, 0.3)
+    torch.testing.assert_close(folded_head_attention(query, key, value, mask == 0, 0.3), expected, rtol=0, atol=0)
+
+
+def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
+    """On the meta device, which has strides; the kernel that needs them was never run."""
+    for device, width in (("meta", 16), ("cpu", 11)):
+        repeated = attention._repeat_rows(torch.empty(2, 1, 5, 11, device=device), 3)
+        assert repeated.shape == (2, 1, 15, 11)
+        assert repeated.stride()[2:] == (width, 1)
+        assert repeated.stride(0) == 15 * width
+
+
 @pytest.mark.parametrize("q", [1, 5])
 def test_values_may_have_another_size(q: int) -> None:
     query, key, value = random_states(2, 6, 2, q, 11)
@@ -180,15 +120,15 @@ def test_a_soft_cap_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [30.0]
 
 
-@pytest.mark.parametrize("case", ["gradient", "prefill", "mask by head"])
+@pytest.mark.parametrize("case", ["gradient", "prefill", "prefill with a window", "mask by head"])
 def test_other_passes_use_the_function_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> Tensor:
         raise AssertionError("folded_head_attention was called")
 
     monkeypatch.setattr(attention, "folded_head_attention", never)
-    q = 5
-    query, key, value = random_states(1, 4, 2, q, q)
-    mask = {"prefill": None, "mask by head": tree_mask(1, q, q).repeat(1, 4, 1, 1)}.get(case, tree_mask(1, q, q))
+    q, keys = 5, 5 if case == "prefill" or "window" in case else 9
+    query, key, value = random_states(1, 4, 2, q, keys)
+    mask = None if case == "prefill" else tree_mask(1, q, keys).repeat(1, 4 if case == "mask by head" else 1, 1, 1)
     with torch.set_grad_enabled(case == "gradient"):
         query.requires_grad_(case == "gradient")
         result, _ = folded_head_forward(AttentionModule(2), query, key, value, mask)
@@ -199,46 +139,79 @@ def test_other_passes_use_the_function_of_transformers(case: str, monkeypatch: p
             torch.testing.assert_close(ours, stock, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def stock(family: str, dtype: torch.dtype = torch.float64) -> Backbone:
+    """A backbone with transformers' own attention."""
+    backbone = random_backbone(family, dtype=dtype)
+    backbone.model.set_attn_implementation("sdpa")
+    backbone.attention = "sdpa"
+    return backbone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mistral-window", "gemma3"])
 def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_is_faster", lambda *shape: True)
-    backbone = random_backbone(family)
-    draft = MedusaDraft.from_backbone(backbone, 3)
-    prompt, trees = [5, 9, 11, 3], (None, Tree.cartesian([3, 2]))
-    expected = [Decoder(backbone, draft, tree).generate(prompt, 24).tokens for tree in trees]
+    prompts, trees = [[5, 9, 11, 3], [7, 2, 30, 31, 32, 8, 19]], (None, Tree.cartesian([3, 2]))
     lengths: set[int] = set()
     original = attention.folded_head_attention
     monkeypatch.setattr(
         attention, "folded_head_attention", lambda *args: (lengths.add(args[0].shape[2]), original(*args))[1]
     )
-    backbone.prepack_weights()
+
+    def answers(backbone: Backbone) -> list[list[int]]:
+        draft = MedusaDraft.from_backbone(backbone, 3)
+        single = [Decoder(backbone, draft, tree).generate(prompts[0], 24).tokens for tree in trees]
+        batches = [BatchDecoder(backbone, draft, tree).generate_batch(prompts, 24) for tree in trees]
+        return [*single, *(answer.tokens for batch in batches for answer in batch)]
+
+    expected = answers(stock(family))
+    assert not lengths
+    backbone = random_backbone(family)
     assert backbone.attention == backbone.config._attn_implementation == FOLDED_HEADS
-    assert [Decoder(backbone, draft, tree).generate(prompt, 24).tokens for tree in trees] == expected
+    assert answers(backbone) == expected
     assert lengths == {1, 10}  # plain steps, and a tree of nine nodes and its root
 
 
-def test_a_bfloat16_model_gives_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_is_faster", lambda *shape: True)
-    backbone = random_backbone("llama", dtype=torch.bfloat16)
+def test_a_bfloat16_model_gives_the_same_states() -> None:
     tokens = torch.arange(6)[None]
-    cache = backbone.new_cache(8)
-    with torch.inference_mode():
-        backbone.run(tokens[:, :5], cache=cache)
-        cache.commit(5)
-        position = torch.tensor([[5]])
-        stock = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
-        backbone.prepack_weights()
-        assert backbone.attention == backbone.config._attn_implementation == FOLDED_HEADS
-        ours = backbone.run(tokens[:, 5:], positions=position, cache=cache).hidden
-    torch.testing.assert_close(ours, stock, rtol=5e-2, atol=5e-2)
+    states = []
+    for backbone in (stock("llama", torch.bfloat16), random_backbone("llama", dtype=torch.bfloat16)):
+        cache = backbone.new_cache(8)
+        with torch.inference_mode():
+            backbone.run(tokens[:, :5], cache=cache)
+            cache.commit(5)
+            states.append(backbone.run(tokens[:, 5:], positions=torch.tensor([[5]]), cache=cache).hidden)
+    torch.testing.assert_close(states[1], states[0], rtol=5e-2, atol=5e-2)
 
 
-def test_it_is_not_used_if_slower_or_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_is_faster", lambda *shape: True)
-    capped = random_backbone("gemma2", dtype=torch.bfloat16)
-    capped.prepack_weights()
-    assert capped.attention == capped.config._attn_implementation == "eager"
-    monkeypatch.setattr(attention, "_is_faster", lambda *shape: False)
-    slower = random_backbone("llama", dtype=torch.bfloat16)
-    slower.prepack_weights()
-    assert slower.attention == "sdpa"
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_generate_of_transformers_gives_the_same_tokens(family: str) -> None:
+    """Also for prompts padded on the left, whose masks transformers builds itself."""
+    tokens = torch.tensor([[0, 0, 5, 9, 11], [7, 2, 30, 31, 8]])
+    answers = [
+        backbone.model.generate(tokens, attention_mask=(tokens > 0).long(), max_new_tokens=12, do_sample=False)
+        for backbone in (stock(family), random_backbone(family))
+    ]
+    assert torch.equal(*answers)
+
+
+def test_it_is_not_used_without_need() -> None:
+    assert random_backbone("gemma2", dtype=torch.bfloat16).attention == "eager"  # soft-capped scores
+    assert random_backbone("llama", num_key_value_heads=4).attention == "sdpa"  # nothing is shared
+    assert random_backbone("llama", dtype=torch.bfloat16, num_key_value_heads=4).attention == FOLDED_HEADS
+
+
+def test_a_masked_pass_of_a_batch_does_not_copy_keys_and_values() -> None:
+    """Nothing in a step is as large as the keys of one layer, once for each of the query heads that share them."""
+    rows, length = 4, 400
+    largest = []
+    for backbone in (stock("llama", torch.float32), random_backbone("llama", dtype=torch.float32)):
+        draft = MedusaDraft.from_backbone(backbone, 3)
+        batch = BatchDecoder(backbone, draft, Tree.cartesian([2, 2])).begin(8)
+        backbone.max_context = 1024
+        prompts = torch.randint(2, 61, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
+        batch.add_requests([PendingRequest(i, prompt) for i, prompt in enumerate(prompts)])
+        with LargestTensor() as watched:
+            batch.step()
+        largest.append(watched.numel)
+    copied = rows * 4 * length * 8  # heads x positions x head_dim
+    assert largest[0] >= copied
+    assert largest[1] < copied / 2

@@ -29,6 +29,11 @@ def test_an_explicit_causal_mask_gives_the_models_states(family: str) -> None:
         assert torch.allclose(ours, backbone.run(tokens).hidden, atol=1e-9)
 
 
+def test_a_mistyped_relative_path_is_not_taken_for_a_hub_name() -> None:
+    with pytest.raises(BackboneError, match=r"data/tinny: no such directory.*did you mean data/tiny\?"):
+        resolve_backbone("data/tinny")
+
+
 def test_a_missing_directory_and_an_unreachable_hub_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,25 +27,80 @@ def test_supported_families_pass_in_every_precision(family: str, dtype: torch.dt
     check_model(backbone)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ("BloomConfig", ["max_position_embeddings"]),
-        ("MambaConfig", ["max_position_embeddings", "state-space"]),
-        ("JambaConfig", ["state-space"]),
-        ("T5Config", ["no causal language model", "encoder-decoder"]),
-        ("DeepseekV3Config", ["different sizes"]),
-        ("ViTConfig", ["no causal language model"]),
-        ("Llama4TextConfig", ["chunked_attention"]),
-    ],
-)
+REFUSED = {
+    "BloomConfig": ["max_position_embeddings"],
+    "T5Config": ["no causal language model", "encoder-decoder"],
+    "BartConfig": ["encoder-decoder"],
+    "ViTConfig": ["no causal language model"],
+    "MambaConfig": ["recurrent state"],
+    "Mamba2Config": ["recurrent state"],
+    "FalconMambaConfig": ["recurrent state"],
+    "JambaConfig": ["recurrent state"],
+    "BambaConfig": ["recurrent state"],
+    "Zamba2Config": ["recurrent state"],
+    "NemotronHConfig": ["recurrent state"],
+    "GraniteMoeHybridConfig": ["recurrent state"],
+    "FalconH1Config": ["recurrent state"],
+    "RecurrentGemmaConfig": ["recurrent state"],
+    "RwkvConfig": ["recurrent state"],
+    "xLSTMConfig": ["recurrent state"],
+    "Qwen3NextConfig": ["recurrent state"],
+    "MiniMaxConfig": ["recurrent state"],
+    "Llama4TextConfig": ["chunked attention"],
+    "Llama4Config": ["chunked attention"],
+    "GptOssConfig": ["attention sinks"],
+    "DeepseekV2Config": ["latent attention"],
+    "DeepseekV3Config": ["latent attention"],
+    "Glm4MoeLiteConfig": ["latent attention"],
+    "LongcatFlashConfig": ["latent attention"],
+    "MiniCPM3Config": ["latent attention"],
+    "MllamaConfig": ["cross-attention"],
+    "GPTJConfig": ["scaled_dot_product_attention"],
+}
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED.items())
 def test_reasons_are_given_before_any_weight_is_loaded(tmp_path: Path, config: str, words: list[str]) -> None:
     built = getattr(transformers, config)()
     built.save_pretrained(tmp_path)
     with pytest.raises(BackboneError, match="is not supported") as caught:
         resolve_backbone(str(tmp_path))
-    for word in (*words, built.model_type, "Llama, Mistral"):
+    for word in (*words, built.model_type, "Llama, Mistral", "docs/training.md"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["MambaConfig", "FalconH1Config", "Qwen3NextConfig", "Llama4Config", "GptOssConfig"])
+def test_a_missing_feature_is_reported_without_its_consequences(config: str) -> None:
+    with pytest.raises(BackboneError) as caught:
+        check_architecture(getattr(transformers, config)(), "x")
+    reasons = [line for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert len(reasons) == 1
+    assert reasons[0].startswith(f"  {REFUSED[config][0]}: ")
+
+
+PASSING = [
+    *("Llama", "Mistral", "Mixtral", "Ministral3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2"),
+    *("Gemma3Text", "Gemma3", "Phi", "Phi3", "Phimoe", "SmolLM3", "Olmo", "Olmo2", "Olmo3", "Olmoe", "GPTNeoX", "GPT2"),
+    *(
+        "OPT",
+        "Falcon",
+        "StableLm",
+        "Starcoder2",
+        "Granite",
+        "GraniteMoe",
+        "Cohere",
+        "Cohere2",
+        "Glm",
+        "Glm4",
+        "Glm4Moe",
+    ),
+    *("Nemotron", "Exaone4", "Helium", "SeedOss", "Dots1", "Ernie4_5", "HunYuanDenseV1", "VaultGemma", "Apertus"),
+]
+
+
+@pytest.mark.parametrize("family", PASSING)
+def test_configs_of_other_decoders_pass(family: str) -> None:
+    check_architecture(getattr(transformers, f"{family}Config")(), family)
 
 
 def test_alibi_and_bidirectional_attention_are_rejected() -> None:

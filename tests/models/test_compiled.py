@@ -14,9 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.torch_version import TorchVersion
 
 from medusa_train.errors import BackboneError
+from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import BLOCK, CompiledPass
+from medusa_train.models.compiled import BLOCK, CompiledPass, Form
+from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -24,9 +26,7 @@ from tests.families import random_backbone
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
 )
-joins_projections = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.12", reason="older releases of torch do not join projections"
-)
+JOINS_PROJECTIONS = TorchVersion(torch.__version__) >= "2.12"
 TREES = (None, Tree.chain(3), Tree.cartesian([3, 2]))
 
 
@@ -53,8 +53,13 @@ def compile_backbone(family: str, dtype: torch.dtype) -> Compiled:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiled]:
-    yield compile_backbone("llama", torch.float64)
+def traced() -> Iterator[Compiled]:
+    """A backbone whose passes torch.compile traces and then runs as they are, in seconds and without a C++ compiler."""
+    compile_ = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, options: compile_(function, backend="eager"))
+        backbone = compile_backbone("llama", torch.float64)
+    yield backbone  # not inside the patch, which would hold for the compiled one too
     torch.compiler.reset()
 
 
@@ -64,6 +69,8 @@ def check_answers(compiled: Compiled) -> None:
         generations = [decoder.generate(prompt, 40) for prompt in compiled.prompts]
         assert [generation.tokens for generation in generations] == expected
         assert generations[0].steps > 1
+    lookahead = Decoder(compiled.backbone, LookaheadDraft(window=3, ngram=3, guesses=2))  # has side rows
+    assert [lookahead.generate(prompt, 40).tokens for prompt in compiled.prompts] == compiled.answers[0]
 
 
 def check_products(backbone: Backbone) -> None:
@@ -76,37 +83,86 @@ def check_products(backbone: Backbone) -> None:
     assert products == 3 * (4 * backbone.num_layers + 1)
 
 
+@pytest.mark.xdist_group("traced")
+def test_traced_passes_give_the_same_tokens(traced: Compiled) -> None:
+    check_answers(traced)
+
+
 @needs_compiler
-def test_compiled_passes_give_the_same_tokens(compiled: Compiled) -> None:
+@pytest.mark.slow
+def test_compiled_passes_give_the_same_tokens() -> None:
+    torch.compiler.reset()
+    compiled = compile_backbone("llama", torch.float64)
     check_answers(compiled)
+    if JOINS_PROJECTIONS:
+        check_products(compiled.backbone)
 
 
-@needs_compiler
-def test_plain_steps_and_trees_have_separate_programs(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.xdist_group("traced")
+def test_plain_steps_and_trees_have_separate_programs(traced: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few guards, plain steps would use the program for trees, which is slower."""
-    compiled_pass = compiled.backbone.compiled
+    compiled_pass = traced.backbone.compiled
     assert compiled_pass is not None
     calls = set()
-    for name in ("_plain", "_tree"):
-        program = getattr(compiled_pass, name)
-        monkeypatch.setattr(
-            compiled_pass, name, lambda *args, p=program, n=name: (calls.add((n, args[0].shape[1])), p(*args))[1]
+    for form, program in compiled_pass._programs.items():
+        monkeypatch.setitem(
+            compiled_pass._programs,
+            form,
+            lambda *args, p=program, f=form: (calls.add((f, args[0].shape[1])), p(*args))[1],
         )
     for tree in TREES:
-        Decoder(compiled.backbone, compiled.draft, tree).generate([5, 6, 7], 12)
-    assert calls == {("_plain", 1), ("_tree", 4), ("_tree", 10)}
+        Decoder(traced.backbone, traced.draft, tree).generate([5, 6, 7], 12)
+    assert calls == {(Form(False, False), 1), (Form(False, True), 4), (Form(False, True), 10)}
+
+
+def check_batches(backbone: Backbone) -> None:
+    """Batches of several sizes, whose rows end at different times, past the end of a block."""
+    draft = MedusaDraft.from_backbone(backbone, 3)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, BLOCK - 20, 40, 7, 90, 5)]
+    free = [Decoder(backbone).generate(prompt, 30, ()).tokens for prompt in prompts]
+    eos = [free[0][4], free[3][11]]
+    alone = [Decoder(backbone).generate(prompt, 30, eos).tokens for prompt in prompts]
+    assert len({len(answer) for answer in alone}) > 2
+    assert backbone.compiled is not None
+    assert not backbone.compiled.covers(1, 1)
+    for tree in TREES:
+        for count in (6, 2):
+            batch = BatchDecoder(backbone, draft, tree).generate_batch(prompts[:count], 30, eos)
+            assert [out.tokens for out in batch] == alone[:count]
+    batch = BatchDecoder(backbone, LookaheadDraft(window=3, ngram=3, guesses=2)).generate_batch(prompts, 30, eos)
+    assert [out.tokens for out in batch] == alone
+
+
+@pytest.mark.xdist_group("traced")
+def test_traced_passes_of_batches_give_the_tokens_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, options: compile_(function, backend="eager"))
+    backbone = random_backbone("llama", max_position_embeddings=3 * BLOCK)
+    backbone.compile_passes(rows=6)
+    graphs = counters["stats"]["unique_graphs"]
+    check_batches(backbone)
+    assert counters["stats"]["unique_graphs"] == graphs
+    torch.compiler.reset()
 
 
 @needs_compiler
-@joins_projections
-def test_projections_with_the_same_input_are_one_product(compiled: Compiled) -> None:
-    check_products(compiled.backbone)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_batches_give_the_tokens_of_single_rows(family: str) -> None:
+    torch.compiler.reset()
+    backbone = random_backbone(family, max_position_embeddings=3 * BLOCK)
+    backbone.compile_passes(rows=6)
+    graphs = counters["stats"]["unique_graphs"]
+    check_batches(backbone)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 @needs_compiler
-@joins_projections
+@pytest.mark.skipif(not JOINS_PROJECTIONS, reason="older releases of torch do not join projections")
 @pytest.mark.slow
 def test_projections_with_the_same_input_are_one_product_in_bfloat16() -> None:
+    torch.compiler.reset()
     check_products(compile_backbone("qwen2", torch.bfloat16).backbone)
 
 

@@ -27,6 +27,19 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(
     assert str(choose_precision("auto", torch.device(device))) == training
 
 
+@pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "amd", "fast"),
+    [(True, True, False, True), (False, True, True, True), (False, True, False, False), (False, False, True, False)],
+)
+def test_bfloat16_on_a_cpu_takes_amx_or_avx512_by_amd(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, amd: bool, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(precision, "_is_amd_cpu", lambda: amd)
+    assert precision.has_fast_bf16(torch.device("cpu")) is fast
+
+
 def test_precision_that_is_asked_for() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert choose_precision(True, cpu).dtype == torch.bfloat16

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_train.checkpoint import choose_compile
+from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import Batch
+from medusa_train.inference import batch as inference_batch
+from medusa_train.inference.batch import Batch, plain_step_seconds
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -25,6 +29,7 @@ from medusa_train.selfdistill.hf_engine import (
     _surely_drawn,
     is_certain,
 )
+from medusa_train.selfdistill.local_model import LocalModel
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
 
@@ -346,3 +351,46 @@ def test_sampled_answers_with_heads_come_from_the_seed_alone(backbone: Backbone)
     draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.chain(2)
     one, two = (all_answers(engine(backbone, 0.8, 20, draft=draft, tree=tree, compare=compare)) for compare in (0, 3))
     assert one == two
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch_size", "seconds", "compiler", "line"),
+    [
+        (torch.float64, 4, 1.0, True, "compile: yes, 1,000 steps of 1000.0 ms"),
+        (torch.float64, 4, 0.1, True, "compile: no, 1,000 steps of 100.0 ms"),
+        (torch.float64, 4, 1.0, False, "compile: no, there is no C++ compiler (on a GPU: no Triton)"),
+        (torch.float32, 4, 1.0, True, "compile: yes, 1,000 steps of 1000.0 ms"),
+        (torch.float32, 1, 1.0, True, None),  # must be reproducible
+    ],
+)
+def test_passes_are_compiled_where_the_answers_repay_it(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    batch_size: int,
+    seconds: float,
+    compiler: bool,
+    line: str | None,
+) -> None:
+    loaded = LoadedModel(load_backbone(str(directory), dtype=dtype), None, None)
+    compiled: list[tuple[int, bool]] = []
+    monkeypatch.setattr(inference_batch, "plain_step_seconds", lambda *args: seconds)
+    monkeypatch.setattr(choose_compile, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(
+        choose_compile, "compile_backbone", lambda backbone, paths, rows, trees: compiled.append((rows, trees))
+    )
+    monkeypatch.setattr(LocalModel, "load", lambda self: loaded)
+    lines: list[str] = []
+    paths = resolve_model(None, str(directory), None)
+    options = {"temperature": 0.0, "max_new_tokens": 4}
+    LocalModel(paths, "float64", options, "auto", 2000 * batch_size).open(batch_size, lines.append)
+    assert compiled == ([(batch_size, False)] if line is not None and "yes" in line else [])
+    assert [one[: len(line)] for one in lines] == [line] if line is not None else not lines
+
+
+def test_steps_of_batches_are_timed(directory: Path) -> None:
+    backbone = load_backbone(str(directory), dtype=torch.float64)
+    rounds: list[int] = []
+    for rows in (1, 3):
+        assert 0 < plain_step_seconds(backbone, [0] * 500, rows, lambda: rounds.append(1)) < 1
+    assert len(rounds) == 8

@@ -11,30 +11,30 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train import openai_client as chat_server
 from medusa_train.data.conversation import Message
 from medusa_train.errors import ServerError
-from medusa_train.openai_client import OpenAIClient
 from medusa_train.selfdistill.engines import Request
 from medusa_train.selfdistill.modes import DropRules, replay
 from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run import RunStats, distill
+from medusa_train.servers import slots
+from medusa_train.servers.client import OpenAIClient
 from tests import fake_server
 from tests.fake_server import FakeServer, completion, error, serving
 
 
 @pytest.fixture(autouse=True)
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "MIN_BACKOFF", 0.01)
-    monkeypatch.setattr(chat_server, "MAX_BACKOFF", 0.1)
+    monkeypatch.setattr(slots, "MIN_BACKOFF", 0.01)
+    monkeypatch.setattr(slots, "MAX_BACKOFF", 0.1)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def engine(url: str, concurrency: int = 4, retry_seconds: float = 60.0) -> OpenAIEngine:
-    server = OpenAIClient(url, timeout=20.0, retry_seconds=retry_seconds)
-    return OpenAIEngine(server, "served", ServerSampling(0.5, 64, 0.9), concurrency)
+def engine(url: str | list[str], concurrency: int = 4, retry_seconds: float = 60.0) -> OpenAIEngine:
+    server = OpenAIClient(url, timeout=20.0, retry_seconds=retry_seconds, concurrency=concurrency)
+    return OpenAIEngine(server, "served", ServerSampling(0.5, 64, 0.9))
 
 
 def ask(text: str, seed: int = 1) -> Request:
@@ -98,6 +98,29 @@ def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
     assert (answer.text, answer.finish_reason, answer.completion_tokens) == ("half ?", reason, 0)
 
 
+def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> None:
+    replies = [
+        ({"reasoning_content": "add", "content": "four"}, "<r>\nadd\n</r>\n\nfour"),
+        ({"reasoning": "\nadd\n", "content": "\n\nfour"}, "<r>\nadd\n</r>\n\nfour"),
+        ({"reasoning_content": None, "content": "four"}, "four"),
+        ({"reasoning_content": "add", "content": None}, ""),
+    ]
+
+    def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
+        message = {"role": "assistant", **replies[number][0]}
+        return 200, {}, json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+
+    with serving(script) as server:
+        sampling = ServerSampling(0.5, 64, chat_template_kwargs={"enable_thinking": True})
+        client = OpenAIClient(server.url, timeout=20.0, retry_seconds=60.0)
+        asking = OpenAIEngine(client, "served", sampling, ("<r>", "</r>"))
+        for number, (_, expected) in enumerate(replies):
+            asking.submit(number, ask("hi"))
+            assert asking.next()[1].text == expected
+        asking.close()
+        assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
+
+
 def test_many_requests_are_under_way_at_a_time(tmp_path: Path) -> None:
     with serving(seconds=0.05) as server:
         stats = run(tmp_path / "out.jsonl", seeds(24, turns=2), engine(server.url, concurrency=8))
@@ -123,6 +146,34 @@ def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp
         stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=2))
     assert sorted(ids(tmp_path / "out.jsonl")) == ["s1", "s2", "s5"]
     assert dict(stats.dropped) == {"refused": 2, "context": 1}
+
+
+def test_a_server_with_a_short_context_gets_shorter_answers_and_only_long_prompts_are_dropped(tmp_path: Path) -> None:
+    message = (
+        "maximum context length is {context} tokens. However, you requested {total} tokens ({prompt} in the messages"
+    )
+    prompts = [Prompt(f"s{words}", ("word " * words, "more")) for words in (5, 15, 25, 90)]
+    with serving(fake_server.short_context(60, message, answer=12)) as server:
+        asking = engine(server.url)
+        stats = run(tmp_path / "out.jsonl", prompts, asking)
+    assert sorted(ids(tmp_path / "out.jsonl")) == ["s15", "s25", "s5"]
+    # s25: 25 + 12 words, then 38 + 12; s90: nothing fits
+    assert dict(stats.dropped) == {"context": 2}
+    assert (stats.written, stats.turns, stats.empty) == (3, 6, 1)
+    assert asking.stats()["requests shortened to the context"]
+
+
+@pytest.mark.parametrize(("length", "reason"), [(64, "length"), (63, "context")])
+def test_an_answer_that_ends_before_max_new_tokens_reached_the_context(length: int, reason: str) -> None:
+    def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
+        usage = {"prompt_tokens": 1, "completion_tokens": length}
+        return 200, {}, json.dumps({**completion(body, "length"), "usage": usage}).encode()
+
+    with serving(script) as server:
+        asking = engine(server.url)
+        asking.submit(0, ask("hi"))
+        assert asking.next()[1].finish_reason == reason
+        asking.close()
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])

@@ -7,7 +7,7 @@ import pytest
 
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.selfdistill.output import OutputWriter, merge, shard_output
-from medusa_train.selfdistill.select_prompts import Shard
+from medusa_train.selfdistill.prompts import Shard
 
 SETTINGS = {"model": "m"}
 SEEDS = [f"c{number}" for number in range(6)]

@@ -13,14 +13,20 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from medusa_train.config.load import dump_config
 from medusa_train.config.schema import TrainConfig
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["medusa_train.cli.train", "medusa_train.training.run"])
+_PROCESSES.set_forkserver_preload(["medusa_train.cli.train", "medusa_train.training.run", "tests.training.worker"])
+
+#: Mark of tests that fork: in one xdist worker they share the process that has imported everything.
+forks = pytest.mark.xdist_group("forks")
 
 
 def die() -> None:
@@ -76,22 +82,39 @@ def command(cfg: TrainConfig, *overrides: str) -> list[str]:
 def medusa_train(arguments: list[str], mishap: Mishap | None = None) -> tuple[int, str]:
     """Run the command to its end; return its exit code (-9: killed), and all that it printed."""
     log = Path(f"{arguments[0]}.log")
-    process = _PROCESSES.Process(target=_run, args=(arguments, mishap, log))
+    code = wait(start(log, run_command, arguments, mishap))
+    return code, log.read_text(encoding="utf-8")
+
+
+def start(log: Path, target: Callable[..., None], *arguments: Any, **environ: str) -> BaseProcess:
+    """Start `target(*arguments)` in a process of its own that prints to `log`."""
+    process = _PROCESSES.Process(target=_run, args=(log, environ, target, arguments))
     process.start()
-    process.join(timeout=500)
+    return process
+
+
+def wait(process: BaseProcess, timeout: float = 500) -> int:
+    """Return a process's exit code; one that takes longer is killed."""
+    process.join(timeout)
     if process.exitcode is None:
         process.kill()
-        raise TimeoutError(log.read_text(encoding="utf-8"))
-    return process.exitcode, log.read_text(encoding="utf-8")
+        raise TimeoutError(f"process {process.pid} has not ended after {timeout} s")
+    return process.exitcode
 
 
-def _run(arguments: list[str], mishap: Mishap | None, log: Path) -> None:
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(handle, stream)
+def run_command(arguments: list[str], mishap: Mishap | None = None) -> None:
+    """Run `medusa-train` with `arguments` in this process."""
     from medusa_train.cli.train import main
 
     if mishap is not None:
         mishap.arrange()
     sys.argv = ["medusa-train", *arguments]
     main()
+
+
+def _run(log: Path, environ: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    os.environ.update(environ)
+    target(*arguments)

@@ -10,6 +10,7 @@ import torch
 
 from medusa_train.checkpoint.heads import save_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.training import backbone_recipe as attention
@@ -20,37 +21,64 @@ from tests.families import random_backbone
 from tests.varlen import APART, LEAKING
 
 
-def test_on_a_cpu_a_mask_is_used_whatever_is_asked_for() -> None:
-    for wanted, reason in (("auto", "needs a GPU"), (True, "needs a GPU"), (False, "false")):
+def test_on_a_cpu_each_document_is_computed_by_itself_whatever_is_asked_for() -> None:
+    for wanted, reason in (("auto", "needs a GPU"), (True, "needs a GPU"), (False, "flash_attention: false")):
         backbone = random_backbone("llama")
         line = choose_attention(backbone, wanted, packed=True)
-        assert line.startswith("attention: torch sdpa with a block-diagonal mask")
+        assert line.startswith("attention: torch sdpa, one call per document, for packed rows (")
         assert reason in line
-        assert not backbone.varlen
+        assert backbone.varlen
+
+
+def test_soft_capped_scores_need_a_mask() -> None:
+    backbone = random_backbone("gemma2")
+    line = choose_attention(backbone, "auto", packed=True)
+    assert line.startswith("attention: torch eager with a mask for packed rows (")
+    assert "soft-capped scores" in line
+    assert not backbone.varlen
 
 
 def test_rows_of_one_conversation_need_neither() -> None:
-    assert "causal" in choose_attention(random_backbone("llama"), True, packed=False)
+    backbone = random_backbone("llama")
+    assert "causal" in choose_attention(backbone, True, packed=False)
+    assert not backbone.varlen
+
+
+def test_sliding_windows_are_computed_from_bounds_in_all_rows() -> None:
+    backbone = random_backbone("mistral-window")
+    assert "one call per document, for rows with sliding windows" in choose_attention(backbone, "auto", packed=False)
+    assert backbone.varlen
 
 
 def test_where_nothing_stands_in_the_way_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", APART)
     backbone = random_backbone("llama")
-    assert "varlen kernel" in choose_attention(backbone, "auto", packed=True)
-    assert backbone.varlen
-    assert "flash_attention: false" in choose_attention(random_backbone("llama"), False, packed=True)
+    assert choose_attention(backbone, "auto", packed=True) == "attention: flash-attn varlen kernel for packed rows"
+    assert backbone.config._attn_implementation == APART
+    monkeypatch.setattr(attention, "uses_varlen_kernel", lambda *facts: True)
+    line = choose_attention(random_backbone("llama"), False, packed=True)
+    assert line == "attention: torch varlen kernel for packed rows (flash_attention: false)"
 
 
 @pytest.mark.parametrize("kernel", [LEAKING, "flash_attention_2"])
-def test_a_kernel_that_leaks_or_cannot_be_loaded_leaves_the_mask(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_leaks_or_cannot_be_loaded_is_not_used(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", kernel)
     backbone = random_backbone("llama")
     line = choose_attention(backbone, "auto", packed=True)
-    assert line.startswith("attention: torch sdpa with a block-diagonal mask for packed rows (")
+    assert line.startswith("attention: torch sdpa, one call per document, for packed rows (")
+    assert backbone.config._attn_implementation == DOCUMENTS
+
+
+def test_where_every_kernel_leaks_a_mask_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "register_document_attention", lambda: LEAKING)
+    backbone = random_backbone("llama")
+    line = choose_attention(backbone, "auto", packed=True)
+    assert line.startswith("attention: torch sdpa_folded_heads with a mask for packed rows (")
+    assert "lets packed documents attend to each other" in line
     assert not backbone.varlen
-    assert backbone.config._attn_implementation == "sdpa"
+    assert backbone.config._attn_implementation == backbone.attention
 
 
 @pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])

@@ -12,6 +12,7 @@ from medusa_train.training.deepspeed_config import (
     check_compiler,
     check_deepspeed,
     complete_config,
+    loading_config,
     read_deepspeed,
     stage_of,
 )
@@ -66,6 +67,17 @@ def test_a_file_of_another_trainer_fits():
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(whole)
     assert whole["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is
+
+
+def test_only_stage_3_with_several_processes_partitions_the_backbone_while_it_is_loaded():
+    stage3 = {"zero_optimization": {"stage": 3}}
+    whole = loading_config(stage3, config(), 2, "bfloat16")
+    assert (stage_of(whole), whole["bf16"], whole["train_batch_size"]) == (3, {"enabled": True}, 16)
+    assert not {"bf16", "fp16"} & set(loading_config(stage3, config(), 2, "float32"))
+    assert loading_config(stage3, config(), 1, "bfloat16") is None
+    assert loading_config({"zero_optimization": {"stage": 2}}, config(), 2, "bfloat16") is None
+    saved = config(recipe="medusa2", adapter="lora", lora_modules_to_save=["embed_tokens"])
+    assert loading_config(stage3, saved, 2, "bfloat16") is None
 
 
 def test_contradictions_are_listed_all_at_once():

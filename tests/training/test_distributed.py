@@ -5,18 +5,17 @@ up, which moves a sum by a few units of 2^-24 (6e-8) of its largest term. Under 
 (about 1 or less): 5e-7, where 6e-8 was seen. AdamW divides by the root of the second moment, so where a gradient is
 almost zero its rounding counts as much as other gradients do: 5e-5 of weights that move by 0.04 (4e-6 was seen), and
 1e-7 on average. It hides a wrong factor on the gradients, which SGD shows. Figures are means of thousands of such
-terms: 2e-5 of their size. In bfloat16 ZeRO-3's own linear layer rounds once more, before the bias (2^-9, 2e-3): there
-only sameness of that order is asked for.
+terms: 2e-5 of their size. In bfloat16 ZeRO-3's own linear layer rounds once more, before the bias, and one process adds
+up the gradients of the states in another order of the heads (2^-9, 2e-3, each): there only sameness of that order is
+asked for.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,13 +25,13 @@ import pytest
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.training.distributed import SINGLE_PROCESS
 from tests.training.conftest import metrics
-from tests.training.worker import SMALL, equal, whole_run
+from tests.training.mishap import forks, start, wait
+from tests.training.worker import SMALL, equal, run_plan, whole_run
 
 pytestmark = [
-    pytest.mark.xdist_group("distributed"),  # in one worker, or each would start processes of its own
+    forks,
     pytest.mark.timeout(1800),  # all cases run in the first test's fixture
     pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="DeepSpeed runs on Linux"),
@@ -46,10 +45,21 @@ LORA = {
     "lora_dropout": 0.0,
     "medusa_self_distillation": True,
 }
+#: Three epochs with a frozen backbone whose states are kept on disk; batches of one row have the same shape in each.
+CACHED: dict[str, Any] = {
+    **dict.fromkeys(LORA),
+    "recipe": "medusa1",
+    "cache_hidden_states": True,
+    "micro_batch_size": 1,
+    "max_steps": None,
+    "num_epochs": 3,
+}
 OTHER: dict[str, Any] = {"recipe": "medusa1", "medusa_num_heads": None}
 RECIPES: dict[str, dict[str, Any]] = {
     "m1": {"recipe": "medusa1"},
     "shared": {"recipe": "medusa1", "medusa_share_lm_head": True},
+    "markov": {"recipe": "medusa1", "medusa_markov_rank": 4},
+    "acceptance": {"recipe": "medusa1", "medusa_soft_targets": 0.5, "head_loss": "lk", "head_weights": "dpace"},
     "lora": LORA,
     "bf16": {**LORA, "bf16": True},
     "nf4": {**LORA, "adapter": "qlora", "load_in_4bit": True},
@@ -74,6 +84,8 @@ EQUAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "m1-adamw-zero2-offload": ("m1", "adamw", {"stage": 2, **OFFLOADED}, {}),
     "m1-adamw-zero3-offload": ("m1", "adamw", {"stage": 3, **OFFLOADED, "offload_param": {"device": "cpu"}}, {}),
     "shared-sgd-zero3": ("shared", "sgd", {"stage": 3}, {}),
+    "markov-sgd-zero3": ("markov", "sgd", {"stage": 3}, {}),
+    "acceptance-sgd-zero3": ("acceptance", "sgd", {"stage": 3}, {}),
     "lora-sgd-zero2": ("lora", "sgd", {"stage": 2}, {}),
     "lora-sgd-zero3": ("lora", "sgd", {"stage": 3}, RECOMPUTED),
     "lora-adamw-zero1": ("lora", "adamw", {"stage": 1}, {}),
@@ -90,19 +102,19 @@ ZERO3 = {"zero_optimization": {**SMALL, "stage": 3}}
 STRATEGIES = {"zero1": None, "zero3": ZERO3}
 
 
-def start(plan: Path, processes: int = 2) -> list[subprocess.Popen[bytes]]:
-    """Start the workers on `plan`, each with a log of its own beside it."""
+def run_two(plan: Path) -> list[int]:
+    """Run `plan` in two processes, each with a log of its own beside it; return their exit codes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # fmt: skip
-        with (plan.parent / f"log-{rank}").open("wb") as log:
-            command = [sys.executable, "-m", "tests.training.worker", str(plan)]
-            started.append(subprocess.Popen(command, cwd=PROJECT_ROOT, env=environ, stdout=log, stderr=log))
-    return started
+        port = str(probe.getsockname()[1])
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    files = [plan.parent / f"log-{rank}" for rank in range(2)]
+    started = [start(log, run_plan, plan, RANK=str(n), LOCAL_RANK=str(n), **where) for n, log in enumerate(files)]
+    try:
+        return [wait(process, timeout=1500) for process in started]
+    finally:
+        for process in started:
+            process.kill()
 
 
 def logs(directory: Path) -> str:
@@ -148,7 +160,7 @@ def run_keys(keys):
 
 
 #: Cases whose tests run without `-m slow`; every other one is slow.
-FAST = {"m1-sgd-zero2", "lora-sgd-zero3"}
+FAST = {"m1-sgd-zero2"}
 #: test -> the cases that it reads; `{case}` and `{strategy}` are its parameters.
 READS = {
     "test_two_processes_are_one": ["{case}"],
@@ -161,6 +173,7 @@ READS = {
     "test_stopped_early_under_zero3_the_best_heads_are_published": ["early"],
     "test_a_step_that_was_scaled_too_far_is_counted_and_left_out": ["overscaled"],
     "test_only_the_first_process_writes_and_prints": ["zero1-whole"],
+    "test_hidden_states_are_shared_by_the_processes": ["{strategy}-cached"],
     "test_a_run_is_resumed_on_another_number_of_processes": ["first", "second-rest"],
     "test_when_one_process_dies_the_other_ends": ["dies"],
 }
@@ -185,13 +198,7 @@ def two(request, keys, run_keys, tmp_path_factory):
         begun = {**alone(run_keys), "output_dir": str(out / "second" / "run")}
         whole_run({"keys": begun, "stop": 2}, out / "second")
     (out / "plan.json").write_text(json.dumps(cases))
-    processes = start(out / "plan.json")
-    try:
-        codes = [process.wait(timeout=1500) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    (out / "codes").write_text(json.dumps(codes))
+    (out / "codes").write_text(json.dumps(run_two(out / "plan.json")))
     return out
 
 
@@ -210,7 +217,10 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
         whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
         parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
         spoilt = {**whole, "output_dir": str(out / f"{strategy}-spoilt" / "run"), "max_nonfinite_steps": 1}
+        cached = given({**whole, **CACHED, "output_dir": str(out / f"{strategy}-cached" / "run")})
+        cached["dataset_prepared_path"] = str(out / f"{strategy}-prepared")
         cases += [
+            {"do": "whole_run", "name": f"{strategy}-cached", "keys": cached},
             {"do": "whole_run", "name": f"{strategy}-whole", "keys": whole},
             {"do": "whole_run", "name": f"{strategy}-parts", "keys": parts, "stop": 2},
             {"do": "whole_run", "name": f"{strategy}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
@@ -219,6 +229,7 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
     zero3 = {**run_keys, "deepspeed": ZERO3}
     second = {**zero3, "lora_dropout": 0.0, "output_dir": str(out / "second" / "run")}
     early = {"learning_rate": 0.5, "eval_steps": 1, "early_stopping_patience": 1, "max_steps": 9}
+    early["calibration_tokens"] = 80
     cases += [
         {"do": "whole_run", "name": "second-rest", "keys": {**second, "resume_from_checkpoint": "latest"}},
         {"do": "whole_run", "name": "first", "keys": {**second, "output_dir": str(out / "first" / "run")}, "stop": 2},
@@ -252,7 +263,7 @@ def test_two_processes_are_one(two, one, case):
     reference = one(recipe, optimizer)
     ours, theirs = (json.loads((path / "figures.json").read_text()) for path in (two / case, reference))
     assert [record[:2] for record in ours] == [record[:2] for record in theirs]
-    relative, absolute = (2e-3, 2e-4) if recipe == "bf16" else (2e-5, 1e-6)
+    relative, absolute = (4e-3, 4e-4) if recipe == "bf16" else (2e-5, 1e-6)
     for (_, _, mine), (_, _, wanted) in zip(ours, theirs, strict=True):
         assert set(mine) == set(wanted)
         for name, value in wanted.items():
@@ -266,6 +277,18 @@ def test_two_processes_are_one(two, one, case):
         apart = (ours[name] - weight).abs()
         assert float(apart.max()) < largest, name
         assert float(apart.mean()) < mean, name
+    if EQUAL[case][2]["stage"] == 3:
+        assert_no_process_holds_the_backbone(two / case)
+
+
+def assert_no_process_holds_the_backbone(case: Path) -> None:
+    """Neither when it is loaded and the heads begin, nor after training, nor when weights are saved at the end."""
+    for rank in (0, 1):
+        held = json.loads((case / f"held-{rank}.json").read_text())
+        for part, whole in held["parts"]:
+            assert part < 0.55 * whole  # a half, and padding
+        assert 0 < held["gathered"] < 0.5 * whole
+        assert 0 < held["at_end"] < 0.5 * whole
 
 
 @pytest.mark.slow
@@ -305,7 +328,11 @@ def test_stopped_early_under_zero3_the_best_heads_are_published(two):
     best = min((r["objective"], r["step"]) for r in metrics(run) if r["kind"] == "eval")[1]
     store = CheckpointStore(run)
     assert best < store.steps()[-1] < 9
-    masters = store.load(store.at(best))["draft"]
+    masters = store.load(store.best(best))["draft"]
+    console = (two / "early" / "console-0").read_text()
+    assert "no tree was fitted" in console
+    assert console.splitlines()[-1].split() == ["next", "medusa-eval", "--calibrate", "--model", str(run)]
+    assert not (run / "tree.json").exists()
     published = load_file(run / "heads" / "medusa_lm_head.safetensors")
     assert all((published[f"{i}.1.weight"] == masters[f"lm_heads.{i}.weight"]).all() for i in range(3))
 
@@ -328,6 +355,26 @@ def test_only_the_first_process_writes_and_prints(two):
     assert "ZeRO stage 1 (default, deepspeed is not set)" in (run / "console-0").read_text()
     assert (run / "console-1").read_text() == ""
     assert len([record for record in metrics(run / "run") if record["kind"] == "train"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hidden_states_are_shared_by_the_processes(two, run_keys, strategy, tmp_path):
+    """Each document is computed once, by either process, and read by both in later epochs; one process trains alike."""
+    run = two / f"{strategy}-cached"
+    assert (run / "done").exists(), logs(two)
+    shards = list((two / f"{strategy}-prepared").glob("hidden-states-*/*.jsonl"))
+    assert len(shards) == 2
+    keys = [json.loads(line)["key"] for shard in shards for line in shard.read_text().splitlines()]
+    assert len(keys) == len(set(keys)) == 40
+    # rank 0's half: 16 and 4 computed; 32 read in two epochs, 4 in each of the evaluations after the first
+    evaluations = sum(record["kind"] == "eval" for record in metrics(run / "run"))
+    text = " ".join((run / "console-0").read_text().split())
+    assert f"states of {32 + 4 * (evaluations - 1)} documents read, of 20 computed (" in text
+    alone_keys = given({**alone(run_keys), **CACHED, "cache_hidden_states": None, "output_dir": str(tmp_path / "run")})
+    whole_run({"keys": alone_keys}, tmp_path)
+    ours, theirs = ([r for r in metrics(path / "run") if r["kind"] == "eval"] for path in (run, tmp_path))
+    assert [record["objective"] for record in ours] == pytest.approx([r["objective"] for r in theirs], rel=1e-3)
 
 
 @pytest.mark.slow

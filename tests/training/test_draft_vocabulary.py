@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
@@ -59,8 +59,10 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     plain = Decoder(backbone).generate(prompt, 30).tokens
     assert Decoder(backbone, draft, Tree.load(out / "tree.json")).generate(prompt, 30).tokens == plain
 
-    export_run(resolve_model(str(out), None, None), "vllm")
-    assert json.loads((out / "export" / "vllm" / "config.json").read_text())["truncated_vocab_size"] == SIZE
+    facts = export_run(resolve_model(str(out), None, None), "vllm").facts
+    assert any("the 276 other rows are filled in" in fact for fact in facts)
+    config = json.loads((out / "export" / "vllm" / "config.json").read_text())
+    assert (config["truncated_vocab_size"], config["medusa_vocab_size"]) == (300, SIZE)
     for to in ("reference", "reference-v2", "tgi", "trtllm"):
         with pytest.raises(CheckpointError, match=r"24 tokens .* --to vllm"):
             export_run(resolve_model(str(out), None, None), to)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from medusa_train.cli.train import app
 from medusa_train.config.load import dump_config
-from medusa_train.config.schema import TrainConfig
-from medusa_train.data.tokenize import Example
-from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.training.inspect import _NF4, CONTEXT, SUPERVISED, Memory, estimate_memory, inspect_run, masked_text
-from tests.families import random_backbone
+from medusa_train.data.examples import Example
+from medusa_train.training import run as run_module
+from medusa_train.training.inspect import CONTEXT, SUPERVISED, inspect_run, masked_text
+from medusa_train.training.memory import estimate_memory
 
 
 @pytest.fixture
@@ -60,11 +60,38 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert rows["training"].startswith("32 conversations, 1,")
     assert rows["held"].startswith("out 8 conversations")
     assert rows["rows"].startswith("one conversation each; ")
+    assert rows["loss"] == "cross-entropy against the tokens of the data; head k weighted by 0.8^k"
     assert rows["steps"] == "4.0 per epoch (4 x 2 rows each), 12 in all on one device"
     assert rows["memory"].startswith("needed on one device")
     # 3 heads of (32 x 32 + 32 + 300 x 32) numbers
     assert "0.0M parameters trained" in text
     assert f"{3 * (32 * 32 + 32 + 300 * 32) * 4 / 2**20:.1f} MiB" in rows["heads"]
+
+
+def test_rows_of_a_template_that_changes_earlier_turns_are_counted(make_config, weightless, tmp_path, console):
+    template = tmp_path / "last_answer_marked.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role == 'user' else '<|assistant|>' }}"
+        "{{ ' one' if m.role == 'assistant' and loop.last else '' }}{{ m.content + eos_token }}{% endfor %}"
+        "{{ '<|assistant|>' if add_generation_prompt else '' }}"
+    )
+    text = page(make_config(base_model=weightless, chat_template=str(template), max_steps=None), console)
+    described = re.match(r"32 conversations in (\d+) rows, ", rows_of(text)["training"])
+    assert described is not None
+    assert 32 < int(described[1]) <= 64
+    assert re.search(r"data: \d+ conversations became \d+ rows: ", console.file.getvalue())
+    assert ", row 2: " in text
+    # a later row is shown, too, where the first samples are whole conversations
+    one_turn = {"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "red"}]}
+    records = [one_turn] * 5 + [{"conversations": one_turn["conversations"] * 2}] * 2
+    path = tmp_path / "later.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    datasets = [{"path": str(path), "type": "sharegpt"}]
+    keys = {"datasets": datasets, "val_set_size": 0, "chat_template": str(template), "max_steps": None}
+    text = page(make_config(base_model=weightless, chat_template_kwargs={"thinking": True}, **keys), console)
+    assert "note: chat_template_kwargs: not in the chat template: thinking\n" in console.file.getvalue()
+    assert re.findall(r"later\.jsonl:(\d+)(, row 2)?:", text) == [("1", ""), ("2", ""), ("3", ""), ("6", ", row 2")]
+    assert rows_of(text)["rows"].startswith("one row of a conversation each; ")
 
 
 def test_packed_rows_are_counted(make_config, weightless, console):
@@ -87,117 +114,43 @@ def test_the_command_writes_nothing_and_minds_no_earlier_run(make_config, weight
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["heads"]
 
 
-ACTIVATIONS = "activations (estimate)"
+def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, tmp_path, backbone_dir, monkeypatch):
+    """CPU memory for the copy of one, and the disk for all that are kept; whole files have headers besides."""
+    cfg = make_config(base_model=str(backbone_dir), eval_steps=2, save_steps=2)
+    config = AutoConfig.from_pretrained(backbone_dir)
+    memory = estimate_memory(cfg, config, rows=4, width=64, dtype=torch.float32, device="cpu")
+    run_module.train(cfg, console, console)
+    for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):
+        files = (tmp_path / "run" / "checkpoints" / name).glob("[de]*.safetensors")
+        size = sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim())
+        assert size == expected
+    text = page(make_config(base_model=weightless), console)
+    assert "copy of a checkpoint while it is written " in text
+    assert "2 checkpoints of " in rows_of(text)["disk"]
+    assert "training waits" not in text
+    monkeypatch.setattr("medusa_train.checkpoint.background.free_memory", lambda device: 0)
+    text = page(make_config(base_model=weightless, save_total_limit=1), console)
+    assert "training waits until it is written" in text
+    assert "1 checkpoint of " in rows_of(text)["disk"]
 
 
-def config(**keys: Any) -> TrainConfig:
-    values = {"base_model": "none", "datasets": [{"path": "none"}], "medusa_num_heads": 3}
-    return TrainConfig.model_validate({**values, **keys}).resolved()
-
-
-def estimate(family: str = "llama", **keys: Any) -> Memory:
-    model_config = random_backbone(family).config
-    return estimate_memory(config(**keys), model_config, rows=2, width=64, dtype=torch.bfloat16, device="cpu")
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-bias-tied", "qwen2", "qwen3", "gemma2"])
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_heads_are_counted_as_they_are(family: str, layers: int) -> None:
-    backbone = random_backbone(family)
-    heads = sum(p.numel() for p in MedusaDraft.from_backbone(backbone, 3, layers).parameters())
-    frozen = sum(p.numel() for p in backbone.model.parameters())
-    memory = estimate(family, medusa_num_layers=layers)
-    assert (memory.trained, memory.frozen) == (heads, frozen)
-    assert memory.parts["backbone, frozen"] == 2 * frozen
-    assert memory.parts["heads"] == memory.parts["gradients"] == 4 * heads
-    assert memory.total == sum(memory.parts.values())
-
-
-def test_adamw_holds_the_states_that_are_counted() -> None:
-    draft = MedusaDraft.from_backbone(random_backbone("llama"), 3, 1, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(draft.parameters())
-    for parameter in draft.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.numel() > 1)
-    assert estimate(optimizer="adamw_torch").parts["optimizer states (adamw_torch)"] == held
-    assert estimate(optimizer="adamw_bnb_8bit").parts["optimizer states (adamw_bnb_8bit)"] < 0.26 * held
-
-
-@pytest.mark.parametrize(
-    ("keys", "targets"),
-    [
-        ({"lora_target_linear": True}, None),
-        ({"lora_target_modules": ["q_proj", "lm_head"]}, ("q_proj", "lm_head")),
-    ],
-)
-def test_an_adapter_is_counted_as_it_is(keys: dict[str, Any], targets: tuple[str, ...] | None) -> None:
-    backbone = random_backbone("llama")
-    adapter = Adapter.attach(backbone, LoraSpec(r=4, targets=targets))
-    real = sum(p.numel() for p in adapter.parameters())
-    assert estimate(adapter="lora", lora_r=4, **keys).parts["adapter"] == 4 * real
-
-
-def test_a_tied_lm_head_gets_no_adapter() -> None:
-    backbone = random_backbone("llama-bias-tied")
-    real = sum(p.numel() for p in Adapter.attach(backbone, LoraSpec(r=4)).parameters())
-    memory = estimate("llama-bias-tied", adapter="lora", lora_r=4, lora_target_linear=True)
-    assert memory.parts["adapter"] == 4 * real
-
-
-def test_nf4_takes_what_bitsandbytes_stores() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    matrix = torch.randn(1024, 1024)
-    packed, state = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
-    stored = packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-    assert stored / matrix.numel() == pytest.approx(_NF4, rel=1e-6)
-
-
-def test_quantisation_leaves_lm_head_and_embeddings_alone() -> None:
-    model = random_backbone("llama").model
-    plain = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
-    linear = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
-    assert estimate(load_in_8bit=True).parts["backbone, frozen"] == 2 * plain + linear
-    nf4 = estimate(load_in_4bit=True, adapter="qlora").parts["backbone, frozen"]
-    assert nf4 == round(2 * plain + _NF4 * linear)
-
-
-def test_what_joint_training_trains() -> None:
-    model = random_backbone("llama").model
-    everything = sum(p.numel() for p in model.parameters())
-    last = sum(
-        p.numel() for n, p in model.named_parameters() if n.startswith(("model.layers.2.", "model.norm.", "lm_head."))
-    )
-    heads = estimate().trained
-    whole = estimate(recipe="medusa2")
-    assert (whole.trained, whole.frozen) == (heads + everything, 0)
-    part = estimate(recipe="medusa2", medusa_num_unfreeze_layers=1)
-    assert (part.trained, part.frozen) == (heads + last, everything - last)
-    assert part.parts["backbone, trained"] == 4 * last
-    assert part.parts["backbone, frozen"] == 2 * (everything - last)
-    shared = estimate(medusa_share_lm_head=True)
-    assert heads - shared.trained == 3 * model.lm_head.weight.numel()
-
-
-def test_activations_follow_the_settings() -> None:
-    def size(**keys: Any) -> int:
-        return estimate(**keys).parts[ACTIVATIONS]
-
-    frozen, joint = size(), size(recipe="medusa2")
-    assert frozen < size(recipe="medusa2", gradient_checkpointing=True) < joint
-    assert size(sample_packing=True) == frozen + 2 * 64 * 64 * 2
-    assert size(gradient_accumulation_steps=2) == frozen + 3 * 61 * 32 * 4
-    assert size(gradient_accumulation_steps=2, medusa_share_lm_head=True) == size(medusa_share_lm_head=True)
-    assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 61 * 2
-
-
-def test_a_reduced_vocabulary_needs_less() -> None:
-    whole, part = estimate(), estimate(medusa_vocab_size=20)
-    assert whole.trained - part.trained == 3 * 41 * 32
-    assert part.total < whole.total
-    shared = estimate(medusa_vocab_size=20, medusa_share_lm_head=True)
-    assert shared.parts["lm_head rows of the draft vocabulary (shared)"] == 20 * 32 * 2
-    taught = estimate(medusa_vocab_size=20, medusa_soft_targets=0.5).parts[ACTIVATIONS]
-    assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 20 * 2 + 20 * 32 * 2
-    joint, joint_part = (estimate(recipe="medusa2", **keys) for keys in ({}, {"medusa_vocab_size": 20}))
-    assert joint.parts[ACTIVATIONS] == joint_part.parts[ACTIVATIONS]  # the backbone's own loss is over all tokens
+def test_large_heads_are_compared_with_cheaper_settings(make_config, weightless, console, monkeypatch):
+    """3 heads of 32 x 32 + 32 + 300 x 32 numbers; the vocabulary has 300 tokens, so sizes of 64 and 100 stand in."""
+    cfg = make_config(base_model=weightless, max_steps=None)
+    monkeypatch.setattr("medusa_train.training.heads_cost.VOCABULARIES", (1000, 100))
+    text = page(cfg, console)
+    table = [line.split() for line in text[text.index("heads       a decoding") :].splitlines()]
+    full, reduced, shared = (3 * (32 * 32 + 32) + 32 * rows for rows in (3 * 300, 3 * 100, 300))
+    assert "Cheaper:" in table[0]
+    assert [line[:3] for line in table[2:]] == [
+        ["as", "configured", f"{full / 1e6:.1f}M"],
+        ["medusa_vocab_size:", "100", f"{reduced / 1e6:.1f}M"],
+        ["medusa_share_lm_head:", "true", "0.0M"],
+    ]
+    read = [re.search(r"\+([\d.]+) MiB", " ".join(line))[1] for line in table[2:]]
+    itemsize = 2 if cfg.bf16 is True else 4
+    assert [float(size) for size in read] == [round(n * itemsize / 2**20, 1) for n in (full, reduced, shared)]
+    assert [line[-1] for line in table[2::2]] == ["all", "all"]
+    assert 0 < float(table[3][-1].rstrip("%")) <= 100
+    monkeypatch.setattr("medusa_train.training.inspect.NOTABLE_SHARE", 100.0)
+    assert "Cheaper:" not in page(cfg, console)

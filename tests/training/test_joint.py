@@ -14,6 +14,7 @@ from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.inference.decoding_form import DecodingForm
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
 from medusa_train.training.optim import parameter_groups
@@ -172,6 +173,19 @@ def test_full_joint_training_changes_everything(make_config, console, tmp_path, 
     before = load_file(backbone_dir / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, tmp_path):
+    """With QLoRA that is not the form that decodes, which is merged: medusa-eval fits the tree again."""
+    pytest.importorskip("bitsandbytes")
+    quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+    assert train(make_config(**quantized, max_steps=2, calibration_tokens=80), console) == 0
+    fitted = DecodingForm.load(tmp_path / "run" / "tree.json")
+    assert fitted is not None
+    assert (fitted.quantization, fitted.merged) == ("nf4", False)
+    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), fitted.dtype)
+    decoding = DecodingForm.of(subject.backbone)
+    assert decoding.differences(fitted) == ["quantization nf4, now none", "merged no, now yes"]
 
 
 def test_medusa1_trains_no_backbone(make_config, console, tmp_path):

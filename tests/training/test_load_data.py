@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,12 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
+from medusa_train.data import cache
 from medusa_train.errors import BackboneError, DataError
 from medusa_train.training import load_data as prepare
+from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data, load_tokenizer
+from medusa_train.training.process_info import ProcessInfo
 from tests.training.conftest import WORDS
 
 
@@ -43,6 +49,31 @@ def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config,
     data = load_data(make_config(val_set_size=0), console)
     assert len(data.validation) == 0
     assert data.prompts is data.train
+
+
+def test_data_that_were_generated_with_other_prompts_are_named(make_config, console, chats, tmp_path):
+    template = tmp_path / "thinking.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+        "{{ '<|assistant|>' + ('' if enable_thinking | default(true) else 'one') if add_generation_prompt else '' }}"
+    )
+    path = tmp_path / "generated.jsonl"
+    shutil.copy(chats, path)
+
+    def notes(generated: object, kwargs: object) -> str:
+        path.with_suffix(".settings.json").write_text(json.dumps(generated))
+        datasets = [{"path": str(path), "type": "sharegpt"}]
+        keys = {"datasets": datasets, "chat_template": str(template), "chat_template_kwargs": kwargs}
+        before = len(console.file.getvalue())
+        load_data(make_config(**keys), console)
+        return console.file.getvalue()[before:].replace("\n", " ")
+
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    found = notes({"chat_template_kwargs": off}, None)
+    assert "generated.jsonl was generated with other prompts: its chat_template_kwargs are" in found
+    assert "note: " in notes({}, off)
+    for generated, kwargs in (({}, None), ({}, on), ({"chat_template_kwargs": off}, off), ([], off), ([], None)):
+        assert "note: " not in notes(generated, kwargs)
 
 
 def test_a_tokenizer_without_a_template_will_do_where_the_data_name_theirs(make_config, console, bare, chats):
@@ -96,3 +127,52 @@ def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_pat
     reference = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
     assert tokens == reference.encode("three large")
     assert torch.tensor(tokens).max() < len(tokenizer)
+
+
+class ThreadWorld(World):
+    """Processes as threads: ranks 0 and 1 on one machine, rank 2 on another."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: dict[int, object]) -> None:
+        super().__init__(ProcessInfo(rank, 3, rank % 2, "", 0))
+        self.barrier, self.values = barrier, values
+
+    def gather(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait(60)
+        values = [self.values[rank] for rank in range(3)]
+        self.barrier.wait(60)
+        return values
+
+    def node_main(self) -> int:
+        return (0, 0, 2)[self.rank]
+
+
+@pytest.mark.parametrize(("prepared", "is_full"), [(False, False), (True, False), (False, True)])
+def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, monkeypatch, prepared, is_full):
+    encoded, directories = [], []
+    encode, replace = cache.encode_datasets, cache.replace_bytes
+
+    def write(path, chunks):
+        directories.append(path.parent)
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, chunks)
+
+    monkeypatch.setattr(cache, "encode_datasets", lambda *args: encoded.append(args[0]) or encode(*args))
+    monkeypatch.setattr(cache, "replace_bytes", write)
+    cfg = make_config(dataset_prepared_path=str(tmp_path / "prepared") if prepared else None)
+    barrier, values = threading.Barrier(3), {}
+    with ThreadPoolExecutor(3) as pool:
+        worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
+        loaded = list(pool.map(lambda world: load_data(cfg, console, world), worlds))
+    # with one directory for all, the second machine may come late and read what the first has written
+    expected = [None, None, *([1] if is_full else [])]
+    assert [one.dataset_processes for one in encoded] in ([expected, [None]] if prepared else [expected])
+    alone = load_data(make_config(), console)
+    for data in loaded:
+        assert data.train.fingerprint() == alone.train.fingerprint()
+        assert data.validation.fingerprint() == alone.validation.fingerprint()
+    assert all(directory.exists() == prepared for directory in directories)
+    assert len(set(directories)) == (1 if prepared else 2)
+    notes = "".join(loaded[0].train.report.notes)
+    assert ("could not write" in notes and "No space left" in notes) == is_full

@@ -15,8 +15,10 @@ import pytest
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from tests.training.conftest import metrics
-from tests.training.mishap import Mishap, command, fill_the_disk, medusa_train, terminate
+from tests.training.mishap import Mishap, command, fill_the_disk, forks, medusa_train, terminate
 from tests.training.test_joint import LORA
+
+pytestmark = forks
 
 #: Dropout and the teacher on; log lines over several steps, evaluations between checkpoints.
 KEYS = {
@@ -77,19 +79,25 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     run = tmp_path / "run"
     kills = [
         # before the first checkpoint: in the second micro-batch of step 2
-        (Mishap("medusa_train.training.strategy:LocalStrategy.backward", 4), []),
-        # step 3 was the best evaluation and is saved; step 4 is done and logged, its checkpoint half written
-        (Mishap("medusa_train.checkpoint.store:write_tensors", 6), [3]),
+        (Mishap("medusa_train.training.strategy:LocalStrategy.forward_backward", 4), []),
+        # step 3 was the best evaluation, its weights are saved; the checkpoint of step 4 is half written
+        (Mishap("medusa_train.checkpoint.store:write_tensors", 6), []),
         # between the files of step 4 and their new name
-        (Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 1), [3]),
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 2), []),
+        # checkpoint 4 has its name, wherever training is by now
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 1), [4]),
         # in the middle of the evaluation of step 6, its training line is written
-        (Mishap("medusa_train.training.validation:linear_kl", 1), [3, 4]),
-        # the evaluation of step 6 is logged, its checkpoint not begun
-        (Mishap("medusa_train.checkpoint.store:split_tensors", 1), [3, 4]),
-        # checkpoint 8 has its name, those beyond the limit are still there
-        (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 2), [4, 6, 8]),
+        (Mishap("medusa_train.training.validation:linear_kl", 1), [4]),
+        # the evaluation of step 6 is logged, its weights not begun
+        (Mishap("medusa_train.checkpoint.store:split_tensors", 1), [4]),
+        # half of checkpoint 8 is written
+        (Mishap("medusa_train.checkpoint.store:write_tensors", 5), [4]),
+        # half of checkpoint 12 is written: 8 is whole
+        (Mishap("medusa_train.checkpoint.store:write_tensors", 12), [4, 8]),
+        # checkpoint 12 has its name, those beyond the limit are still there
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 1), [4, 8, 12]),
         # all steps done, the adapter written, the heads not
-        (Mishap("medusa_train.training.run:write_heads", 1), [9, 12]),
+        (Mishap("medusa_train.training.run:write_heads", 1), [4, 8, 12]),
     ]
     for mishap, left in kills:
         code, text = medusa_train(command(cfg, RESUME), mishap)
@@ -125,8 +133,8 @@ def test_sigkill_from_outside(cfg: TrainConfig, whole: Path, tmp_path: Path) -> 
 def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for mishap, step, kept, lost in (
-        (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 4, [3], f"to {run / 'checkpoints'}: "),
-        (Mishap("medusa_train.training.run:write_heads", 1, fill_the_disk), 12, [9, 12], f"to {run / 'heads'}: "),
+        (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 8, [4], f"to {run / 'checkpoints'}: "),
+        (Mishap("medusa_train.training.run:write_heads", 1, fill_the_disk), 12, [8, 12], f"to {run / 'heads'}: "),
     ):
         code, text = medusa_train(command(cfg, RESUME), mishap)
         assert code == 1, text
@@ -150,10 +158,10 @@ def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Pat
         ("medusa_train.training.load_data:load_datasets", [], "error: terminated\n"),
         ("medusa_train.training.validation:linear_kl", [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
-        ("medusa_train.checkpoint.store:write_tensors", [3, 4], "stopped after step 4, saved"),
-        (TRAINER + "Trainer.compute_loss", [3, 4, 5], "stopped after step 5, saved"),
-        ("medusa_train.training.run:write_heads", [9, 12], "stopped: the checkpoint is saved"),
-        ("medusa_train.training.run:heads_table", [9, 12], f"{run / 'heads'} is saved, tree.json is not"),
+        (TRAINER + "BackgroundWriter.write", [3, 4], "stopped after step 4, saved"),
+        (TRAINER + "Trainer.compute_loss", [4, 5], "stopped after step 5, saved"),
+        ("medusa_train.training.run:write_heads", [8, 12], "stopped: the checkpoint is saved"),
+        ("medusa_train.training.run:heads_table", [8, 12], f"{run / 'heads'} is saved, tree.json is not"),
     ):
         code, text = medusa_train(command(cfg, RESUME), Mishap(place, 1, terminate))
         assert code == 128 + signal.SIGTERM, text

@@ -38,11 +38,11 @@ def stop_after(monkeypatch, step, number=signal.SIGINT):
     """Send the signal in the middle of that step, as a user would."""
     real = Trainer.compute_loss
 
-    def compute_loss(self, batch, counts):
+    def compute_loss(self, *args, **kwargs):
         if self.state.step + 1 == step:
             monkeypatch.setattr(Trainer, "compute_loss", real)
             os.kill(os.getpid(), number)
-        return real(self, batch, counts)
+        return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
 
@@ -156,10 +156,10 @@ def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_pa
 def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(make_config, console, tmp_path, monkeypatch):
     real = Trainer.compute_loss
 
-    def compute_loss(self, batch, counts):
+    def compute_loss(self, *args, **kwargs):
         if self.state.step == 3:
             self.draft.lm_heads[0].weight.data[5] = float("nan")
-        return real(self, batch, counts)
+        return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
     with pytest.raises(NonFiniteLossError) as caught:
@@ -190,18 +190,39 @@ def test_early_stopping_with_one_checkpoint_kept_and_after_a_stop(make_config, c
     cfg = make_config(learning_rate=0.5, eval_steps=1, early_stopping_patience=2, max_steps=40, save_total_limit=1)
     train(cfg, console)
     best = best_step(tmp_path / "run")
-    assert CheckpointStore(tmp_path / "run").steps() == [best, best + 2]
+    assert CheckpointStore(tmp_path / "run").steps() == [best + 2]
     shutil.rmtree(tmp_path / "run" / "heads")
     train(cfg.model_copy(update={"resume_from_checkpoint": "latest"}), console)
     assert_heads_are_of(tmp_path / "run", best)
 
 
-def test_a_normal_end_publishes_the_last_heads_and_keeps_the_best_checkpoint(make_config, console, tmp_path):
+def test_a_normal_end_publishes_the_last_heads_and_keeps_the_weights_of_the_best(make_config, console, tmp_path):
     train(make_config(learning_rate=0.5, eval_steps=1, save_total_limit=1), console)
     best = best_step(tmp_path / "run")
     assert best < 6
-    assert CheckpointStore(tmp_path / "run").steps() == [best, 6]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"best-{best}", "step-6"]
+    assert not (checkpoints / f"best-{best}" / "engine.safetensors").exists()
     assert_heads_are_of(tmp_path / "run", 6)
+
+
+def test_the_weights_of_the_best_evaluation_cannot_be_resumed_from(make_config, console, tmp_path):
+    train(make_config(eval_steps=2), console)
+    best = next((tmp_path / "run" / "checkpoints").glob("best-*"))
+    with pytest.raises(CheckpointError, match=r"holds weights only.*resume from a checkpoint step-N \(.* step-6\)"):
+        train(make_config(resume_from_checkpoint=str(best)), console)
+
+
+def test_a_best_checkpoint_of_an_earlier_version_is_used(make_config, console, tmp_path):
+    """They kept it whole, as step-N, and no best-N."""
+    keys = {"learning_rate": 0.5, "eval_steps": 1, "save_steps": 1, "early_stopping_patience": 2}
+    train(make_config(**keys, save_total_limit=9), console)
+    best, run = best_step(tmp_path / "run"), tmp_path / "run"
+    for path in (run / "checkpoints" / f"best-{best}", run / "checkpoints" / f"step-{best + 2}", run / "heads"):
+        shutil.rmtree(path)
+    train(make_config(**keys, save_total_limit=1, resume_from_checkpoint="auto"), console)
+    assert CheckpointStore(run).steps() == [best, best + 2]
+    assert_heads_are_of(run, best)
 
 
 def best_step(run):
@@ -210,7 +231,7 @@ def best_step(run):
 
 def assert_heads_are_of(run, step):
     store = CheckpointStore(run)
-    masters = store.load(store.at(step))["draft"]
+    masters = store.load(store.best(step))["draft"]
     saved = load_file(run / "heads" / "medusa_lm_head.safetensors")
     for i in range(3):
         assert torch.equal(saved[f"{i}.1.weight"], masters[f"lm_heads.{i}.weight"])

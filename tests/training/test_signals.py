@@ -37,6 +37,25 @@ def test_sigterm_is_as_ctrl_c_before_and_after_the_training():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_closed_terminal_is_as_ctrl_c_except_under_nohup():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with sigterm_as_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
+        with sigterm_as_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with sigterm_as_interrupt():
+            assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL  # else the next line would end the tests
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_come_back():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest(lambda line: None):

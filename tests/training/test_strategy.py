@@ -18,6 +18,10 @@ def make_strategy(model, max_grad_norm=1.0, momentum=0.9):
     )
 
 
+def accumulate(strategy, loss):
+    strategy.forward_backward(lambda grad_scale: (grad_scale * loss).backward())
+
+
 def linear():
     torch.manual_seed(0)
     return nn.Linear(3, 2)
@@ -26,10 +30,10 @@ def linear():
 def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
     model = linear()
     strategy = make_strategy(model, max_grad_norm=0.5, momentum=0.0)
-    strategy.backward(model(torch.ones(1, 3)).sum())
+    accumulate(strategy, model(torch.ones(1, 3)).sum())
     strategy.step()  # warm-up begins at zero
     before = [p.detach().clone() for p in model.parameters()]
-    strategy.backward(model(torch.ones(1, 3)).sum())
+    accumulate(strategy, model(torch.ones(1, 3)).sum())
     lr = strategy.lr
     norm = strategy.step()
     assert norm == pytest.approx(math.sqrt(8))  # 6 weights and 2 biases with gradient 1
@@ -41,7 +45,7 @@ def test_norm_is_measured_before_clipping_and_the_step_is_clipped():
 def test_zero_clips_nothing():
     model = linear()
     strategy = make_strategy(model, max_grad_norm=0)
-    strategy.backward(100 * model(torch.ones(1, 3)).sum())
+    accumulate(strategy, 100 * model(torch.ones(1, 3)).sum())
     assert strategy.step() == pytest.approx(100 * math.sqrt(8))
 
 
@@ -49,7 +53,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     model = linear()
     strategy = make_strategy(model)
     before, lr = [p.detach().clone() for p in model.parameters()], strategy.lr
-    strategy.backward(model(torch.full((1, 3), float("inf"))).sum())
+    accumulate(strategy, model(torch.full((1, 3), float("inf"))).sum())
     assert not math.isfinite(strategy.step())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert strategy.lr == lr
@@ -60,11 +64,11 @@ def test_a_skipped_step_moves_the_schedule_alone():
     model, other = linear(), linear()
     strategy, plain = make_strategy(model, momentum=0.0), make_strategy(other, momentum=0.0)
     before = [p.detach().clone() for p in model.parameters()]
-    strategy.backward(model(torch.full((1, 3), float("nan"))).sum())
+    accumulate(strategy, model(torch.full((1, 3), float("nan"))).sum())
     strategy.skip()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
-    plain.backward(0 * other(torch.ones(1, 3)).sum())
+    accumulate(plain, 0 * other(torch.ones(1, 3)).sum())
     plain.step()
     assert strategy.lr == plain.lr == pytest.approx(0.05)
 
@@ -72,7 +76,7 @@ def test_a_skipped_step_moves_the_schedule_alone():
 def test_state_goes_on_to_the_bit():
     def steps(strategy, model, n):
         for i in range(n):
-            strategy.backward(model(torch.full((1, 3), 1.0 + i)).square().sum())
+            accumulate(strategy, model(torch.full((1, 3), 1.0 + i)).square().sum())
             strategy.step()
 
     whole = linear()
@@ -98,7 +102,7 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
             list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0
         )
         for _ in range(steps):
-            strategy.backward(model(torch.ones(1, 3)).square().sum())
+            accumulate(strategy, model(torch.ones(1, 3)).square().sum())
             strategy.step()
         return strategy
 
@@ -168,7 +172,7 @@ def test_scaled_steps_are_the_plain_ones_to_the_bit():
     (plain, one), (scaled, two) = make_scaled(None), make_scaled(LossScale())
     for step in range(3):
         for model, strategy in ((plain, one), (scaled, two)):
-            strategy.backward(model(torch.full((1, 3), 1.0 + step)).square().sum())
+            accumulate(strategy, model(torch.full((1, 3), 1.0 + step)).square().sum())
         assert one.step() == two.step()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True))
     assert not two.found_inf
@@ -177,12 +181,12 @@ def test_scaled_steps_are_the_plain_ones_to_the_bit():
 def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
     model, strategy = make_scaled(LossScale())
     before = [p.detach().clone() for p in model.parameters()]
-    strategy.backward(model(torch.full((1, 3), 1e36)).sum())  # times 65536: infinite in float32 too
+    accumulate(strategy, model(torch.full((1, 3), 1e36)).sum())  # times 65536: infinite in float32 too
     assert not math.isfinite(strategy.step())
     assert strategy.found_inf
     strategy.skip()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    strategy.backward(model(torch.ones(1, 3)).sum())
+    accumulate(strategy, model(torch.ones(1, 3)).sum())
     assert math.isfinite(strategy.step())
     assert not strategy.found_inf
     assert strategy.state_dict()["loss_scale"] == {"value": 32768.0, "good": 1}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.data.batch import Batch
-from medusa_train.data.targets import IGNORE_INDEX
+from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
@@ -27,27 +26,34 @@ from tests.training.test_run import stop_after, train
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> None:
     """Make the loss, or the gradient alone, of these steps NaN, in their first micro-batch."""
     spoiled: set[int] = set()
-    compute_loss, backward = Trainer.compute_loss, LocalStrategy.backward
+    compute_loss, forward_backward = Trainer.compute_loss, LocalStrategy.forward_backward
 
     def first_of(step: int) -> bool:
         due = step in steps and step not in spoiled
         spoiled.update({step} if due else ())
         return due
 
-    def bad_loss(self: Trainer, batch: Any, counts: Any) -> Any:
-        output = compute_loss(self, batch, counts)
-        return dataclasses.replace(output, loss=output.loss * torch.nan) if first_of(self.state.step + 1) else output
+    def poison(strategy: LocalStrategy) -> None:
+        assert strategy.parameters[0].grad is not None
+        strategy.parameters[0].grad.view(-1)[0] = torch.nan
 
-    def bad_backward(self: LocalStrategy, loss: torch.Tensor) -> None:
-        backward(self, loss)
+    def bad_loss(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        output = compute_loss(self, *args, **kwargs)
+        if not first_of(self.state.step + 1):
+            return output
+        poison(self.strategy)
+        return dataclasses.replace(output, loss=output.loss * torch.nan)
+
+    def bad_gradient(self: LocalStrategy, *args: Any) -> Any:
+        output = forward_backward(self, *args)
         if first_of(self.scheduler.last_epoch + 1):
-            assert self.parameters[0].grad is not None
-            self.parameters[0].grad.view(-1)[0] = torch.inf
+            poison(self)
+        return output
 
     if what == "loss":
         monkeypatch.setattr(Trainer, "compute_loss", bad_loss)
     else:
-        monkeypatch.setattr(LocalStrategy, "backward", bad_backward)
+        monkeypatch.setattr(LocalStrategy, "forward_backward", bad_gradient)
 
 
 def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:

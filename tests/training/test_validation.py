@@ -8,17 +8,20 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.data.dataset import Batch
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.objective import Objective
+from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import Precision
 from medusa_train.training import validation
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
+from tests.losses.acceptance import objective as plain_objective
+from tests.losses.plain import accumulated
 
 
 def test_answers_begin_behind_their_prompt_and_end_with_their_last_token() -> None:
@@ -288,3 +291,40 @@ def test_a_stop_gives_up(backbone):
 def test_the_validation_objective(backbone, keys, wanted):
     objective = Objective(MedusaDraft.from_backbone(backbone, 1), 0.8, **keys)
     assert validation.validation_objective(objective, 2.0, ce=3.0, kl=0.5) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("kind", list(DRAFTS))
+@pytest.mark.parametrize("options", [{"lk_eta": 3.0}, {"lk_eta": 3.0, "dpace": True}], ids=["lk", "lk+dpace"])
+def test_losses_that_aim_at_acceptance_are_validated_and_trained_alike(backbone, kind, options):
+    """Every draft: gradients of the plain formula, and the value in the validation of the same batch."""
+    torch.manual_seed(3)
+    settings = {"kangaroo": {"num_heads": 3, "exit_layer": 1}, "hydra": {"num_heads": 2, "num_layers": 1}}
+    draft = DRAFTS[kind].from_backbone(backbone, **settings.get(kind, {"num_heads": 2}))
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    draft.eval()
+    batch, recipe = random_batches()[0], BackboneRecipe(backbone, PRECISION)
+    share = 0.6 if kind == "amphista" else 1.0
+    objective = Objective(draft, 0.8, soft_heads=share, weight=0.5, **options)
+    feats = recipe.features(batch, draft.needs)
+    states, lm_head = recipe.teacher(batch, feats)
+    parameters = list(draft.parameters())
+    keys = {"share": share, "eta": 3.0, "dpace": "dpace" in options, "decay": 0.8}
+    wanted = 0.5 * plain_objective(draft, feats, batch, teacher=lm_head, **keys)
+    gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
+    counts = objective.target_counts(batch)
+    found = accumulated(
+        lambda: objective.loss(feats, batch, counts, teacher=states, teacher_lm_head=lm_head, grad_scale=1.0),
+        parameters,
+    )
+    for mine, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    result = validation.validate(recipe, draft, [batch], objective)
+    assert result.loss == result.objective == pytest.approx(wanted.item(), rel=1e-5)
+    assert len(result.head_alpha) == draft.trained_heads
+    assert all(0 < alpha < 1 for alpha in result.head_alpha)
+    assert result.record()["head_alpha"] == result.head_alpha
+    plain = validation.validate(recipe, draft, [batch], Objective(draft, 0.8))
+    assert plain.head_loss == result.head_loss
+    assert plain.top == result.top
+    assert "head_alpha" not in plain.record()

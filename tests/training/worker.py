@@ -1,4 +1,4 @@
-"""One process of a test with several: `python -m tests.training.worker PLAN.json`, started with RANK and the rest.
+"""One process of a test with several, started with RANK and the rest in its environment.
 
 The plan names cases that run one after the other, for starting processes costs more than training in them. What rank 0
 finds is written beside the plan, for the test to compare with what one process finds with the same functions.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from torch import Tensor
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
@@ -27,16 +27,18 @@ from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
+from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
-from medusa_train.training.deepspeed_config import complete_config
+from medusa_train.training.deepspeed import partitioned_loading
+from medusa_train.training.deepspeed_config import complete_config, loading_config
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.load_data import load_data, validation_batches
 from medusa_train.training.optim import build_scheduler, parameter_groups
 from medusa_train.training.process_info import process_info_from_env
 from medusa_train.training.run import train
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.state import Plan, TrainState
+from medusa_train.training.state import Plan, TrainState, take_weights
 from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
 from medusa_train.training.trainer import Trainer
 
@@ -79,8 +81,13 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     data = load_data(cfg, quiet, world)
     torch.manual_seed(7)
     precision = choose_precision(cfg.bf16, world.device)
-    backbone = load_backbone(cfg.base_model, dtype=precision.dtype, quantization="nf4" if cfg.load_in_4bit else None)
-    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings, dtype=torch.float32)
+    zero = {"zero_optimization": {**SMALL, **case.get("zero", {})}}
+    quantization: Literal["nf4"] | None = "nf4" if cfg.load_in_4bit else None
+    with partitioned_loading(loading_config(zero, cfg, world.size, str(precision))):
+        backbone = load_backbone(cfg.base_model, dtype=precision.dtype, quantization=quantization)
+    case["loaded"] = backbone_elements(backbone.model)
+    with gathering_modules(backbone.model), gathered(backbone.output_embeddings.parameters()):
+        draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings, dtype=torch.float32)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
     recipe = build_backbone_recipe(cfg, backbone, precision)
@@ -96,13 +103,20 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     strategy: Strategy = LocalStrategy(trained, optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
         strategy = _deepspeed(case, cfg, draft, recipe, optimizer, scheduler, world)
-    loss = cfg.draft_config.heads_loss
+    loss = cfg.heads_loss
     lm: Literal["kl", "ce"] | None = "kl" if recipe.adapter else "ce" if recipe.joint else None
     return Trainer(
         recipe=recipe,
         draft=draft,
         objective=Objective(
-            draft, loss.decay, lm=lm, heads_coefficient=0.5, soft_heads=loss.soft_targets, weight=loss.weight
+            draft,
+            loss.decay,
+            lm=lm,
+            heads_coefficient=0.5,
+            soft_heads=loss.soft_targets,
+            weight=loss.weight,
+            lk_eta=loss.lk_eta,
+            dpace=loss.dpace,
         ),
         strategy=strategy,
         loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
@@ -121,16 +135,50 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
 def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
     """Train a few steps; write the figures, and the weights in the order of their names."""
     sink = Kept()
-    trainer = make_trainer(case, out / "run", world, sink)
+    with at_once() as counts:
+        trainer = make_trainer(case, out / "run", world, sink)
     trainer.run(StopRequest(lambda line: None))
-    with trainer.strategy.gathered_params():
-        weights: dict[str, Tensor] = {f"draft.{k}": v.detach().clone() for k, v in trainer.draft.state_dict().items()}
-        weights |= {f"student.{k}": v.detach().clone() for k, v in trainer.recipe.state_dict().items()}
-    trainer.strategy.release()
+    parts = [case["loaded"], backbone_elements(trainer.recipe.backbone.model)]
+    parts_of_weights = take_weights(trainer.draft, trainer.recipe, world, copy=True)
+    weights = {f"{part}.{name}": weight for part, named in parts_of_weights.items() for name, weight in named.items()}
+    with at_once() as counts_at_end:
+        trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
+    out.mkdir(parents=True, exist_ok=True)
+    held = {"parts": parts, "gathered": max(counts, default=0), "at_end": max(counts_at_end, default=0)}
+    (out / f"held-{world.rank}.json").write_text(json.dumps(held))
     if world.is_main:
-        out.mkdir(parents=True, exist_ok=True)
+        released = {f"draft.{name}": tensor for name, tensor in trainer.draft.state_dict().items()}
+        released |= {f"student.{name}": tensor.detach() for name, tensor in trainer.recipe.parameters.items()}
+        assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in released.items())
         save_file({name: weight.contiguous() for name, weight in weights.items()}, out / "weights.safetensors")
         (out / "figures.json").write_text(json.dumps(sink.records))
+
+
+def backbone_elements(model: torch.nn.Module) -> tuple[int, int]:
+    """Count the elements of the backbone's weights in this process, and in all."""
+    parameters = list(model.parameters())
+    held = sum(p.numel() + (p.ds_tensor.numel() if is_partitioned(p) else 0) for p in parameters)
+    return held, sum(full_shape(p).numel() for p in parameters)
+
+
+@contextmanager
+def at_once() -> Iterator[list[int]]:
+    """Count the elements of the parameters that are gathered in each block of `gathered`, and by transformers."""
+    import deepspeed
+
+    counts: list[int] = []
+    enter = deepspeed.zero.GatheredParameters.__enter__
+
+    def counted(block: Any) -> None:
+        if block.enabled:
+            counts.append(sum(parameter.ds_numel for parameter in block.params))
+        enter(block)
+
+    deepspeed.zero.GatheredParameters.__enter__ = counted
+    try:
+        yield counts
+    finally:
+        deepspeed.zero.GatheredParameters.__enter__ = enter
 
 
 def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
@@ -147,8 +195,8 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
         if trainer.state.step == case.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def spoilt(trainer: Trainer, batch: Any, counts: Any) -> Any:
-        output = compare(trainer, batch, counts)
+    def spoilt(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        output = compare(trainer, *args, **kwargs)
         return replace(output, loss=output.loss + inf) if trainer.state.step + 1 == case.get("spoil") else output
 
     if world.rank == world.size - 1:
@@ -183,8 +231,7 @@ def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, recipe: Any, 
     return DeepSpeedStrategy(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)
 
 
-def main() -> None:
-    plan = Path(sys.argv[1])
+def run_plan(plan: Path) -> None:
     place = process_info_from_env()
     assert place is not None
     world = init_distributed(place)
@@ -192,7 +239,3 @@ def main() -> None:
         CASES[case["do"]](case, plan.parent / case["name"], world)
         world.run_on_main((plan.parent / case["name"] / "done").touch)
     world.destroy()
-
-
-if __name__ == "__main__":
-    main()

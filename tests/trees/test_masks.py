@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from medusa_train.data.batch import Batch, collate
-from medusa_train.data.targets import IGNORE_INDEX, shift_labels
-from medusa_train.data.tokenize import Example
+from medusa_train.data.batch import IGNORE_INDEX, Batch, collate, shift_labels
+from medusa_train.data.examples import Example
 from medusa_train.models.backbone import Backbone
 from medusa_train.trees.masks import TreeMask, TreeMasks, additive_mask, document_mask
 from medusa_train.trees.tree import Tree

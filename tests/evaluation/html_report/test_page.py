@@ -1,12 +1,14 @@
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 from medusa_train.evaluation.html_report.page import answers_section, coloured_text, html_page, proposing_heads
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord
-from medusa_train.evaluation.report import Report, notes, table_rows
+from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
+from medusa_train.evaluation.report import table_rows
+from medusa_train.evaluation.report_text import Report, notes
 from medusa_train.inference.traces import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report import meta
@@ -89,6 +91,20 @@ def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:
     assert "default-src 'none'" in html
 
 
+def test_it_compares_the_decoders() -> None:
+    one = record(1, "math")
+    one.others["prompt_lookup"] = TimedAnswer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
+    cells = re.findall(r"<tr><td>(tree|plain|generate|prompt lookup)</td>(.*?)</tr>", page([one]))
+    rows = {name: re.findall(r"<td>(.*?)</td>", row) for name, row in cells}
+    assert rows == {
+        "tree": ["6", "2.00", "-", "-"],
+        "plain": ["4", "1.00", "1.82x", "1"],
+        "generate": ["3", "-", "2.27x", "1"],
+        "prompt lookup": ["3", "2.00", "2.12x", "0"],
+    }
+    assert "<th>decoder</th>" in page([record(1, "math", with_tree=False)])
+
+
 def test_it_shows_speed_per_category_lengths_ctar_heads_tree_and_answers() -> None:
     html = page([record(1, "math"), record(2, "code")])
     for title in (
@@ -125,6 +141,22 @@ def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> Non
     # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1 space, backbone c
     assert shown == "a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c"
     assert coloured_text({"pieces": [], "text": "<x>", "accepted": []}) == "&lt;x&gt;"
+
+
+def test_correct_answers_have_a_tile_and_every_answer_its_score() -> None:
+    right, wrong = Score("exact match", True, "4"), Score("exact match", False, "<5>")
+    scored = [record(1, "math"), record(2, "math")]
+    scored[0].scores = {"tree": right, "plain": right}
+    scored[1].scores = {"tree": wrong, "plain": wrong}
+    html = page(scored)
+    assert "<b>50.0%</b><span>exact match: 1 of 2 (9.5%-90.5%); plain decoding is equal</span>" in html
+    assert "not judged" not in html
+    scored[1].scores["plain"] = right
+    assert "exact match: 1 of 2 (9.5%-90.5%); plain 100.0%" in page(scored)
+    lines = [{**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}} for one in scored]
+    shown = answers_section(lines)
+    assert "tokens per step, correct</span>" in shown
+    assert "wrong (&lt;5&gt;), plain: correct</span>" in shown
 
 
 def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:

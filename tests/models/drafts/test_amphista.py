@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one-adaptation-layer": {"adaptation_layers": 1},
     "no-staged-adaptation": {"adaptation_layers": 0},
     "no-sampled-token": {"sampled_token": False},
+    "embeddings-as-published": {"normalize_embeddings": False},
 }
 
 
@@ -104,7 +105,6 @@ def _layer(x: Tensor, w: dict[str, Tensor], heads: int, groups: int, theta: floa
 
 def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, blocks: int) -> list[Tensor]:
     """Eq. 1 to 6 over one row: every head's logits [T, V] from h [T, d] and the embeddings e [T, d] of what follows."""
-    e = _norm(e, 1.0, 1e-12)
     stages, x = [], h
     for i in range(2):
         prefix = f"layers.{i}.body.layers.0."
@@ -126,10 +126,10 @@ def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, block
     return [linear(u[:, k], state[f"lm_heads.{k}.weight"]) for k in range(num_heads)]
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_value_and_gradient_of_the_formula(blocks: int) -> None:
+@pytest.mark.parametrize(("blocks", "normalize_embeddings"), [(1, True), (2, True), (1, False)])
+def test_value_and_gradient_of_the_formula(blocks: int, normalize_embeddings: bool) -> None:
     backbone = random_backbone("llama")
-    draft = trained_like(backbone, auto_blocks=blocks)
+    draft = trained_like(backbone, auto_blocks=blocks, normalize_embeddings=normalize_embeddings)
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
     feats = backbone.run(TOKENS)
     ours = [
@@ -137,6 +137,8 @@ def test_value_and_gradient_of_the_formula(blocks: int) -> None:
         for k, s in enumerate(draft.head_states(feats, Rows.from_tokens(TOKENS)), start=1)
     ]
     embeddings = backbone.model.get_input_embeddings()(TOKENS)
+    if normalize_embeddings:
+        embeddings = _norm(embeddings, 1.0, 1e-12)
     plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
     theirs = [torch.stack([row[k] for row in plain]) for k in range(5)]
     for mine, other in zip(ours, theirs, strict=True):
@@ -232,7 +234,7 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     whole = backbone.run(text)
     following = text.roll(-1, 1)
     batch = Rows.from_tokens(text)
-    expected = draft._stages(whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments))
+    expected = draft.stages(whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments))
     lengths = [9, 3, 1, 6][:rows]
     cache = BatchCache(1, 64)
     prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)

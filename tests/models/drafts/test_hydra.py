@@ -20,9 +20,11 @@ from tests.inference.test_generate import _Scalars as Scalars
 TREE = Tree.from_paths([(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 4)])
 
 
-def trained(backbone: Backbone, *, num_layers: int = 2, prefix_layer: bool = True) -> HydraDraft:
+def trained(
+    backbone: Backbone, *, num_layers: int = 2, prefix_layer: bool = True, normalize_embeddings: bool = True
+) -> HydraDraft:
     """Random weights in every part."""
-    draft = HydraDraft(backbone, 3, num_layers, prefix_layer=prefix_layer)
+    draft = HydraDraft(backbone, 3, num_layers, prefix_layer=prefix_layer, normalize_embeddings=normalize_embeddings)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -35,7 +37,7 @@ def plain_head(draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, pat
     weights = dict(draft.named_parameters())
     d = backbone.hidden_size
     vectors = backbone.embedding()(torch.tensor(path))
-    x = torch.cat([state, *rms_norm(vectors, (d,), eps=1e-12)])
+    x = torch.cat([state, *(rms_norm(vectors, (d,), eps=1e-12) if draft.normalize_embeddings else vectors)])
     first, bias = weights[f"blocks.{k - 1}.0.linear.weight"], weights[f"blocks.{k - 1}.0.linear.bias"]
     x = linear(x, first[:d], bias[:d]) + silu(linear(x, first[d:], bias[d:]))
     for j in range(1, draft.num_layers):
@@ -73,11 +75,14 @@ def test_an_untrained_prefix_layer_begins_near_the_backbones_states(family: str)
     assert torch.cosine_similarity(ours, states).min() > 0.5
 
 
+@pytest.mark.parametrize("normalize_embeddings", [False, True])
 @pytest.mark.parametrize("prefix_layer", [False, True])
-def test_loss_and_gradients_of_packed_documents_against_plain_loops(prefix_layer: bool) -> None:
+def test_loss_and_gradients_of_packed_documents_against_plain_loops(
+    prefix_layer: bool, normalize_embeddings: bool
+) -> None:
     """Teacher at t + k, unweighted losses; nothing leaks from the other document or wraps around."""
     backbone = random_backbone("qwen3")
-    draft = trained(backbone, prefix_layer=prefix_layer)
+    draft = trained(backbone, prefix_layer=prefix_layer, normalize_embeddings=normalize_embeddings)
     documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5]]
     tokens = torch.tensor([[*documents[0], *documents[1], 0]])
     segments = torch.tensor([[0] * 7 + [1] * 4 + [-1]])

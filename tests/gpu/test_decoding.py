@@ -1,0 +1,80 @@
+"""Decoding on a GPU: the greedy text in float64 is plain decoding's, and memory does not grow from step to step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shapes import Sizes, llama_config, random_model
+
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.tree import Tree
+from tests.families import NoTokenizer, random_backbone
+from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+
+#: hidden size, MLP size, layers, attention heads, key/value heads, vocabulary
+SHAPE = (1024, 2816, 8, 16, 4, 32_000)
+
+
+def on(device: torch.device, family: str) -> Backbone:
+    return Backbone(random_backbone(family).model.to(device), NoTokenizer(), family)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_equals_plain_decoding(device: torch.device, kind: str, family: str) -> None:
+    if device.type == "cpu" and family != "llama":
+        pytest.skip("tests/inference has all families on a CPU")
+    backbone = on(device, family)
+    with device:
+        draft = random_draft(kind, backbone)
+    plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
+    decoder = Decoder(backbone, draft, TREE)
+    assert [decoder.generate(prompt, 24).tokens for prompt in PROMPTS] == plain
+    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24)
+    assert [out.tokens for out in together] == plain
+
+
+@pytest.mark.gpu
+def test_the_text_of_a_gpu_is_the_text_of_a_cpu(cuda: torch.device) -> None:
+    """Weights large enough that no two logits are as close as float64 rounds."""
+    cpu, gpu = (Decoder(on(where, "qwen3")) for where in (torch.device("cpu"), cuda))
+    assert [gpu.generate(prompt, 24).tokens for prompt in PROMPTS] == [
+        cpu.generate(prompt, 24).tokens for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> None:
+    backbone = on(cuda, family)
+    with cuda:
+        draft = random_draft("medusa", backbone)
+    expected = [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS]
+    backbone.compile_passes()
+    assert [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS] == expected
+
+
+@pytest.mark.gpu
+def test_memory_is_the_cache_and_does_not_grow(cuda: torch.device) -> None:
+    """Beside weights and cache a step takes the logits of its nodes, activations, and workspaces of libraries."""
+    config = llama_config(*SHAPE)
+    backbone = Backbone(random_model(config, torch.bfloat16, cuda), NoTokenizer(), "random")
+    with cuda:
+        draft = MedusaDraft.from_backbone(backbone, 3, share_lm_head=True)
+    decoder = Decoder(backbone, draft, Tree.cartesian([4, 3, 2]))
+    prompt = list(range(1, 513))
+
+    def peak(tokens: int) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        decoder.generate(prompt, tokens, ())
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(8)  # workspaces stay
+    short, long = peak(64), peak(1024)
+    grown = 2 * Sizes.of(config).cached(1024 - 64, 1)
+    assert long - short == pytest.approx(grown, rel=0.1, abs=4 << 20)

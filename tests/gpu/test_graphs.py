@@ -1,0 +1,64 @@
+"""Steps captured as CUDA graphs give the tokens of the same steps run as they are; replaying allocates nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.graphs import CudaGraphRunner, StepRunner
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.inference.test_drafts import KINDS, TREE, random_draft
+from tests.inference.test_static_steps import PROMPTS, answers, paths
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def backbone_on_gpu(family: str) -> Backbone:
+    backbone = random_backbone(family, dtype=torch.float64)
+    return Backbone(backbone.model.cuda(), backbone.tokenizer, family)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_graphs_give_the_tokens_of_steps(kind: str, family: str) -> None:
+    backbone = backbone_on_gpu(family)
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
+    backbone.step_runner = StepRunner()
+    expected = answers(backbone, draft, tree)
+    runner = backbone.step_runner = CudaGraphRunner(backbone.device)
+    assert paths(answers(backbone, draft, tree)) == paths(expected)
+    assert runner.works
+
+
+@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
+def test_compiled_passes_are_captured(tree: Tree) -> None:
+    backbone = backbone_on_gpu("llama")
+    draft = random_draft("medusa", backbone)
+    expected = Decoder(backbone, draft, tree).generate(PROMPTS[0], 40, ()).tokens
+    backbone.compile_passes()
+    assert isinstance(backbone.step_runner, CudaGraphRunner)
+    decoder = Decoder(backbone, draft, tree)
+    assert [decoder.generate(PROMPTS[0], 40, ()).tokens for _ in range(2)] == [expected] * 2
+    assert backbone.step_runner.works
+
+
+@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
+def test_replays_reserve_no_memory(tree: Tree) -> None:
+    """Replayed kernels use the memory of the capture; what is left are a few numbers of the acceptance rule."""
+    backbone = backbone_on_gpu("gemma3")
+    draft = random_draft("medusa", backbone)
+    backbone.step_runner = CudaGraphRunner(backbone.device)
+    decoder = Decoder(backbone, draft, tree)
+    decoder.generate(PROMPTS[0], 40, ())
+    steps = decoder.stream(PROMPTS[0], 40, ())
+    for _ in range(3):
+        next(steps)
+    before = torch.cuda.memory_stats()
+    for _ in range(4):
+        next(steps)
+    after = torch.cuda.memory_stats()
+    for name in ("reserved_bytes.all.allocated", "allocation.all.allocated"):
+        assert after[name] == before[name], name

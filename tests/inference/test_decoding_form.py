@@ -1,0 +1,83 @@
+"""The form of a backbone, and its record in tree.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from medusa_train.errors import CheckpointError
+from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.models.loading import quantization_of
+from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+
+def test_the_form_of_a_backbone_on_this_machine() -> None:
+    form = DecodingForm.of(random_backbone("llama", dtype=torch.bfloat16))
+    assert (form.dtype, form.quantization, form.merged, form.compiled) == ("bfloat16", None, True, False)
+    assert form.device == "cpu"
+    assert form.device_name
+    assert form.threads == torch.get_num_threads()
+
+
+def test_an_adapter_beside_the_weights_is_another_form_until_it_is_merged() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    plain = DecodingForm.of(backbone)
+    adapter = Adapter.attach(backbone, LoraSpec(r=2))
+    assert DecodingForm.of(backbone) == replace(plain, merged=False)
+    adapter.merge()
+    assert DecodingForm.of(backbone) == plain
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+        ({"load_in_8bit": True}, "int8"),
+        ({"quant_method": "awq"}, "awq"),
+    ],
+)
+def test_names_of_quantizations(config: dict[str, object], name: str) -> None:
+    model = SimpleNamespace(is_quantized=True, config=SimpleNamespace(quantization_config=SimpleNamespace(**config)))
+    assert quantization_of(model) == name
+    model.is_quantized = False
+    assert quantization_of(model) is None
+
+
+def test_tree_json_records_the_form(tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    form = DecodingForm("float32", None, True, False, "cpu", "A CPU", 4)
+    Tree.chain(2).save(path, **form.record())
+    assert Tree.load(path) == Tree.chain(2)
+    assert DecodingForm.load(path) == form
+    other = DecodingForm("bfloat16", "nf4", False, False, "cuda", "A GPU", None)
+    assert form.differences(form) == []
+    assert other.differences(form) == [
+        "dtype float32, now bfloat16",
+        "quantization none, now nf4",
+        "merged yes, now no",
+        "device cpu, now cuda",
+        "device name A CPU, now A GPU",
+        "threads 4, now none",
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", [[[0]], {"medusa_choices": [[0]]}, {"medusa_choices": [[0]], "form": {"dtype": "x"}}]
+)
+def test_a_tree_without_a_whole_record_has_no_known_form(tmp_path: Path, content: object) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert DecodingForm.load(path) is None
+
+
+def test_a_damaged_tree_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tree\.json: not a tree file"):
+        DecodingForm.load(tmp_path / "tree.json")

@@ -1,0 +1,269 @@
+"""Lookahead decoding: output equality, losslessness of sampling, and a plain reference of window and pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from medusa_train.inference.accept import Typical
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText, window_layout
+from medusa_train.models.drafts.merged import MergedDraft
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.side_rows import PassRows
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.test_drafts import TREE, random_draft
+
+PROMPTS = [[5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17], [7], [4, 8, 20, 4, 8, 21, 4, 8, 22, 7, 4, 8], [11, 12, 13, 14, 15]]
+CPU = torch.device("cpu")
+
+
+def make_draft(name: str, backbone: Backbone) -> Proposer:
+    lookahead = LookaheadDraft(window=4, ngram=4, guesses=3)
+    heads, _, _ = name.rpartition("+")
+    return MergedDraft(random_draft(heads, backbone), lookahead) if heads else lookahead
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("lookahead", "llama"),
+        ("lookahead", "mistral-window"),
+        ("lookahead", "gemma3"),
+        ("lookahead", "phi3-longrope"),
+        ("medusa+lookahead", "llama"),
+        ("hydra+++lookahead", "mistral-window"),
+        ("amphista+lookahead", "llama"),
+    ],
+)
+def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, family: str) -> None:
+    backbone = random_backbone(family)
+    plain = [Decoder(backbone).generate(prompt, 32).tokens for prompt in PROMPTS]
+    draft = make_draft(name, backbone)
+    alone = [Decoder(backbone, draft, TREE).generate(prompt, 32) for prompt in PROMPTS]
+    assert [out.tokens for out in alone] == plain
+    assert sum(sum(out.accepted) for out in alone) > 10
+    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 32)
+    assert [out.tokens for out in together] == plain
+    assert [out.accepted for out in together] == [out.accepted for out in alone]
+    eos = [plain[1][4], plain[2][9]]  # rows end at different times
+    short = [Decoder(backbone).generate(prompt, 24, eos).tokens for prompt in PROMPTS]
+    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24, eos)
+    assert [out.tokens for out in together] == short
+
+
+class Reference:
+    """Lookahead decoding of one row, a full pass without cache for every token.
+
+    Columns are lists of tokens from the root on: those of level 0 up to theirs, then their own, level by level.
+    """
+
+    def __init__(self, backbone: Backbone, prompt: list[int], draft: LookaheadDraft) -> None:
+        self.backbone, self.text, self.draft = backbone, list(prompt), draft
+        self.ngrams: list[tuple[int, ...]] = []  # by the time of their last occurrence
+        self.levels = draft.text(prompt).levels
+        self.passes = 0
+        if draft.pool_from_prompt:
+            for end in range(draft.ngram, len(prompt) + 1):
+                self.insert(prompt[end - draft.ngram : end])
+
+    def following(self, tokens: Sequence[int]) -> int:
+        """The token after the text and `tokens`."""
+        with torch.no_grad():
+            logits = self.backbone.model(torch.tensor([[*self.text, *tokens]])).logits
+        return int(logits[0, -1].argmax())
+
+    def insert(self, ngram: Sequence[int]) -> None:
+        self.ngrams = [one for one in self.ngrams if one != tuple(ngram)] + [tuple(ngram)]
+
+    def pool(self) -> dict[int, list[tuple[int, ...]]]:
+        """The last G n-grams of each first token, the most recent one first."""
+        by_first: dict[int, list[tuple[int, ...]]] = {}
+        for ngram in reversed(self.ngrams):
+            by_first.setdefault(ngram[0], []).append(ngram[1:])
+        return {first: ngrams[: self.draft.guesses] for first, ngrams in by_first.items()}
+
+    def step(self, root: int) -> list[int]:
+        """Return the accepted guesses and the next root."""
+        guesses = self.pool().get(root, [])
+        first, *upper = self.levels
+        columns = [[root, *first[:i], *(level[i] for level in upper)] for i in range(self.draft.window)]
+        new = [self.following(column) for column in columns]
+        if self.passes >= self.draft.ngram - 2:
+            for i, column in enumerate(columns):
+                self.insert([*column[i:], new[i]])
+        self.levels = [upper[0][1:], *upper[1:], new]
+        self.passes += 1
+
+        accepted: list[int] = []
+        next_root = self.following([root])
+        while any(list(guess[: len(accepted) + 1]) == [*accepted, next_root] for guess in guesses):
+            accepted.append(next_root)
+            next_root = self.following([root, *accepted])
+        for token in (root, *accepted):
+            self.text.append(token)
+            if self.draft.pool_from_prompt and len(self.text) >= self.draft.ngram:
+                self.insert(self.text[-self.draft.ngram :])
+        return [*accepted, next_root]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.parametrize(
+    ("window", "ngram", "guesses", "pool_from_prompt"),
+    [(5, 4, 5, True), (4, 3, 2, False), (3, 5, 1, True), (1, 4, 3, False), (6, 3, 64, False)],
+)
+def test_windows_pools_and_accepted_guesses_are_those_of_a_plain_reference(
+    family: str, window: int, ngram: int, guesses: int, pool_from_prompt: bool
+) -> None:
+    backbone = random_backbone(family)
+    draft = RecordedDraft(window, ngram, guesses, pool_from_prompt)
+    for prompt in PROMPTS[:2]:
+        out = Decoder(backbone, draft).generate(prompt, 24, ())
+        reference = Reference(backbone, prompt, draft)
+        tokens, accepted = out.tokens[:1], []
+        for i, (levels, pool) in enumerate(draft.moves):
+            new = reference.step(tokens[-1])
+            assert levels == reference.levels, i
+            assert pool == reference.pool(), i
+            tokens += new
+            accepted.append(len(new) - 1)
+        assert tokens[:24] == out.tokens
+        assert accepted[:-1] == out.accepted[:-1]  # the last one is cut at the end of the answer
+        draft.moves.clear()
+
+
+class RecordedDraft(LookaheadDraft):
+    """Records the levels and the pool of a single row after every step."""
+
+    def __init__(self, *settings: int) -> None:
+        super().__init__(*settings)  # type: ignore[arg-type]
+        self.moves: list[tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]] = []
+
+    def advance(self, state, feats, proposal, paths):  # type: ignore[no-untyped-def]
+        state = super().advance(state, feats, proposal, paths)
+        (text,) = state.texts
+        pool = {first: list(text.continuations(first, self.num_heads)) for first in text.pool}
+        self.moves.append((text.levels, pool))
+        return state
+
+
+def test_windows_give_guesses_that_are_accepted() -> None:
+    """Without the prompt's n-grams, all accepted guesses come from the window."""
+    backbone = random_backbone("llama")
+    draft = LookaheadDraft(window=8, ngram=4, guesses=8, pool_from_prompt=False)
+    accepted = [sum(Decoder(backbone, draft).generate(prompt, 60).accepted) for prompt in PROMPTS]
+    assert sum(accepted) >= 20
+
+
+def test_the_layout_is_the_figures() -> None:
+    """W = 3, N = 4: a and b in level 0, c d e in level 1, f g h in level 2."""
+    layout = window_layout(3, 4, CPU)
+    assert layout.depths.tolist() == [1, 2, 1, 2, 3, 2, 3, 4]
+    assert (layout.size, layout.max_depth, layout.outputs) == (8, 4, 3)
+    attended = ["".join("abcdefgh"[i] for i in row.nonzero().flatten().tolist()) for row in layout.ancestors]
+    assert attended == ["a", "ab", "c", "ad", "abe", "cf", "adg", "abeh"]
+
+
+def test_side_rows_and_nodes_see_the_root_but_not_each_other() -> None:
+    trees = RowTrees([[-1, 0, 1], [-1, 0]], CPU)
+    rows = PassRows(trees, window_layout(2, 3, CPU))  # a; c d
+    assert (rows.size, rows.max_depth) == (5, 2)
+    assert rows.depths.tolist() == [[0, 1, 2, 1, 1, 2], [0, 1, 1, 1, 1, 2]]
+    expected = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 1, 0],
+        [1, 0, 0, 1, 0, 1],
+    ]
+    assert rows.ancestors[0].int().tolist() == expected
+    expected[2][1] = 0  # padding of the smaller tree
+    assert rows.ancestors[1].int().tolist() == expected
+
+
+def test_the_pool_keeps_the_most_recent_ngrams_of_a_first_token() -> None:
+    text = LookaheadText([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7], window=2, ngram=3, guesses=2)
+    assert text.continuations(1, 2) == [(6, 7), (2, 3)]  # (4, 5) was the oldest, since (2, 3) came twice
+    assert text.continuations(9, 2) == []
+
+
+def test_side_rows_are_neither_accepted_nor_kept() -> None:
+    """A step's proposal, and the cache after it, with as many positions as tokens were accepted."""
+    backbone = random_backbone("llama")
+    draft = LookaheadDraft(window=3, ngram=3, guesses=2)
+    tokens = torch.tensor([PROMPTS[0], PROMPTS[0]])
+    state = draft.start(backbone.run(tokens), tokens, [11, 9], backbone.new_cache(30))
+    proposal = draft.propose(state, torch.tensor([30, 2]), Tree.empty())
+    assert proposal.side is not None
+    assert proposal.tree.size == 2  # after 30: 5 9
+    assert proposal.side.tokens.shape == (2, 5)
+    all_tokens, rows = proposal.rows()
+    assert all_tokens.shape == (2, 8)
+    assert rows.size == 7
+    assert draft.limits(Tree.empty()) == (2 * 2 + 5, 3)
+    states = torch.arange(16).view(2, 8, 1)
+    assert proposal.outputs(states).flatten().tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, 13, 14, 15]
+    out = Decoder(backbone, draft, cache=(cache := backbone.new_cache(200))).generate(PROMPTS[0], 30)
+    assert cache.length == len(PROMPTS[0]) + len(out.tokens) - 1
+
+
+def test_other_proposals_have_no_side_rows() -> None:
+    proposal = Proposal(torch.tensor([[3, 4]]), Tree.chain(1))
+    tokens, tree = proposal.rows()
+    assert tokens is proposal.tokens
+    assert tree is proposal.tree
+    assert proposal.outputs(tokens) is tokens
+
+
+@pytest.mark.parametrize("name", ["lookahead", "medusa+lookahead"])
+def test_the_end_of_the_context(name: str) -> None:
+    backbone = random_backbone("llama")
+    backbone.max_context = 26
+    out = Decoder(backbone, make_draft(name, backbone), TREE).generate(PROMPTS[0], 100)
+    assert out.finish == "context"
+    assert out.tokens == Decoder(backbone).generate(PROMPTS[0], 100).tokens
+
+
+class WarmDraft(LookaheadDraft):
+    """Takes n-grams of the window from the first step on, since an answer of the test has two steps."""
+
+    def text(self, tokens: Sequence[int]) -> LookaheadText:
+        text = super().text(tokens)
+        text._random_levels = 0
+        return text
+
+
+@pytest.mark.parametrize("name", ["lookahead", "medusa+lookahead"])
+def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
+    backbone = five_token_backbone()
+    draft: Proposer = WarmDraft(window=3, ngram=3, guesses=2)
+    if name != "lookahead":
+        draft = MergedDraft(random_draft("medusa", backbone), draft)  # type: ignore[arg-type]
+    decoder = BatchDecoder(backbone, draft, Tree.cartesian([2, 1]) if name != "lookahead" else None)
+    prompt = [1, 2, 3, 4, 1, 0, 2, 1]
+    assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8, prompt=prompt) > 500
+
+
+@pytest.mark.parametrize("rule", [Sampling(1.2), Typical(1.0)])
+def test_accepted_tokens_do_not_depend_on_other_rows(rule: Sampling | Typical) -> None:
+    backbone = random_backbone("llama")
+    draft = make_draft("lookahead", backbone)
+    generators = [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
+    alone = [
+        Decoder(backbone, draft).generate(prompt, 30, (), rule, generator)
+        for prompt, generator in zip(PROMPTS, generators, strict=True)
+    ]
+    assert sum(sum(out.accepted) for out in alone) > 0
+    if isinstance(rule, Typical):  # sampling draws a number per node, padding included
+        together = BatchDecoder(backbone, draft).generate_batch(PROMPTS, 30, (), rule)
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+        assert [out.accepted for out in together] == [out.accepted for out in alone]

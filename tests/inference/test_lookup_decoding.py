@@ -1,0 +1,174 @@
+"""Drafts without training, alone and merged with heads: output equality, losslessness of sampling, and their trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa_train.data.datastore import Datastore
+from medusa_train.errors import MedusaError
+from medusa_train.inference.accept import Typical
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
+from medusa_train.models.drafts.merged import MergedDraft
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.test_drafts import TREE, random_draft
+
+LOOP = [5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17]  # the same n-grams several times
+BRANCHES = [4, 8, 20, 4, 8, 21, 4, 8, 22, 7, 4, 8]  # an n-gram with different continuations
+PROMPTS = [LOOP, [7], BRANCHES, [11, 12, 13, 14, 15, 16, 17]]
+HEADS = ["medusa", "hydra", "hydra++", "amphista"]
+DRAFTS = ["prompt_lookup", *(f"{kind}+prompt_lookup" for kind in HEADS)]
+
+
+def make_draft(name: str, backbone: Backbone, lookup: PromptLookupDraft | None = None) -> Proposer:
+    lookup = lookup or PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9)
+    heads, _, _ = name.rpartition("+")
+    return MergedDraft(random_draft(heads, backbone), lookup) if heads else lookup
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "phi3-longrope"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, family: str) -> None:
+    backbone = random_backbone(family)
+    plain = [Decoder(backbone).generate(prompt, 40).tokens for prompt in PROMPTS]
+    draft = make_draft(name, backbone)
+    alone = [Decoder(backbone, draft, TREE).generate(prompt, 40) for prompt in PROMPTS]
+    assert [out.tokens for out in alone] == plain
+    assert max(max(out.accepted, default=0) for out in alone) >= 2
+    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 40)
+    assert [out.tokens for out in together] == plain
+    assert [out.accepted for out in together] == [out.accepted for out in alone]
+    eos = [plain[1][4], plain[2][9]]  # rows end at different times
+    short = [Decoder(backbone).generate(prompt, 24, eos).tokens for prompt in PROMPTS]
+    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24, eos)
+    assert [out.tokens for out in together] == short
+
+
+def rest(backbone: Backbone, length: int) -> LookupDraft:
+    """REST over the plain answers to the prompts."""
+    answers = [Decoder(backbone).generate(prompt, length).tokens for prompt in PROMPTS]
+    return RestDraft(Datastore(answers, 12), max_ngram=4, max_tokens=6, nodes=8)
+
+
+@pytest.mark.parametrize("heads", [None, "medusa"])
+def test_copies_of_a_datastore_give_the_same_text_in_fewer_steps(heads: str | None) -> None:
+    backbone = random_backbone("llama")
+    copies = rest(backbone, 40)
+    draft: Proposer = copies if heads is None else MergedDraft(random_draft(heads, backbone), copies)
+    for prompt, together in zip(PROMPTS, BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 40), strict=True):
+        out = Decoder(backbone, draft, TREE).generate(prompt, 40)
+        assert out.tokens == together.tokens == Decoder(backbone).generate(prompt, 40).tokens
+        assert out.accepted == together.accepted
+        assert out.steps < 25
+
+
+def test_samples_with_a_datastore_follow_the_backbones_distribution() -> None:
+    backbone = five_token_backbone()
+    draft = RestDraft(Datastore([[1, 2, 3, 4, 0, 1, 3, 2], [2, 2, 4, 1]], 6), max_ngram=2, max_tokens=2, nodes=3)
+    assert check_lossless(BatchDecoder(backbone, draft), rows=2500, batches=4, other_below=1e-8) > 500
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 20])
+@pytest.mark.parametrize("max_ngram", [1, 4])
+def test_trees_of_any_size_give_the_same_text(nodes: int, max_ngram: int) -> None:
+    backbone = random_backbone("qwen3")
+    draft = PromptLookupDraft(max_ngram, max_tokens=8, nodes=nodes)
+    for prompt in PROMPTS:
+        out = Decoder(backbone, draft).generate(prompt, 60)
+        assert out.tokens == Decoder(backbone).generate(prompt, 60).tokens
+        assert max(out.accepted, default=0) <= min(nodes, 8)
+
+
+def test_loops_are_copied_as_far_as_the_limit_allows() -> None:
+    """Once the text loops, a step takes max_tokens of the copy and one of the backbone."""
+    backbone = random_backbone("llama")
+    backbone.logits = lambda hidden: looping_logits(hidden)  # type: ignore[method-assign]
+    out = Decoder(backbone, PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=6)).generate([3], 60, ())
+    assert out.tokens == [0] * 60
+    assert out.accepted[-3:-1] == [6, 6]
+
+
+def looping_logits(hidden: torch.Tensor) -> torch.Tensor:
+    logits = hidden.new_zeros(*hidden.shape[:-1], 61)
+    logits[..., 0] = 1
+    return logits
+
+
+def test_the_end_of_the_context() -> None:
+    backbone = random_backbone("llama")
+    backbone.max_context = 26
+    for name in ("prompt_lookup", "medusa+prompt_lookup"):
+        out = Decoder(backbone, make_draft(name, backbone), TREE).generate(LOOP, 100)
+        assert out.finish == "context"
+        assert out.tokens == Decoder(backbone).generate(LOOP, 100).tokens
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
+def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
+    """Rows of this batch have different trees: what they copy depends on what they have sampled."""
+    backbone = five_token_backbone()
+    lookup = PromptLookupDraft(max_ngram=1, max_tokens=2, nodes=3)
+    decoder = BatchDecoder(backbone, make_draft(name, backbone, lookup), Tree.cartesian([2, 1]))
+    assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 500
+
+
+@pytest.mark.parametrize("rule", [Sampling(1.2), Typical(1.0)])
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
+def test_accepted_tokens_do_not_depend_on_other_rows(name: str, rule: Sampling | Typical) -> None:
+    """Padding of rows with smaller trees is never accepted. Sampling draws a number per node, padding included."""
+    backbone = random_backbone("llama")
+    draft = make_draft(name, backbone)
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
+
+    alone = [
+        Decoder(backbone, draft, TREE).generate(prompt, 30, (), rule, generator)
+        for prompt, generator in zip(PROMPTS, generators(), strict=True)
+    ]
+    if isinstance(rule, Typical):
+        together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 30, (), rule)
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+        assert [out.accepted for out in together] == [out.accepted for out in alone]
+    assert sum(sum(out.accepted) for out in alone) > 0
+
+
+def test_merged_drafts_verify_equal_guesses_once() -> None:
+    backbone = random_backbone("llama")
+    draft = make_draft("medusa+prompt_lookup", backbone)
+    feats = backbone.run(torch.tensor([LOOP, LOOP]))
+    state = draft.start(feats, torch.tensor([LOOP, LOOP]), [11, 9], backbone.new_cache(20))
+    proposal = draft.propose(state, torch.tensor([30, 2]), TREE)
+    for row in range(2):
+        tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
+        for children in tree.children:
+            assert len({tokens[node] for node in children}) == len(children)
+    first = proposal.tree.row(0)
+    assert first.parent_list[: TREE.size + 1] == TREE.parent_list
+    assert first.size == TREE.size + 6  # the copy 5 9 17 30 5 9, of which the heads guessed nothing
+    assert proposal.tree.row(1).size == TREE.size  # 2 is new to the text
+
+
+def test_heads_trees_stay_as_they_are_where_nothing_is_copied() -> None:
+    backbone = random_backbone("llama")
+    decoder = Decoder(backbone, make_draft("medusa+prompt_lookup", backbone), TREE)
+    alone = Decoder(backbone, random_draft("medusa", backbone), TREE)
+    feats = backbone.run(torch.tensor([[3, 4]]))
+    draft = decoder.draft
+    assert draft is not None
+    state = draft.start(feats, torch.tensor([[3, 4]]), [2], backbone.new_cache(20))
+    assert draft.propose(state, torch.tensor([9]), decoder.tree).tree is decoder.tree
+    assert alone.generate(PROMPTS[3], 5).tokens == decoder.generate(PROMPTS[3], 5).tokens
+
+
+def test_kangaroo_takes_no_other_guesses() -> None:
+    backbone = random_backbone("llama")
+    with pytest.raises(MedusaError, match="first layers itself"):
+        make_draft("kangaroo+prompt_lookup", backbone)

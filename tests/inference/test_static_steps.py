@@ -1,0 +1,232 @@
+"""Steps on fixed memory give the tokens and accepted paths of the loop; replayed as well as run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.lookup import PromptLookupDraft
+from medusa_train.models.graphs import GraphRunner, Replayable, Step, StepRunner, graph_obstacle, graph_runner
+from medusa_train.trees.static_cache import KEY_BLOCK, StaticCache
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.inference.tape import TapeRunner
+from tests.inference.test_drafts import KINDS, TREE, random_draft
+
+BLOCK = 16  # of the cache: answers cross several of its borders
+PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], list(range(2, 23))]
+
+
+def answers(
+    backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None, rule: Rule = None
+) -> list[Generation]:
+    """Answer all prompts with one decoder, whose buffers serve one after the other; on fixed memory if that is on."""
+    cache = None
+    if backbone.step_runner is not None:
+        cache = StaticCache(backbone.num_layers, 120, BLOCK)
+    decoder = Decoder(backbone, draft, tree, cache)
+    return [decoder.generate(prompt, 24, (), rule, torch.Generator().manual_seed(5)) for prompt in PROMPTS]
+
+
+def paths(generations: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
+    return [(one.tokens, one.accepted) for one in generations]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_steps_give_the_tokens_and_paths_of_the_loop(kind: str, family: str) -> None:
+    backbone = random_backbone(family)
+    if kind == "plain":
+        expected = answers(backbone)
+        backbone.step_runner = StepRunner()
+        assert paths(answers(backbone)) == paths(expected)
+        return
+    draft = random_draft(kind, backbone)
+    with draft.no_early_exit():
+        expected = answers(backbone, draft, TREE)
+    backbone.step_runner = StepRunner()
+    assert paths(answers(backbone, draft, TREE)) == paths(expected)
+    assert sum(sum(one.accepted) for one in expected) > 3  # paths were compacted
+
+
+@pytest.mark.parametrize(("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)])
+def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
+    """What is replayed repeats the operations of the first step with its shapes, addresses and numbers."""
+    backbone = random_backbone(family)
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
+    backbone.step_runner = StepRunner()
+    expected = answers(backbone, draft, tree)
+    runner = backbone.step_runner = TapeRunner()
+    assert paths(answers(backbone, draft, tree)) == paths(expected)
+    # one per number of columns that attention reads: 16, 32, 48, and 64 for nodes after the last position
+    assert runner.captures == (3 if kind == "plain" else 4)
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.from_paths([(0,)])], ids=["chain", "single"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_trees(kind: str, tree: Tree) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft(kind, backbone)
+    with draft.no_early_exit():
+        expected = answers(backbone, draft, tree)
+    backbone.step_runner = TapeRunner()
+    assert paths(answers(backbone, draft, tree)) == paths(expected)
+
+
+@pytest.mark.parametrize(
+    "rule", [Sampling(1.2), Sampling(0.8, top_p=0.9), Typical()], ids=["sample", "top-p", "typical"]
+)
+@pytest.mark.parametrize("kind", ["plain", "medusa"])
+def test_other_rules_read_the_logits(kind: str, rule: Rule) -> None:
+    backbone = random_backbone("llama")
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
+    if draft is None:
+        expected = answers(backbone, rule=rule)
+    else:
+        with draft.no_early_exit():
+            expected = answers(backbone, draft, tree, rule)
+    backbone.step_runner = TapeRunner()
+    assert paths(answers(backbone, draft, tree, rule)) == paths(expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_the_contexts_end(kind: str) -> None:
+    backbone = random_backbone("gemma3")
+    backbone.max_context = 24
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
+    prompt = list(range(2, 17))
+    plain = Decoder(backbone).generate(prompt, 50)
+    backbone.step_runner = StepRunner()
+    out = Decoder(backbone, draft, tree).generate(prompt, 50)
+    assert (out.tokens, out.finish) == (plain.tokens, "context")
+
+
+def test_plain_decoding_and_trees_share_a_cache() -> None:
+    """As in the measurement of step latencies, where they take turns."""
+    backbone = random_backbone("llama")
+    draft = random_draft("hydra++", backbone)
+    expected = [answers(backbone, draft, tree) for tree in (TREE, Tree.chain(2))]
+    backbone.step_runner = TapeRunner()
+    cache = StaticCache(backbone.num_layers, 120, BLOCK)
+    decoders = [Decoder(backbone, draft, tree, cache) for tree in (TREE, Tree.chain(2), Tree.empty())]
+    for i, prompt in enumerate(PROMPTS):
+        trees = [decoder.generate(prompt, 24, ()) for decoder in decoders]
+        assert paths(trees[:2]) == paths([one[i] for one in expected])
+        assert trees[2].tokens == expected[0][i].tokens
+        assert trees[2].accepted == [0] * 23
+
+
+def test_a_decoder_allocates_its_own_cache_and_a_larger_one_where_needed() -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("medusa", backbone)
+    expected = Decoder(backbone, draft, TREE).generate(PROMPTS[0], 30).tokens
+    backbone.step_runner = TapeRunner()
+    decoder = Decoder(backbone, draft, TREE)
+    backbone.max_context = 64
+    first = decoder.generate(PROMPTS[0], 30).tokens
+    backbone.max_context = 64 + 2 * KEY_BLOCK
+    decoder.generate(PROMPTS[0], 64 + KEY_BLOCK, [first[3]])
+    assert first == decoder.generate(PROMPTS[0], 30).tokens == expected
+
+
+def test_no_memory_is_allocated_for_further_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    backbone.step_runner = StepRunner()
+    decoder = Decoder(backbone, random_draft("amphista", backbone), TREE, StaticCache(backbone.num_layers, 120, BLOCK))
+    expected = decoder.generate(PROMPTS[0], 30, ()).tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
+        patch.setattr(torch, "zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
+        decoder.generate(PROMPTS[1], 30, ())
+        assert decoder.generate(PROMPTS[0], 30, ()).tokens == expected
+
+
+def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    backbone.step_runner = TapeRunner()  # which fails where a step reads a number
+    lists: list[Tensor] = []
+    to_list = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
+    steps = Decoder(backbone, random_draft("kangaroo", backbone), TREE).stream(PROMPTS[0], 20, ())
+    for _ in range(3):
+        lists.clear()
+        next(steps)
+        assert len(lists) == 1
+
+
+def test_an_abandoned_answer_leaves_nothing() -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("amphista", backbone)
+    expected = Decoder(backbone, draft, TREE).generate(PROMPTS[2], 20).tokens
+    backbone.step_runner = StepRunner()
+    decoder = Decoder(backbone, draft, TREE)
+    abandoned = decoder.stream(PROMPTS[0], 20)
+    for _ in range(4):
+        next(abandoned)
+    assert decoder.generate(PROMPTS[2], 20).tokens == expected
+
+
+def test_drafts_that_choose_their_trees_decode_without(caplog: pytest.LogCaptureFixture) -> None:
+    backbone = random_backbone("llama")
+    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    draft = PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4)
+    expected = Decoder(backbone, draft).generate(prompt, 30)
+    backbone.step_runner = TapeRunner()
+    with caplog.at_level(logging.WARNING):
+        out = Decoder(backbone, draft).generate(prompt, 30)
+    assert paths([out]) == paths([expected])
+    assert "PromptLookupDraft" in caplog.text
+    assert backbone.step_runner.captures == 0
+
+
+class FailingRunner(GraphRunner):
+    """Its captures fail as those of an operation that waits for the device."""
+
+    warm_ups = 0
+
+    def _warm_up(self, step: Step) -> None:
+        self.warm_ups += 1
+        step()
+
+    def _capture(self, step: Step) -> Replayable:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+
+
+def test_where_capture_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("hydra", backbone)
+    expected = answers(backbone, draft, TREE)
+    runner = backbone.step_runner = FailingRunner()
+    with caplog.at_level(logging.WARNING):
+        assert paths(answers(backbone, draft, TREE)) == paths(expected)
+    assert runner.warm_ups == 1
+    assert caplog.text.count("capture failed") == 1
+    assert "not permitted when stream is capturing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "obstacle"), [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary angles")]
+)
+def test_models_that_cannot_be_captured(family: str, obstacle: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    backbone = random_backbone(family)
+    found = graph_obstacle(backbone.model)
+    assert found is None if obstacle is None else obstacle in str(found)
+    backbone.config.num_experts = 4
+    assert graph_obstacle(backbone.model) is not None
+    assert graph_runner(torch.device("cpu"), backbone.model, 1) is None
+    assert "no CUDA graphs" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        assert graph_runner(torch.device("cuda"), backbone.model, 1) is None
+    assert "no CUDA graphs" in caplog.text
+    backbone.config.num_experts = None
+    backbone.model.is_quantized = True
+    assert graph_obstacle(backbone.model) is not None

@@ -1,0 +1,174 @@
+"""The objective with LK losses and D-PACE's weights against plain loops: value, gradients, accumulation, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_train.data.batch import Batch
+from medusa_train.losses import chunks
+from medusa_train.losses.objective import Objective
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.features import Features
+from medusa_train.models.lm_head import LMHead
+from tests.losses.acceptance import objective as plain
+from tests.losses.plain import accumulated, peak_bytes
+from tests.losses.test_objective import Stem
+from tests.losses.test_objective_reduced import Heads as ReducedHeads
+from tests.losses.toy import DECAY, B, D, Heads, Rows, V, one_document, part
+
+TEACHER = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
+OPTIONS: list[dict[str, Any]] = [{"lk_eta": 3.0}, {"dpace": True}, {"lk_eta": 10.0, "dpace": True}]
+
+
+def ids(options: dict[str, Any]) -> str:
+    return "+".join(options)
+
+
+def pair(heads: Any, options: dict[str, Any], share: float) -> tuple[Objective, dict[str, Any], dict[str, Any]]:
+    """An objective, its teacher's arguments, and those of the plain one."""
+    plain_options = {"eta": options.get("lk_eta"), "dpace": options.get("dpace", False), "decay": DECAY, "share": share}
+    return Objective(heads, DECAY, soft_heads=share, **options), {"teacher_lm_head": TEACHER}, plain_options
+
+
+def assert_equal(heads: Any, feats: Features, batch: Rows, options: dict[str, Any], share: float) -> None:
+    ours, teacher, theirs = pair(heads, options, share)
+    counts = ours.target_counts(batch)
+    wanted = plain(heads, feats, batch, teacher=TEACHER, **theirs)
+    out = ours.loss(feats, batch, counts, teacher=feats, **teacher)
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
+    parameters = list(heads.parameters())
+    gradients = torch.autograd.grad(wanted, parameters)
+    at_once = accumulated(lambda: ours.loss(feats, batch, counts, teacher=feats, grad_scale=1.0, **teacher), parameters)
+    for mine, direct, other in zip(torch.autograd.grad(out.loss, parameters), at_once, gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+        torch.testing.assert_close(direct, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("make", [Heads, Stem, ReducedHeads])
+def test_value_and_gradients_are_the_formulas(
+    make: Any, options: dict[str, Any], share: float, batch: Rows, feats: Features
+) -> None:
+    """Independent heads, heads that share a layer, and heads over a reduced vocabulary."""
+    assert_equal(make(), feats, batch, options, share)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_micro_batches_add_up(options: dict[str, Any], share: float, batch: Rows, feats: Features) -> None:
+    heads = ReducedHeads()
+    ours, teacher, _ = pair(heads, options, share)
+    counts, parameters = ours.target_counts(batch), list(heads.parameters())
+    slices = [slice(0, 1), slice(1, B)]
+
+    def run(rows: slice) -> Tensor:
+        states = part(feats, rows)
+        return ours.loss(states, batch.part(rows), counts, teacher=states, grad_scale=1.0, **teacher).loss
+
+    whole = accumulated(lambda: run(slice(0, B)), parameters)
+    halves = accumulated(lambda: [run(rows) for rows in slices], parameters)
+    for mine, other in zip(halves, whole, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sum(run(rows) for rows in slices), run(slice(0, B)), rtol=1e-12, atol=0)
+
+
+def test_only_the_heads_loss_differs_in_joint_training(batch: Rows, feats: Features) -> None:
+    heads = Heads()
+    head = LMHead(torch.randn(V, D, dtype=torch.float64))
+    arguments: dict[str, Any] = {"lm": "ce", "heads_coefficient": 0.3}
+    ours = Objective(heads, DECAY, lk_eta=3.0, dpace=True, **arguments)
+    out = ours.loss(feats, batch, ours.target_counts(batch), lm_head=head)
+    assert out.lm is not None
+    wanted = out.lm.ce / out.lm.count + 0.3 * plain(heads, feats, batch, eta=3.0, dpace=True)
+    torch.testing.assert_close(out.loss, wanted)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_nothing_supervised_gives_zero_not_nan(options: dict[str, Any], feats: Features) -> None:
+    heads = ReducedHeads()
+    ours, teacher, _ = pair(heads, options, 1.0)
+    for rows in (one_document(torch.full((B, 11), -100)), one_document(torch.full((B, 11), 1))):  # 1: not in KEPT
+        out = ours.loss(feats, rows, ours.target_counts(rows), teacher=feats, **teacher)
+        assert out.loss.item() == 0.0
+        assert all(torch.count_nonzero(grad) == 0 for grad in torch.autograd.grad(out.loss, list(heads.parameters())))
+
+
+def medusa(
+    heads: int, tokens: int, vocab: int, width: int, shared: bool = False
+) -> tuple[MedusaDraft, Features, Batch]:
+    torch.manual_seed(0)
+    lm_head = LMHead(torch.randn(vocab, width)) if shared else None
+    draft = MedusaDraft(width, vocab, heads, 1, shared=lm_head)
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    labels = torch.randint(vocab, (1, tokens))
+    batch = Batch(labels, labels, torch.arange(tokens)[None], torch.zeros_like(labels), [])
+    return draft, Features(torch.randn(1, tokens, width)), batch
+
+
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_medusa_heads(heads: int, shared: bool, share: float) -> None:
+    draft, feats, batch = medusa(heads, 24, 19, 6, shared)
+    draft, feats = draft.double(), Features(feats.hidden.double())
+    if shared:
+        draft.shared = LMHead(torch.randn(19, 6, dtype=torch.float64))
+    teacher = LMHead(torch.randn(19, 6, dtype=torch.float64))
+    ours = Objective(draft, DECAY, soft_heads=share, lk_eta=3.0, dpace=True)
+    counts, parameters = ours.target_counts(batch), list(draft.parameters())
+    found = accumulated(
+        lambda: ours.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=1.0), parameters
+    )
+    wanted = torch.autograd.grad(
+        plain(draft, feats, batch, teacher=teacher, share=share, eta=3.0, dpace=True), parameters
+    )
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("grad_scale", [1.0, None])
+def test_autocast_gives_every_weight_its_gradient(grad_scale: float | None) -> None:
+    """The pass for D-PACE's weights has no graph: casts that autocast kept from it would have none either."""
+    draft, feats, batch = medusa(3, 64, 50, 16)
+    ours = Objective(draft, DECAY, dpace=True)
+    counts, parameters = ours.target_counts(batch), list(draft.parameters())
+
+    def run() -> None:
+        loss = ours.loss(feats, batch, counts, grad_scale=grad_scale).loss
+        if grad_scale is None:
+            loss.backward()
+
+    wanted = accumulated(run, parameters)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = accumulated(run, parameters)
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0.05 * float(other.abs().max()))
+
+
+def test_memory_is_flat_in_the_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, vocab, width = 1024, 500, 16
+    monkeypatch.setattr(chunks, "_MIN_ROWS", 64)
+    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", 64 * vocab * 4)
+    monkeypatch.setitem(chunks._BLOCK_BYTES, "cpu", 32 * vocab * 4)
+
+    def peak(heads: int) -> int:
+        draft, feats, batch = medusa(heads, tokens, vocab, width)
+        ours = Objective(draft, 0.8, soft_heads=1.0, lk_eta=3.0, dpace=True)
+        counts, teacher = ours.target_counts(batch), LMHead(torch.randn(vocab, width))
+
+        def run() -> None:
+            ours.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=1.0)
+
+        run()
+        return peak_bytes(run)
+
+    few, many = peak(1), peak(5)
+    weights = 5 * 4 * tokens * 8  # [K, tokens] figures of D-PACE
+    assert many < 1.1 * few + weights
+    assert many < 0.15 * 5 * tokens * vocab * 4

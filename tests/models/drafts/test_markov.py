@@ -1,0 +1,146 @@
+"""Medusa heads with a Markov bias: untrained they are plain heads, and guesses depend on their parent's token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medusa_train.models import lm_head as lm_head_module
+from medusa_train.models import prepack
+from medusa_train.models.drafts import medusa as medusa_module
+from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
+from medusa_train.models.features import Features, Rows
+from medusa_train.models.lm_head import LMHead
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.models.test_prepack import needs_onednn
+
+D, V, KEPT = 16, 61, torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])
+TREE = Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 3), (1, 0), (4, 2), (0, 3, 1), (4, 2, 0), (4, 2, 5)])
+
+
+def random_heads(
+    *, shared: bool = True, reduced: bool = False, lm_head: LMHead | None = None, dtype: torch.dtype = torch.float64
+) -> MedusaDraft:
+    token_map = KEPT if reduced else None
+    draft = MedusaDraft(D, V, 3, shared=lm_head, token_map=token_map, markov_rank=4, markov_shared=shared, dtype=dtype)
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return draft
+
+
+def start(draft: MedusaDraft, hidden: Tensor) -> MedusaState:
+    tokens = torch.zeros(len(hidden), 1, dtype=torch.long)
+    return draft.start(Features(hidden[:, None]), tokens, [1] * len(hidden), TreeCache(1, 8))
+
+
+def expected_tokens(draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, candidates: int) -> list[int]:
+    """Node by node: the parent's token adds `R E[token]` to the logits of the head's best `candidates`."""
+    assert draft.markov is not None
+    state, tokens = dict(draft.named_parameters()), [root]
+    for node, path in enumerate(tree.paths, start=1):
+        k = len(path)
+        pair = 0 if draft.markov.shared else k - 1
+        e, r = state[f"markov.embeddings.{pair}.weight"], state[f"markov.outputs.{pair}.weight"]
+        logits = draft.head_logits(hidden, k)
+        kept = logits.topk(candidates).indices
+        biased = logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]
+        row = int(kept[biased.argsort(descending=True)[path[-1]]])
+        tokens.append(row if draft.token_map is None else int(draft.token_map[row]))
+    return tokens
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["all", "reduced"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one", "each"])
+@pytest.mark.parametrize("candidates", [8, 64])
+def test_each_level_is_ranked_by_its_parents_tokens(
+    candidates: int, shared: bool, reduced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (lm_head_module, medusa_module):
+        monkeypatch.setattr(module, "CANDIDATES", candidates)
+    draft = random_heads(shared=shared, reduced=reduced)
+    hidden = torch.randn(3, D, dtype=torch.float64)
+    roots = torch.tensor([42, 7, 60])
+    best = min(candidates, len(KEPT) if reduced else V)
+    wanted = [expected_tokens(draft, hidden[row], int(roots[row]), TREE, best) for row in range(3)]
+    for state in (start(draft, hidden), start(draft, hidden)._replace(stacked=None)):
+        assert draft.propose(state, roots, TREE).tokens.tolist() == wanted
+    others = draft.propose(start(draft, hidden), torch.tensor([41, 8, 59]), TREE).tokens
+    assert others[:, 1:].tolist() != [row[1:] for row in wanted]  # guesses depend on the root
+    # the ranks that traces and validation find are those of proposals
+    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embed(roots, 1)], dim=1)  # type: ignore[union-attr]
+    guesses = draft.lm_head(1).guesses(states, draft.lm_head(1).logits(states), 5)
+    if reduced:
+        guesses = KEPT[guesses]
+    assert guesses[:, [0, 1, 4]].tolist() == [row[1:4] for row in wanted]
+
+
+def test_a_tree_may_be_wider_than_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lm_head_module, medusa_module):
+        monkeypatch.setattr(module, "CANDIDATES", 4)
+    draft, hidden = random_heads(), torch.randn(1, D, dtype=torch.float64)
+    tree = Tree.from_paths([(0,), (9,), (0, 0)])
+    wanted = expected_tokens(draft, hidden[0], 5, tree, 10)
+    assert draft.propose(start(draft, hidden), torch.tensor([5]), tree).tokens.tolist() == [wanted]
+
+
+@needs_onednn
+def test_prepacked_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepack, "_is_faster", lambda weights: True)
+    draft = random_heads(lm_head=LMHead(torch.randn(V, D)), reduced=True, dtype=torch.float32)
+    hidden, roots = torch.randn(2, D), torch.tensor([7, 9])
+    with torch.inference_mode():
+        plain = draft.propose(start(draft, hidden), roots, TREE).tokens
+        assert draft.prepack_weights()
+        assert torch.equal(draft.propose(start(draft, hidden), roots, TREE).tokens, plain)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one", "each"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_untrained_it_changes_nothing_to_the_bit(family: str, shared: bool) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    plain = MedusaDraft.from_backbone(backbone, 3)
+    draft = MedusaDraft.from_backbone(backbone, 3, markov_rank=4, markov_shared=shared)
+    torch.manual_seed(1)
+    for (name, parameter), (other, theirs) in zip(draft.named_parameters(), plain.named_parameters(), strict=False):
+        assert name == other
+        with torch.no_grad():  # trained heads with an untrained bias
+            parameter.copy_(theirs.add_(0.05 * torch.randn_like(theirs)))
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    feats, rows = backbone.run(tokens), Rows.from_tokens(tokens)
+    states = zip(draft.head_states(feats, rows), plain.head_states(feats, rows), strict=True)
+    for k, (mine, theirs) in enumerate(states, start=1):
+        assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))
+    roots = torch.tensor([42])
+    proposals = [
+        one.propose(one.start(feats, tokens, [8], backbone.new_cache(1)), roots, TREE).tokens for one in (draft, plain)
+    ]
+    assert torch.equal(*proposals)
+
+
+def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
+    draft = random_heads()
+    assert draft.markov is not None
+    tokens = torch.tensor([[11, 12, 13, 21, 22]])
+    segments = torch.tensor([[0, 0, 0, 1, 1]])
+    rows = Rows(tokens, torch.tensor([[0, 1, 2, 0, 1]]), segments)
+    read = [state[0, :, D:] for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)]
+    for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
+        assert torch.equal(read[k - 1], draft.markov.embed(torch.tensor(ahead), k))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("shared", "pairs"), [(True, 1), (False, 3)])
+def test_parameters_are_counted(shared: bool, pairs: int, reduced: bool) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    token_map = KEPT if reduced else None
+    draft = MedusaDraft.from_backbone(
+        backbone, 3, vocab_size=16 if reduced else None, token_map=token_map, markov_rank=5, markov_shared=shared
+    )
+    numel = sum(parameter.numel() for parameter in draft.parameters())
+    assert numel == MedusaDraft.count_parameters(backbone.model, **draft.settings)
+    without = MedusaDraft.count_parameters(backbone.model, **{**draft.settings, "markov_rank": 0})
+    assert numel - without == pairs * 5 * (61 + (16 if reduced else 61))

@@ -1,0 +1,309 @@
+"""Packed documents separated by their bounds: values, gradients, memory and the choice of the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from medusa_train.data.batch import Batch, collate
+from medusa_train.errors import BackboneError
+from medusa_train.models import document_attention
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.document_attention import (
+    DOCUMENTS,
+    document_attention_forward,
+    document_bounds,
+    flash_obstacle,
+    register_document_attention,
+    uses_varlen_kernel,
+)
+from medusa_train.models.drafts.layers import DraftLayer
+from tests.allocations import LargestTensor
+from tests.families import FAMILIES, random_backbone
+from tests.trees.test_masks import documents
+from tests.varlen import APART, LEAKING
+
+KERNELS = [APART, DOCUMENTS]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register_document_attention()
+
+
+def states(backbone: Backbone, batch: Batch) -> torch.Tensor:
+    return backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
+
+
+def test_bounds_written_out() -> None:
+    bounds = document_bounds(torch.tensor([[0, 0, 0, 1, -1], [0, 0, 1, 1, 1]]))
+    assert bounds["cu_seq_lens_q"].tolist() == [0, 3, 4, 5, 7, 10]
+    assert bounds["cu_seq_lens_q"].dtype == torch.int32
+    assert bounds["cu_seq_lens_k"] is bounds["cu_seq_lens_q"]
+    assert bounds["max_length_q"] == bounds["max_length_k"] == 3
+    assert document_bounds(torch.zeros(2, 3, dtype=torch.long))["cu_seq_lens_q"].tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
+def test_bounds_give_the_states_of_a_mask(family: str) -> None:
+    backbone = random_backbone(family)
+    batch = collate(documents(), 0)
+    real = batch.segments >= 0
+    with torch.no_grad():
+        masked = states(backbone, batch)
+        backbone.use_varlen(APART)
+        assert backbone.config._attn_implementation == APART
+        torch.testing.assert_close(states(backbone, batch)[real], masked[real], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(
+    recompute: bool, implementation: str
+) -> None:
+    batch = collate(documents(), 0)
+    grads = []
+    for varlen in (False, True):
+        backbone = random_backbone("llama")
+        backbone.model.requires_grad_(True).train()
+        if varlen:
+            backbone.use_varlen(implementation)
+        if recompute:
+            backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
+        states(backbone, batch)[batch.segments >= 0].square().sum().backward()
+        grads.append(backbone.body.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_passes_with_a_mask_or_a_cache_use_the_original_attention(family: str, implementation: str) -> None:
+    backbone = random_backbone(family)
+    tokens, positions = torch.arange(2, 10)[None], torch.arange(8)[None]
+    mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+
+    def passes() -> list[torch.Tensor]:
+        cache = backbone.new_cache(16)
+        return [
+            backbone.run(tokens, positions=positions, mask=mask).hidden,
+            backbone.run(tokens, cache=cache).hidden,
+            backbone.run(tokens).hidden,
+        ]
+
+    with torch.no_grad():
+        before = passes()
+        backbone.use_varlen(implementation)
+        assert all(torch.equal(*pair) for pair in zip(before, passes(), strict=True))
+    assert backbone.config._attn_implementation == implementation
+
+
+def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
+    backbone = random_backbone("llama")
+    batch = collate(documents(), 0)
+    with torch.no_grad():
+        masked = states(backbone, batch)
+        with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* lets packed documents attend to each other"):
+            backbone.use_varlen(LEAKING)
+        assert not backbone.varlen
+        assert torch.equal(states(backbone, batch), masked)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "needs a GPU"),
+        ({"installed": False}, "not installed"),
+        ({"dtype": torch.float32}, "does not support float32"),
+        ({"capped": True}, "soft-caps its attention scores"),
+        ({"supported": False}, "architecture does not support"),
+    ],
+)
+def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> None:
+    usable = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "supported": True, "installed": True}
+    obstacle = flash_obstacle(**(usable | changed))
+    assert obstacle is None if reason is None else reason in str(obstacle)
+
+
+class AttentionModule(nn.Module):
+    """The attributes of a layer that transformers' functions read."""
+
+    is_causal = True
+
+    def __init__(self, shared: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = shared
+
+
+SEGMENTS = torch.tensor([[0] * 9 + [1] + [2] * 5 + [-1] * 2, [0] * 17])
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Compute attention head by head from a mask of all pairs, -> [B, T, H, d]."""
+    place = torch.arange(segments.shape[1])
+    distance = place[:, None] - place[None, :]
+    visible = (distance >= 0) & (distance < (window or len(place)))
+    hidden = ~(visible & (segments[:, :, None] == segments[:, None, :]))
+    shared = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // shared].transpose(1, 2) * scaling
+        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value[:, head // shared])
+    return torch.stack(heads, dim=2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+@pytest.mark.parametrize("block", [2, 3, 256])
+def test_values_and_gradients_are_those_of_the_formula(
+    heads: int, kv_heads: int, window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_attention, "_WINDOW_QUERIES", block)
+    generator = torch.Generator().manual_seed(heads)
+
+    def random(count: int, width: int) -> Tensor:  # as projections give them, [B, T, heads, d] in memory
+        states = torch.randn(2, 17, count, width, generator=generator, dtype=torch.float64)
+        return states.transpose(1, 2).requires_grad_()
+
+    inputs = random(heads, 8), random(kv_heads, 8), random(kv_heads, 8)
+    module = AttentionModule(heads // kv_heads)
+    out, _ = document_attention_forward(
+        module, *inputs, None, scaling=0.3, sliding_window=window, **document_bounds(SEGMENTS)
+    )
+    expected = formula(*inputs, SEGMENTS, window, 0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((states * weights).sum(), inputs) for states in (out, expected))
+    for ours_one, theirs_one in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(ours_one, theirs_one, rtol=0, atol=1e-12)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    """Rotary embeddings leave queries and keys in float32, the values are in bfloat16."""
+    query, key, value = torch.randn(3, 1, 2, 17, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = document_attention_forward(
+            AttentionModule(1), query, key, value.bfloat16(), None, **document_bounds(SEGMENTS[:1])
+        )
+    assert out.dtype == torch.bfloat16
+    expected = formula(query, key, value, SEGMENTS[:1], None, 8**-0.5)
+    torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_states_and_gradients_of_a_mask(family: str) -> None:
+    batch = collate(documents(), 0)
+    real = batch.segments >= 0
+    results = []
+    for varlen in (False, True):
+        backbone = random_backbone(family)
+        if backbone.attention == "eager":
+            pytest.skip("soft-capped scores need a mask")
+        if varlen:
+            backbone.use_varlen(DOCUMENTS)
+        backbone.model.requires_grad_(True)
+        hidden = states(backbone, batch)[real]
+        hidden.square().sum().backward()
+        results.append([hidden, *(p.grad for p in backbone.body.layers.parameters())])
+    for ours, masked in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, masked, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("part", ["model", "model with windows", "draft layer", "draft layer with windows"])
+def test_no_tensor_has_the_size_of_a_mask_of_all_pairs(part: str) -> None:
+    length = 8192
+    backbone = random_backbone(
+        "mistral-window" if "windows" in part else "llama",
+        dtype=torch.float32,
+        max_position_embeddings=length,
+        num_hidden_layers=1,
+        **({"sliding_window": 100} if "windows" in part else {}),
+    )
+    lengths = [500, 2000, 692, 5000]
+    segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    if part.startswith("model"):
+        backbone.use_varlen(DOCUMENTS)
+        backbone.model.requires_grad_(True)
+        tokens = torch.arange(length)[None] % backbone.vocab_size
+        with LargestTensor() as watched:
+            backbone.run(tokens, positions=positions, segments=segments).hidden.sum().backward()
+    else:
+        layer = DraftLayer(backbone)
+        inputs = torch.randn(1, length, backbone.hidden_size)
+        with LargestTensor() as watched:
+            layer(inputs, positions, segments).sum().backward()
+    assert watched.numel <= 2 * length * 48  # the MLP's activations
+    assert watched.numel < length * length / 64
+
+
+def test_what_it_does_not_compute_is_refused() -> None:
+    query, key, value = torch.randn(3, 1, 2, 17, 8)
+    with pytest.raises(ValueError, match="does not support softcap"):
+        document_attention_forward(
+            AttentionModule(1), query, key, value, None, softcap=30.0, **document_bounds(SEGMENTS[:1])
+        )
+    with pytest.raises(ValueError, match="needs the bounds"):
+        document_attention_forward(AttentionModule(1), query, key, value, None, sliding_window=4)
+
+
+def test_an_error_of_the_attention_leaves_the_model_unchanged() -> None:
+    def failing(*args: object, **kwargs: object) -> None:
+        raise ValueError("unsupported")
+
+    AttentionInterface.register("varlen_that_fails", failing)
+    backbone = random_backbone("llama")
+    with pytest.raises(ValueError, match="unsupported"):
+        backbone.use_varlen("varlen_that_fails")
+    assert not backbone.varlen
+    assert backbone.config._attn_implementation == backbone.attention
+
+
+@pytest.mark.parametrize(
+    ("changed", "usable"),
+    [
+        ({}, True),
+        ({"device": torch.device("cpu")}, False),
+        ({"dtype": torch.float32}, False),
+        ({"head_dim": 288}, False),
+        ({"dropout": 0.1}, False),
+        ({"capability": (7, 5)}, False),
+        ({"kernel": None}, False),
+    ],
+)
+def test_the_choice_of_torch_s_varlen_kernel(changed: dict, usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 128, "dropout": 0.0} | changed
+    kernel = facts.pop("kernel", print)
+    monkeypatch.setattr(document_attention, "_varlen_attn", lambda: kernel)
+    capability = facts.pop("capability", (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert uses_varlen_kernel(**facts) == usable
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_varlen_kernel_gets_documents_windows_and_groups(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a function in its place that follows the kernel's documentation; the kernel itself needs a GPU."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, keys: Tensor, *longest: int, **given: object):
+        assert bounds.dtype == torch.int32
+        assert keys is bounds
+        assert longest == (17, 17)
+        assert given["enable_gqa"]
+        before, after = given["window_size"]
+        assert after == 0
+        segments = torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff())[None]
+        states = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return formula(*states, segments, before + 1 if before >= 0 else None, given["scale"])[0]
+
+    monkeypatch.setattr(document_attention, "_varlen_attn", lambda: kernel)
+    monkeypatch.setattr(document_attention, "uses_varlen_kernel", lambda *facts: True)
+    query = torch.randn(2, 6, 17, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 17, 8, dtype=torch.float64)
+    out, _ = document_attention_forward(
+        AttentionModule(3), query, key, value, None, scaling=0.3, sliding_window=window, **document_bounds(SEGMENTS)
+    )
+    torch.testing.assert_close(out, formula(query, key, value, SEGMENTS, window, 0.3), rtol=0, atol=1e-12)

@@ -1,0 +1,86 @@
+"""Stands in for `vllm serve`: `python fake_vllm.py -m vllm... serve MODEL --port P ...`, behaviour by FAKE_VLLM.
+
+The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), oom (no memory for the KV cache), slow
+(never ready), die (killed while it is measured, for want of memory), or engine (its engine is killed: it answers 500
+and ends). Starts after the last word are ok. Command lines are appended to the same file's `.log`, and process ids to
+its `.pids`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.fake_server import FakeServer, Reply, error
+from tests.server_bench.servers import BenchServer
+
+REFUSAL = """(APIServer pid=6) WARNING 11-22 14:00:00 [utils.py:1] Errors like `OSError: Too many open files` follow.
+(EngineCore pid=7) ERROR 11-22 14:00:00 [core.py:1] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-22 14:00:00 [core.py:1] ValueError: Following weights were not initialized: {'token_map'}
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+NO_MEMORY = """(EngineCore pid=7) ERROR 11-22 14:00:00 [core.py:1] ValueError: No available memory for the cache blocks.
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+ENDS = {"refuse": REFUSAL, "oom": NO_MEMORY}
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    script = Path(os.environ["FAKE_VLLM"])
+    words = script.read_text().split()
+    with script.with_suffix(".log").open("a") as log:
+        log.write(json.dumps(arguments) + "\n")
+    child = subprocess.Popen(["sleep", "300"])  # as vLLM's engine, a process of its own
+    with script.with_suffix(".pids").open("a") as pids:
+        pids.write(f"{os.getpid()} {child.pid}\n")
+    started = len(script.with_suffix(".pids").read_text().splitlines())
+    behaviour = words[started - 1] if started <= len(words) else "ok"
+    if behaviour in ENDS:
+        print(ENDS[behaviour])
+        sys.exit(1)
+    if behaviour == "slow":
+        time.sleep(300)
+    heads = "--speculative-config" in arguments
+    fake = FakeServer(int(arguments[arguments.index("--port") + 1]))
+    server = BenchServer(fake, heads=heads, seconds=0.001 if heads else 0.004, words=4)
+    server.models[0]["id"] = "served"
+    if behaviour == "die":
+
+        def die(number: int, body: dict[str, Any]) -> Reply:
+            if number >= 6:
+                print("torch.OutOfMemoryError: out of memory", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return None
+
+        server.script = die
+    if behaviour == "engine":
+
+        def engine_died(number: int, body: dict[str, Any]) -> Reply:
+            if number < 6:
+                return None
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+                print("(APIServer pid=6) ERROR 11-22 14:00:00 [async_llm.py:1] AsyncLLM output_handler failed.")
+                print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", flush=True)
+                threading.Timer(1.0, lambda: os._exit(0)).start()
+            return error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+        server.script = engine_died
+    fake.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+
+from medusa_train.server_bench.draft_counts import DraftCounts
+from medusa_train.server_bench.figures import (
+    Cell,
+    busy_shares,
+    cell_figures,
+    collect_cells,
+    compare_cells,
+    recommend,
+    reference_of,
+    summarize,
+)
+from medusa_train.server_bench.records import Block, Measurement, ServedAnswer
+
+
+def answer(
+    question: int, started: float, seconds: float, tokens: int = 10, text: str = "a", turn: int = 1, repeat: int = 0
+) -> ServedAnswer:
+    return ServedAnswer(question, turn, repeat, text, tokens, started, seconds / 4, seconds)
+
+
+def cell(server: str, answers: list[ServedAnswer], session: str = "s", concurrency: int = 1) -> Cell:
+    block = Block(session, concurrency, 0)
+    (made,) = collect_cells({block: {server: Measurement(tuple(answers))}}, {concurrency: 1})
+    return made
+
+
+def test_moments_are_divided_among_the_answers_under_way() -> None:
+    # 0-1: first; 1-3: both; 3-4: second; 4-6: nothing; 6-7: third
+    shares = busy_shares([answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)])
+    assert shares == [2.0, 2.0, 1.0, 0.0]
+
+
+def test_rates_are_tokens_over_the_busy_time() -> None:
+    made = cell("plain", [answer(1, 0, 4), answer(2, 0, 4), answer(3, 4, 2)], concurrency=2)
+    assert made.tokens_per_s == pytest.approx(30 / 6)
+    figures = cell_figures(made)
+    assert figures["mean_in_flight"] == pytest.approx(10 / 6)
+    assert figures["time_to_first_token_s"] == {"median": 1.0, "p95": 1.0}
+    assert figures["time_per_token_s"]["median"] == pytest.approx(3 / 9)
+    assert figures["acceptance"] is None
+
+
+@pytest.mark.parametrize(("count", "rank"), [(1, 1), (10, 10), (20, 19), (21, 20), (100, 95)])
+def test_the_95th_percentile_is_the_nearest_rank(count: int, rank: int) -> None:
+    made = cell("plain", [answer(n, 100 * n, 4 * n) for n in range(1, count + 1)])
+    assert cell_figures(made)["time_to_first_token_s"]["p95"] == rank
+
+
+def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
+    counts = DraftCounts(5, 10, (3, 1), 9)
+    one, two = Measurement((answer(1, 0, 1),), ((1, 2),), counts), Measurement((answer(2, 0, 3),), (), counts)
+    blocks = {Block("s", 1, 0): {"k=2": one}, Block("s", 1, 1): {"k=2": two}, Block("s", 2, 0): {"k=2": one}}
+    (made,) = collect_cells(blocks, {1: 2, 2: 2})
+    assert (made.concurrency, made.tokens_per_s, made.skipped) == (1, 5.0, 1)
+    assert made.drafts == DraftCounts(10, 20, (6, 2), 18)
+    assert cell_figures(made)["num_speculative_tokens"] == 2
+    blocks[Block("s", 1, 1)] = {"k=2": Measurement((answer(2, 0, 3),))}
+    assert collect_cells(blocks, {1: 2})[0].drafts is None
+
+
+def test_a_ratio_wins_only_with_its_whole_interval() -> None:
+    plain = cell("plain", [answer(n, n * 10, 2) for n in range(8)])
+    faster = compare_cells(cell("k=1", [answer(n, n * 10, 1) for n in range(8)]), plain, greedy=True)
+    assert faster is not None
+    assert (faster.ratio, faster.interval, faster.verdict) == (2.0, (2.0, 2.0), "wins")
+    slower = compare_cells(cell("k=1", [answer(n, n * 10, 3) for n in range(8)]), plain, greedy=True)
+    mixed = compare_cells(cell("k=1", [answer(n, n * 10, 1 if n else 8) for n in range(8)]), plain, greedy=True)
+    assert slower is not None
+    assert mixed is not None
+    assert slower.verdict == "loses"
+    assert mixed.ratio > 1
+    assert mixed.verdict == "undecided"
+    single = compare_cells(cell("k=1", [answer(0, 0, 1)]), plain, greedy=False)
+    assert single is not None
+    assert (single.ratio, single.interval, single.verdict, single.equal) == (2.0, None, "undecided", None)
+    assert compare_cells(cell("k=1", [answer(99, 0, 1)]), plain, greedy=True) is None
+
+
+def test_answers_after_a_differing_one_are_not_compared() -> None:
+    plain = cell("plain", [answer(n, n, 1, turn=turn, text=f"{n}{turn}") for n in range(2) for turn in (1, 2)])
+    heads = [answer(0, 0, 1, text="01"), answer(0, 1, 1, text="other", turn=2)]
+    heads += [answer(1, 2, 1, text="other"), answer(1, 3, 1, text="12", turn=2)]
+    compared = compare_cells(cell("k=1", heads), plain, greedy=True)
+    assert compared is not None
+    assert (compared.equal, compared.compared) == (1, 3)
+
+
+def test_heads_measured_alone_have_to_beat_the_faster_plain_measurement() -> None:
+    first = cell("plain", [answer(n, n * 10, 2) for n in range(4)], "plain, first")
+    last = cell("plain", [answer(n, n * 10, 1) for n in range(4)], "plain, last")
+    heads = cell("k=1", [answer(n, n * 10, 1.5) for n in range(4)], "k=1")
+    together = cell("plain", [answer(n, n * 10, 9) for n in range(4)], "k=1")
+    assert reference_of(heads, [first, heads, last]) is last
+    assert reference_of(heads, [first, heads, last, together]) is together
+    summary = summarize([first, heads, last], greedy=True)
+    assert summary["recommendation"] == [
+        {
+            "concurrency": 1,
+            "use": False,
+            "server": "k=1",
+            "num_speculative_tokens": None,
+            "ratio": pytest.approx(1 / 1.5),
+            "ratio_interval": pytest.approx([1 / 1.5, 1 / 1.5]),
+            "verdict": "loses",
+        }
+    ]
+    assert summary["plain"][0]["tokens_per_s"] == pytest.approx(80 / 12)  # both together
+    assert "drifts: by 100% at concurrency 1" in summary["notes"][0]
+
+
+def test_nothing_is_recommended_that_does_not_win() -> None:
+    def figures(concurrency: int, tokens: int, ratio: float, verdict: str) -> dict[str, object]:
+        return {
+            "concurrency": concurrency,
+            "server": f"k={tokens}",
+            "num_speculative_tokens": tokens,
+            "ratio": ratio,
+            "ratio_interval": None,
+            "verdict": verdict,
+        }
+
+    advice = recommend(
+        [
+            figures(1, 2, 1.3, "wins"),
+            figures(1, 3, 1.4, "wins"),
+            figures(1, 4, 1.9, "undecided"),
+            figures(8, 2, 1.1, "undecided"),
+            figures(8, 3, 0.8, "loses"),
+        ]
+    )
+    assert [(one["concurrency"], one["use"], one["server"]) for one in advice] == [(1, True, "k=3"), (8, False, "k=2")]

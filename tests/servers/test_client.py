@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+
+from medusa_train.errors import ConfigError, ServerError
+from medusa_train.servers import slots
+from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.server import RequestRejected
+from tests.fake_server import FakeServer, Reply, error, serving
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+KEY = "sk-very-secret"
+
+
+@pytest.fixture(autouse=True)
+def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MIN_BACKOFF", 0.01)
+    monkeypatch.setattr(slots, "MAX_BACKOFF", 0.05)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def ask(server: FakeServer, retry_seconds: float = 20.0, timeout: float = 10.0) -> str:
+    client = OpenAIClient(server.url, timeout=timeout, retry_seconds=retry_seconds)
+    try:
+        return client.complete(BODY)["choices"][0]["message"]["content"]
+    finally:
+        client.close()
+
+
+def test_the_request_is_sent_unchanged_and_the_answer_returned() -> None:
+    with serving() as server:
+        assert ask(server) == "answer to hi"
+        assert server.bodies == [BODY]
+        assert server.authorization == [None]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        error(429, "slow down"),
+        error(503, "loading"),
+        error(500, "oops"),
+        (200, {}, b"<html>starting</html>"),
+        (200, {}, b'{"choices": []}'),
+    ],
+)
+def test_transient_errors_are_retried(fault: Reply) -> None:
+    with serving(lambda n, body: fault if n < 3 else None) as server:
+        assert ask(server) == "answer to hi"
+        assert len(server.bodies) == 4
+
+
+def test_retry_after_is_respected() -> None:
+    with serving(lambda n, body: error(429, "later", retry_after="0.3") if n == 0 else None) as server:
+        started = time.monotonic()
+        assert ask(server) == "answer to hi"
+        assert time.monotonic() - started >= 0.3
+
+
+def test_retries_end_after_retry_seconds() -> None:
+    with serving() as server:
+        url = server.url
+    client = OpenAIClient(url, timeout=1.0, retry_seconds=0.1)
+    with pytest.raises(ServerError, match=r"no answer within 0\.1 s; last error: ConnectError"):
+        client.complete(BODY)
+    assert client.retries >= 1
+    with serving(seconds=1.0) as slow, pytest.raises(ServerError, match="Timeout"):
+        ask(slow, retry_seconds=0.0, timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "too_long"),
+    [
+        (400, "This model's maximum context length is 4096 tokens", True),
+        (400, "the prompt is too long", True),
+        (413, "no", True),
+        (422, "Unexpected fields in the request: {'top_k'}", False),
+        (400, "content policy", False),
+    ],
+)
+def test_a_rejected_request_is_not_retried(status: int, message: str, too_long: bool) -> None:
+    with serving(lambda n, body: error(status, message)) as server:
+        with pytest.raises(RequestRejected, match=f"{status} .*{message[:10]}") as caught:
+            ask(server)
+        assert caught.value.too_long is too_long
+        assert len(server.bodies) == 1
+
+
+def test_the_key_is_read_from_the_environment_and_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serving(lambda n, body: error(401, f"Incorrect API key provided: {KEY}")) as server:
+        with pytest.raises(ServerError, match="check the API key in the environment variable OPENAI_API_KEY") as caught:
+            ask(server)
+        assert server.authorization == [f"Bearer {KEY}"]
+        assert KEY not in str(caught.value)
+        monkeypatch.delenv("OPENAI_API_KEY")
+        with pytest.raises(ServerError, match="requires an API key; set the environment variable OPENAI_API_KEY"):
+            ask(server)
+
+
+def test_a_wrong_url_is_reported() -> None:
+    with serving() as server:
+        client = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, retry_seconds=5.0)
+        with pytest.raises(ServerError, match=r"(?s)404 .*usually ends with /v1"):
+            client.complete(BODY)
+    for url in ("localhost:8000", "ftp://host/v1", "http://"):
+        with pytest.raises(ConfigError, match="expected an address"):
+            OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
+    for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
+        with pytest.raises(ConfigError, match="environment variable") as caught:
+            OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
+        assert KEY not in str(caught.value)
+
+
+def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MIN_BACKOFF", 60.0)
+    monkeypatch.setattr(slots, "MAX_BACKOFF", 60.0)
+    with serving(lambda n, body: error(503, "loading")) as server:
+        client = OpenAIClient(server.url, timeout=5.0, retry_seconds=600.0)
+        failed: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                client.complete(BODY)
+            except ServerError as gave_up:
+                failed.append(gave_up)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        while not server.bodies:
+            time.sleep(0.01)
+        client.close()
+        thread.join(timeout=10)
+        assert len(failed) == 1
+
+
+def ask_many(client: OpenAIClient, count: int) -> list[str]:
+    with ThreadPoolExecutor(count) as pool:
+        answers = pool.map(lambda n: client.complete(chat(n))["choices"][0]["message"]["content"], range(count))
+        return list(answers)
+
+
+def chat(number: int) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": str(number)}]}
+
+
+def expected(count: int) -> list[str]:
+    return [f"answer to {number}" for number in range(count)]
+
+
+@contextmanager
+def connected(*urls: str, retry_seconds: float = 20.0, concurrency: int = 64) -> Iterator[OpenAIClient]:
+    client = OpenAIClient(urls, timeout=10.0, retry_seconds=retry_seconds, concurrency=concurrency)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def test_requests_are_spread_over_servers_by_their_free_slots() -> None:
+    with serving(seconds=0.05) as one, serving(seconds=0.05) as other, connected(one.url, other.url) as client:
+        assert client.capacity == 128
+        assert ask_many(client, 40) == expected(40)
+        assert len(one.bodies) + len(other.bodies) == 40
+        assert min(len(one.bodies), len(other.bodies)) >= 10
+
+
+def test_concurrency_falls_to_what_an_overloaded_server_takes() -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return error(429, "slow down") if server.busy > 4 else None
+
+    with serving(script, seconds=0.02) as server, connected(server.url, concurrency=32) as client:
+        assert ask_many(client, 32) == expected(32)
+        server.busiest = 0
+        assert ask_many(client, 32) == expected(32)
+        assert server.busiest <= 8
+        assert client.retries > 0
+
+
+def test_a_dead_server_gets_no_requests_until_it_answers_again() -> None:
+    dead = True
+    with (
+        serving() as one,
+        serving(lambda n, body: error(502, "bad gateway") if dead else None) as other,
+        connected(one.url, other.url, concurrency=4) as client,
+    ):
+        for number in range(30):
+            client.complete(chat(number))
+        probes = len(other.bodies)
+        dead = False
+        deadline = time.monotonic() + 10
+        while len(other.bodies) < probes + 4:
+            assert time.monotonic() < deadline
+            ask_many(client, 8)
+    assert probes <= 10
+    assert len(one.bodies) >= 30
+
+
+def test_a_run_fails_only_when_all_servers_are_gone() -> None:
+    with serving() as gone, serving() as also_gone:
+        urls = gone.url, also_gone.url
+    with serving() as alive, connected(urls[0], alive.url, retry_seconds=0.2) as client:
+        for number in range(10):
+            assert client.complete(chat(number))
+            time.sleep(0.05)
+    with connected(*urls, retry_seconds=0.2) as client:
+        message = rf"servers {urls[0]}, {urls[1]}: no answer within 0\.2 s; last error: http://.*: ConnectError"
+        with pytest.raises(ServerError, match=message):
+            client.complete(BODY)
+
+
+def test_a_request_that_always_fails_is_rejected_while_others_are_answered() -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return error(500, "assertion failed") if body["messages"][-1]["content"] == "hi" else None
+
+    with serving(script) as server, connected(server.url, retry_seconds=0.5) as client:
+        done = threading.Event()
+
+        def others() -> None:
+            while not done.wait(0.02):
+                client.complete(chat(1))
+
+        thread = threading.Thread(target=others)
+        thread.start()
+        try:
+            with pytest.raises(RequestRejected, match=r"while other requests were answered: 500 .*assertion") as caught:
+                client.complete(BODY)
+        finally:
+            done.set()
+            thread.join()
+        assert not caught.value.too_long
+
+
+def test_retry_after_may_be_a_date() -> None:
+    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)
+    with serving(lambda n, body: error(503, "later", retry_after=date) if n == 0 else None) as server:
+        started = time.monotonic()
+        assert ask(server) == "answer to hi"
+        assert time.monotonic() - started >= 0.5  # dates have whole seconds
+
+
+def test_a_server_that_asks_to_wait_for_a_day_ends_the_run_after_retry_seconds() -> None:
+    quota = error(429, "quota", retry_after="86400")
+    with serving(lambda n, body: quota) as server, pytest.raises(ServerError, match="429"):
+        ask(server, retry_seconds=0.2)

@@ -1,0 +1,134 @@
+"""Streamed answers get the same form as whole ones, and the times of their tokens."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from medusa_train.errors import ServerError
+from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.server import Fault, OpenAIServer
+from medusa_train.servers.stream import StreamError, read_completion
+from tests.fake_server import Reply, error, serving, stream
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def lines(*chunks: dict[str, Any] | str) -> list[str]:
+    return [chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}" for chunk in chunks]
+
+
+def delta(finish: str | None = None, **fields: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
+
+
+def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
+    moments = iter(range(10, 100))
+    usage = {"prompt_tokens": 3, "completion_tokens": 7}
+    content = lines(
+        ": ping", delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"), "",
+        delta(content="b"), delta("length"), {"choices": [], "usage": usage}, "data: [DONE]", delta(content="late"),
+    )  # fmt: skip
+    answer = read_completion(content, 1.0, clock=lambda: float(next(moments)))
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ab", "reasoning_content": "hm"}
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == usage
+    assert answer["timing"] == {"started": 1.0, "first_token": 12.0, "finished": 19.0}
+
+
+def test_an_empty_answer_has_no_first_token() -> None:
+    answer = read_completion(lines(delta("stop"), "data: [DONE]"), 0.0)
+    assert answer["timing"]["first_token"] is None
+    assert answer["usage"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lines(delta(content="a")), "before the end of the answer"),
+        ([], "before the end of the answer"),
+        (lines(delta(content="a"), {"error": {"message": "EngineCore\ndied", "code": 500}}), "EngineCore died"),
+        (lines({"error": "no"}), "error within the stream: no"),
+        (["data: <html>"], "something else than JSON"),
+        (["data: 3"], "something else than JSON"),
+    ],
+)
+def test_a_broken_stream_says_what_is_wrong(content: list[str], message: str) -> None:
+    with pytest.raises(StreamError, match=message):
+        read_completion(content, 0.0)
+
+
+def ask(client: OpenAIClient) -> dict[str, Any]:
+    return client.complete({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True})
+
+
+def test_a_cut_stream_is_asked_again() -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        cut = stream(body, end=None)
+        assert cut is not None
+        replies = [cut, (200, {"content_length": str(len(cut[2]) + 100)}, cut[2]), error(503, "busy")]
+        return replies[number] if number < len(replies) else None
+
+    with serving(script) as fake:
+        client = OpenAIClient(fake.url, key_variable="NONE", timeout=0.5, retry_seconds=20, concurrency=1)
+        assert ask(client)["choices"][0]["message"]["content"] == "answer to x"
+        assert client.retries == 3
+        assert "503" in client.last_fault
+        client.close()
+
+
+def test_a_stream_that_never_ends_is_a_fault() -> None:
+    server = OpenAIServer("http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1)
+
+    class Endless:
+        status_code = 200
+
+        def __enter__(self) -> Endless:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def iter_lines(self) -> Any:
+            while True:
+                time.sleep(0.01)
+                yield ": keep-alive"
+
+    server._models_read = True
+    server._client.stream = lambda *args, **kwargs: Endless()  # type: ignore[method-assign, assignment, return-value]
+    fault = server.send({"stream": True})
+    assert isinstance(fault, Fault)
+    assert "no complete answer within 0.2 s" in fault.reason
+    outcomes: list[Any] = []
+    server._timeout = 60.0
+    thread = threading.Thread(target=lambda: outcomes.append(server.send({"stream": True})))
+    thread.start()
+    time.sleep(0.05)
+    server.close()
+    thread.join(5)
+    assert "client was closed" in outcomes[0].reason
+
+
+def test_models_and_metrics_of_a_server() -> None:
+    with serving() as fake:
+        server = OpenAIServer(fake.url, key_variable="NONE", timeout=5.0, connections=1)
+        assert server.list_models() == {}
+        assert server.read_metrics() is None
+        fake.others["/v1/models"] = lambda body: (200, {}, b'{"data": [{"id": "m", "owned_by": "vllm"}]}')
+        fake.others["/metrics"] = lambda body: (200, {}, b"vllm:x_total 1.0\n")
+        assert server.list_models() == {"m": {"id": "m", "owned_by": "vllm"}}
+        assert server.read_metrics() == "vllm:x_total 1.0\n"
+        fake.others["/v1/models"] = lambda body: (401, {}, b'{"error": {"message": "key?"}}')
+        with pytest.raises(ServerError, match="set the environment variable NONE"):
+            server.list_models()
+    down = OpenAIServer("http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0, connections=1)
+    assert down.read_metrics() is None
+    with pytest.raises(ServerError, match="cannot be reached"):
+        down.list_models()

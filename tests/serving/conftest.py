@@ -1,0 +1,217 @@
+"""Heads trained briefly on the embedded backbone, exported in every way that vLLM loads, and decoded by a real vLLM."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from medusa_train.checkpoint.heads import read_heads, write_heads
+from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.config.load import load_config
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import TrainConfig
+from medusa_train.export.write import export_run
+from medusa_train.inference.generate import Decoder
+from medusa_train.training.run import train as run_training
+from medusa_train.trees.tree import Tree
+
+TINY = PROJECT_ROOT / "data" / "tiny"
+HEADS = 4
+MAX_TOKENS = 64
+PROMPTS = 12
+KEPT = 512  # tokens of the reduced vocabulary, of 2,048
+
+
+@dataclass
+class Export:
+    """Heads in vLLM's layout with the backbone to serve them on.
+
+    Attributes:
+        directory: the heads. model: the backbone. k: number of draft tokens.
+    """
+
+    directory: Path
+    model: Path
+    k: int = HEADS
+
+
+@dataclass
+class Chain:
+    """What decoding with a chain gave: answers, steps that verified a draft, and accepted draft tokens by position."""
+
+    answers: list[list[int]]
+    drafts: int
+    accepted: list[int]
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM; without one everything here is skipped."""
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("VLLM_PYTHON names no interpreter of an environment with vLLM (.ci/vllm makes one)")
+    return python
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    lines = (PROJECT_ROOT / "data/bench/tiny/question.jsonl").read_text(encoding="utf-8").splitlines()
+    return [tokenize(json.loads(line)["turns"][0], TINY) for line in lines[:PROMPTS]]
+
+
+def tokenize(question: str, model: Path) -> list[int]:
+    """Token ids of a question as the model's chat template writes it."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chat = [{"role": "user", "content": question}]
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+
+@pytest.fixture(scope="session")
+def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
+    """The exports by name: full matrices, a reduced vocabulary, a shared lm_head, both, and a merged backbone."""
+    root = tmp_path_factory.mktemp("serving")
+    runs = {"full": train(root / "full", "tiny_m1"), "shared": train(root / "shared", "tiny_m1", SHARED)}
+    runs["reduced"] = reduce_vocabulary(runs["full"], root / "reduced")
+    runs["shared_reduced"] = reduce_vocabulary(runs["shared"], root / "shared_reduced")
+    exported = {name: Export(export(run), TINY) for name, run in runs.items()}
+    exported["reduced"].k = HEADS - 1  # vLLM then builds the first heads only
+    joint = train(root / "joint", "tiny_m2", f"lora_model_dir={runs['full']}")
+    merged = export_run(resolve_model(str(joint), None, None), "merged").target
+    exported["merged"] = Export(export(joint), merged)
+    return exported
+
+
+SHARED = "medusa_share_lm_head=true"
+
+
+def train(run: Path, recipe: str, *keys: str) -> Path:
+    """Train heads for some steps, which is enough for every head to guess right now and then."""
+    brief = ["max_steps=25", "warmup_steps=3", "val_set_size=0.02", "calibration_tokens=0", "bf16=false"]
+    data = [f"datasets=[{{path: {text_file(run.parent)}, type: messages}}]", f"dataset_prepared_path={run.parent}/data"]
+    own = [f"medusa_num_heads={HEADS}", f"base_model={TINY}", f"output_dir={run}", *keys]
+    cfg = load_config(TrainConfig, PROJECT_ROOT / "configs" / f"{recipe}.yaml", [*brief, *data, *own])
+    console = Console(file=io.StringIO(), width=200)
+    assert run_training(cfg, console, console) == 0
+    return run
+
+
+def text_file(folder: Path) -> Path:
+    """Write the conversations that the heads are trained on: the first 204 of the demo."""
+    path = folder / "chats.jsonl"
+    lines = (PROJECT_ROOT / "data/selfdistill/tiny.jsonl").read_text(encoding="utf-8").splitlines()[:204]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def reduce_vocabulary(run: Path, target: Path) -> Path:
+    """Copy a run with its heads restricted to the most frequent tokens of the training text."""
+    shutil.copytree(run, target, ignore=shutil.ignore_patterns("checkpoints", "export"))
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    lines = text_file(target.parent).read_text(encoding="utf-8").splitlines()
+    counts = Counter(token for line in lines for token in tokenizer(line).input_ids)
+    kept = torch.tensor([token for token, _ in counts.most_common(KEPT)])
+    heads = read_heads(run / "heads")
+    state = {name: tensor[kept] if name.startswith("lm_heads") else tensor for name, tensor in heads.state.items()}
+    write_heads(replace(heads, state={**state, "token_map": kept}, backbone_tokens=2048), target / "heads")
+    return target
+
+
+def export(run: Path) -> Path:
+    return export_run(resolve_model(str(run), None, None), "vllm").target
+
+
+@pytest.fixture(scope="session")
+def wrong(exports: dict[str, Export], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
+    """Exports with something wrong in them."""
+    root = tmp_path_factory.mktemp("wrong")
+    tensors = load_file(exports["full"].directory / "model.safetensors")
+    config = json.loads((exports["full"].directory / "config.json").read_text())
+    without = {name: tensor for name, tensor in tensors.items() if name != "lm_heads.1.weight"}
+    short = {**tensors, "lm_heads.1.weight": tensors["lm_heads.1.weight"][:-1].clone()}
+    rows = {name: tensor[:KEPT].clone() if "lm_heads" in name else tensor for name, tensor in tensors.items()}
+    written = {
+        "matrix_missing": (without, config),
+        "block_missing": ({name: t for name, t in tensors.items() if name != "blocks.1.layers.0.weight"}, config),
+        "biases_dropped": (tensors, {**config, "medusa_fc_bias": False}),
+        "shape": (short, config),
+        "vocabulary": ({**rows, "token_map": torch.arange(KEPT)}, {**config, "truncated_vocab_size": KEPT}),
+        "eagle-path": (tensors, config),
+    }
+    for name, (changed, keys) in written.items():
+        (root / name).mkdir()
+        save_file(changed, root / name / "model.safetensors", metadata={"format": "pt"})
+        (root / name / "config.json").write_text(json.dumps(keys))
+    return {name: Export(root / name, TINY) for name in written}
+
+
+@pytest.fixture(scope="session")
+def served(
+    vllm_python: str,
+    exports: dict[str, Export],
+    wrong: dict[str, Export],
+    prompts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """The results of offline.py for every export, plain decoding of both backbones, and every wrong export."""
+    engines: dict[str, Any] = {
+        "plain": {"model": str(TINY), "heads": None},
+        "plain_merged": {"model": str(exports["merged"].model), "heads": None},
+        "too_many": {"model": str(TINY), "heads": str(exports["full"].directory), "k": HEADS + 1, "limit": 1},
+    }
+    engines |= {name: _engine(one) for name, one in exports.items()}
+    engines |= {name: {**_engine(one), "limit": 1} for name, one in wrong.items()}
+    return decode_with_vllm(vllm_python, engines, prompts, tmp_path_factory.mktemp("offline"))
+
+
+def _engine(one: Export) -> dict[str, Any]:
+    return {"model": str(one.model), "heads": str(one.directory), "k": one.k}
+
+
+def decode_with_vllm(python: str, engines: dict[str, Any], prompts: list[list[int]], folder: Path) -> dict[str, Any]:
+    """Run offline.py on these engines; one process for all, since importing vLLM takes most of the time."""
+    jobs = {"prompts": prompts, "max_tokens": MAX_TOKENS, "engines": engines}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [python, str(Path(__file__).with_name("offline.py")), "jobs.json", "results.json"]
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(command, cwd=folder, env=environment(), stdout=log, stderr=log, check=False)
+    assert done.returncode == 0, (folder / "log").read_text()[-4000:]
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def environment() -> dict[str, str]:
+    """The environment of vLLM's processes: one thread, a small KV cache, the engine in the process that asks for it."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return {
+        **ours,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def decode_here(one: Export, prompts: list[list[int]]) -> Chain:
+    """Decode with our loop and the chain of the first k heads, from the exported directories."""
+    loaded = load_with_draft(resolve_model(str(one.directory), str(one.model), None), "float32")
+    decoder = Decoder(loaded.backbone, loaded.draft, Tree.chain(one.k))
+    done = [decoder.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    lengths = [length for generation in done for length in generation.accepted]
+    accepted = [sum(length > position for length in lengths) for position in range(one.k)]
+    return Chain([generation.tokens for generation in done], len(lengths), accepted)

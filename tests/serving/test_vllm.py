@@ -1,0 +1,104 @@
+"""Exports in a real vLLM: they load, change no greedy answer, and are accepted as often as our own chain of guesses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import CheckpointError
+from medusa_train.export.targets import check_vllm_directory
+from medusa_train.export.write import export_run, path_warning
+from tests.serving.conftest import HEADS, Chain, Export, decode_here, decode_with_vllm, tokenize
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving"), pytest.mark.timeout(3600)]
+
+VARIANTS = ["full", "reduced", "shared", "shared_reduced", "merged"]
+
+
+def interval(successes: int, trials: int, z: float = 3.3) -> tuple[float, float]:
+    """Wilson's interval of a binomial rate; z 3.3 covers 99.9 %."""
+    rate, square = successes / trials, z * z / trials
+    centre = (rate + square / 2) / (1 + square)
+    half = z * (rate * (1 - rate) / trials + square / trials / 4) ** 0.5 / (1 + square)
+    return centre - half, centre + half
+
+
+def assert_same_acceptance(vllm: Chain, ours: Chain) -> None:
+    assert vllm.drafts > 0
+    assert len(vllm.accepted) == len(ours.accepted)
+    for theirs, mine in zip(vllm.accepted, ours.accepted, strict=True):
+        low, high = interval(theirs, vllm.drafts)
+        assert low <= mine / ours.drafts <= high, f"vLLM {vllm}, here {ours}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_loads_and_greedy_answers_equal_those_without_heads(served: dict[str, Any], name: str) -> None:
+    assert "error" not in served[name], served[name]["error"]
+    plain = served["plain_merged" if name == "merged" else "plain"]
+    assert served[name]["answers"] == plain["answers"]
+    assert len(set(map(tuple, plain["answers"]))) == len(plain["answers"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_acceptance_by_position_agrees_with_our_chain(
+    served: dict[str, Any], exports: dict[str, Export], prompts: list[list[int]], name: str
+) -> None:
+    ours = decode_here(exports[name], prompts)
+    vllm = Chain(**served[name])
+    assert sum(ours.accepted) > 0.1 * ours.drafts  # heads that were never right would agree with anything
+    assert_same_acceptance(vllm, ours)
+    assert vllm.answers == ours.answers
+
+
+def test_a_joint_run_is_served_on_its_merged_backbone(served: dict[str, Any]) -> None:
+    assert served["plain_merged"]["answers"] != served["plain"]["answers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("matrix_missing", r"lm_heads\.1\.weight: missing"), ("biases_dropped", r"layers\.0\.bias: dropped")],
+)
+def test_what_vllm_drops_in_silence_is_refused_here(
+    served: dict[str, Any], wrong: dict[str, Export], name: str, words: str
+) -> None:
+    assert "error" not in served[name]  # if vLLM reports it one day, the check here is no longer needed
+    with pytest.raises(CheckpointError, match=words):
+        check_vllm_directory(wrong[name].directory, "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["block_missing", "shape", "vocabulary"])
+def test_what_vllm_cannot_load_is_refused_here(served: dict[str, Any], wrong: dict[str, Export], name: str) -> None:
+    assert "error" in served[name]
+    with pytest.raises(CheckpointError, match="vLLM would not load"):
+        check_vllm_directory(wrong[name].directory, "model.safetensors")
+
+
+def test_the_path_of_the_heads_chooses_the_method(served: dict[str, Any], wrong: dict[str, Export]) -> None:
+    assert "error" in served["eagle-path"]
+    assert path_warning(str(wrong["eagle-path"].directory)) is not None
+
+
+def test_more_draft_tokens_than_heads_are_an_error_of_vllm(served: dict[str, Any]) -> None:
+    assert f"blocks.{HEADS}." in served["too_many"]["error"]
+
+
+def test_a_run_of_another_backbone(vllm_python: str, tmp_path: Path) -> None:
+    """A run directory named by MEDUSA_SERVING_RUN, such as SmolLM2's."""
+    run = os.environ.get("MEDUSA_SERVING_RUN")
+    if not run:
+        pytest.skip("MEDUSA_SERVING_RUN names no run directory")
+    paths = resolve_model(run, None, None)
+    one = Export(export_run(paths, "vllm", tmp_path / "heads").target, Path(paths.base_model), k=3)
+    questions = ["What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue?"]
+    prompts = [tokenize(question, one.model) for question in questions]
+    engines = {
+        "plain": {"model": str(one.model), "heads": None},
+        "heads": {"model": str(one.model), "heads": str(one.directory), "k": one.k},
+    }
+    served = decode_with_vllm(vllm_python, engines, prompts, tmp_path)
+    assert served["heads"]["answers"] == served["plain"]["answers"]
+    assert_same_acceptance(Chain(**served["heads"]), decode_here(one, prompts))

@@ -1,0 +1,83 @@
+"""A run with `medusa_markov_rank`: trained, decoded with, resumed, continued in stage 2, and estimated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.export.write import export_run
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
+from medusa_train.training.load_data import load_data
+from medusa_train.training.memory import estimate_memory
+from medusa_train.training.run import train
+from medusa_train.trees.tree import Tree
+from tests.training.conftest import metrics
+
+MARKOV = {"medusa_markov_rank": 4}
+HEADS = "heads/medusa_lm_head.safetensors"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"medusa_markov_shared": False, "medusa_share_lm_head": True, "medusa_vocab_size": 24}],
+    ids=["one", "each, shared lm_head, reduced"],
+)
+def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbone_dir, keys) -> None:
+    cfg = make_config(**MARKOV, **keys, calibration_tokens=60)
+    assert train(cfg, console, console) == 0
+    out = tmp_path / "run"
+    assert "with a Markov bias of rank 4" in console.file.getvalue()
+    learnt = load_file(out / HEADS)
+    rows = learnt["markov.outputs.0.weight"]
+    assert rows.shape == (24 if keys else 300, 4)
+    assert float(rows.abs().max()) > 1e-3  # 0 before training
+    logged = [line["loss"] for line in metrics(out) if line["kind"] == "train"]
+    assert logged[-1] < logged[0]
+    backbone = load_backbone(str(backbone_dir))
+    draft = load_draft(out / "heads", backbone)
+    assert isinstance(draft, MedusaDraft)
+    assert draft.settings == cfg.draft_config.settings
+    memory = estimate_memory(cfg, backbone.config, rows=2, width=64, dtype=torch.float32, device="cpu")
+    assert memory.trained == sum(parameter.numel() for parameter in draft.parameters())
+    prompt = load_data(cfg, console).prompts.prompts()[0]
+    plain = Decoder(backbone).generate(prompt, 30).tokens
+    for tree in (Tree.load(out / "tree.json"), Tree.cartesian([3, 2, 2])):
+        assert Decoder(backbone, draft, tree).generate(prompt, 30).tokens == plain
+    for to in ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers"):
+        with pytest.raises(CheckpointError, match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store"):
+            export_run(resolve_model(str(out), None, None), to)
+    assert not (out / "export").exists()
+
+
+def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path) -> None:
+    keys = {**MARKOV, "save_steps": 3, "lr_scheduler": "constant"}
+    train(make_config(**keys, output_dir=str(tmp_path / "whole")), console, console)
+    train(make_config(**keys, output_dir=str(tmp_path / "part"), max_steps=3), console, console)
+    train(make_config(**keys, output_dir=str(tmp_path / "part"), resume_from_checkpoint="auto"), console, console)
+    first, second = (load_file(tmp_path / name / HEADS) for name in ("whole", "part"))
+    assert set(first) == set(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_stage_two_goes_on_with_the_bias_of_stage_one(make_config, console, tmp_path) -> None:
+    train(make_config(**MARKOV, output_dir=str(tmp_path / "one")), console, console)
+    start = {
+        "lora_model_dir": str(tmp_path / "one"),
+        "recipe": "medusa2",
+        "adapter": "lora",
+        "lora_target_linear": True,
+        "medusa_self_distillation": True,
+        "output_dir": str(tmp_path / "two"),
+    }
+    with pytest.raises(ConfigError, match="medusa_markov_rank: 4, the configuration sets medusa_markov_rank: 0"):
+        train(make_config(**start), console, console)
+    train(make_config(**start, **MARKOV, max_steps=1, learning_rate=1e-6), console, console)
+    first, second = (load_file(tmp_path / name / HEADS) for name in ("one", "two"))
+    for name in ("markov.embeddings.0.weight", "markov.outputs.0.weight"):
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)

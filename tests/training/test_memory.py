@@ -1,0 +1,195 @@
+"""The memory estimate of a training step, part by part, against modules that are built for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import ConfigError
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.training.memory import _NF4, Memory, check_8bit_states, estimate_memory
+from tests.families import random_backbone
+
+ACTIVATIONS = "activations (estimate)"
+
+
+def config(**keys: Any) -> TrainConfig:
+    values = {"base_model": "none", "datasets": [{"path": "none"}], "medusa_num_heads": 3}
+    return TrainConfig.model_validate({**values, **keys}).resolved()
+
+
+def estimate(family: str = "llama", vocab: int = 61, **keys: Any) -> Memory:
+    model_config = random_backbone(family, vocab_size=vocab).config
+    return estimate_memory(config(**keys), model_config, rows=2, width=64, dtype=torch.bfloat16, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-bias-tied", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_heads_are_counted_as_they_are(family: str, layers: int) -> None:
+    backbone = random_backbone(family)
+    heads = sum(p.numel() for p in MedusaDraft.from_backbone(backbone, 3, layers).parameters())
+    frozen = sum(p.numel() for p in backbone.model.parameters())
+    memory = estimate(family, medusa_num_layers=layers)
+    assert (memory.trained, memory.frozen) == (heads, frozen)
+    assert memory.parts["backbone, frozen"] == 2 * frozen
+    assert memory.parts["heads"] == memory.parts["gradients"] == 4 * heads
+    assert memory.total == sum(memory.parts.values())
+
+
+def test_adamw_holds_the_states_that_are_counted() -> None:
+    draft = MedusaDraft.from_backbone(random_backbone("llama"), 3, 1, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(draft.parameters())
+    for parameter in draft.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.numel() > 1)
+    assert estimate(optimizer="adamw_torch").parts["optimizer states (adamw_torch)"] == held
+    assert estimate(optimizer="adamw_bnb_8bit").parts["optimizer states (adamw_bnb_8bit)"] < 0.26 * held
+
+
+@pytest.mark.parametrize(
+    ("keys", "targets"),
+    [
+        ({"lora_target_linear": True}, None),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, ("q_proj", "lm_head")),
+    ],
+)
+def test_an_adapter_is_counted_as_it_is(keys: dict[str, Any], targets: tuple[str, ...] | None) -> None:
+    backbone = random_backbone("llama")
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, targets=targets))
+    real = sum(p.numel() for p in adapter.parameters())
+    assert estimate(adapter="lora", lora_r=4, **keys).parts["adapter"] == 4 * real
+
+
+def test_a_tied_lm_head_gets_no_adapter() -> None:
+    backbone = random_backbone("llama-bias-tied")
+    real = sum(p.numel() for p in Adapter.attach(backbone, LoraSpec(r=4)).parameters())
+    memory = estimate("llama-bias-tied", adapter="lora", lora_r=4, lora_target_linear=True)
+    assert memory.parts["adapter"] == 4 * real
+
+
+def test_nf4_takes_what_bitsandbytes_stores() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    matrix = torch.randn(1024, 1024)
+    packed, state = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+    stored = packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+    assert stored / matrix.numel() == pytest.approx(_NF4, rel=1e-6)
+
+
+def test_quantisation_leaves_lm_head_and_embeddings_alone() -> None:
+    model = random_backbone("llama").model
+    plain = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
+    linear = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    assert estimate(load_in_8bit=True).parts["backbone, frozen"] == 2 * plain + linear
+    nf4 = estimate(load_in_4bit=True, adapter="qlora").parts["backbone, frozen"]
+    assert nf4 == round(2 * plain + _NF4 * linear)
+
+
+def test_what_joint_training_trains() -> None:
+    model = random_backbone("llama").model
+    everything = sum(p.numel() for p in model.parameters())
+    last = sum(
+        p.numel() for n, p in model.named_parameters() if n.startswith(("model.layers.2.", "model.norm.", "lm_head."))
+    )
+    heads = estimate().trained
+    whole = estimate(recipe="medusa2")
+    assert (whole.trained, whole.frozen) == (heads + everything, 0)
+    part = estimate(recipe="medusa2", medusa_num_unfreeze_layers=1)
+    assert (part.trained, part.frozen) == (heads + last, everything - last)
+    assert part.parts["backbone, trained"] == 4 * last
+    assert part.parts["backbone, frozen"] == 2 * (everything - last)
+    shared = estimate(medusa_share_lm_head=True)
+    assert heads - shared.trained == 3 * model.lm_head.weight.numel()
+
+
+def test_activations_follow_the_settings() -> None:
+    def size(**keys: Any) -> int:
+        return estimate(vocab=500, **keys).parts[ACTIVATIONS]
+
+    joint = {"recipe": "medusa2", "gradient_accumulation_steps": 2}
+    frozen = size()
+    assert frozen < size(**joint, gradient_checkpointing=True) < size(**joint)
+    assert size(sample_packing=True) == frozen
+    assert size(gradient_accumulation_steps=2) == size(medusa_num_heads=5) == frozen
+    # the teacher's logits in bfloat16, and two more float32 blocks
+    assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 500 * (2 + 2 * 4)
+
+
+def test_a_lora_branch_keeps_its_input_in_half_precision_and_a_mask_of_its_dropout() -> None:
+    def size(**keys: Any) -> int:
+        keys = {"adapter": "lora", "lora_r": 4, "lora_dropout": 0.0, "gradient_accumulation_steps": 2, **keys}
+        return estimate(**keys).parts[ACTIVATIONS]
+
+    one, two = size(lora_target_modules=["o_proj"]), size(lora_target_modules=["o_proj", "down_proj"])
+    assert two - one == 2 * 64 * 3 * 48 * 2  # rows x tokens x layers x MLP size in bfloat16
+    masked = size(lora_target_modules=["o_proj"], lora_dropout=0.1)
+    assert masked - one == 2 * 64 * 3 * 32 * 4  # float32 on a CPU
+
+
+def test_the_losses_of_backbone_and_heads_follow_each_other() -> None:
+    """The backbone's is larger with a teacher, but of a single micro-batch the heads have no gradients yet."""
+    keys = {"adapter": "lora", "lora_r": 4, "medusa_self_distillation": True}
+    first, later = (estimate(vocab=500, gradient_accumulation_steps=n, **keys).parts[ACTIVATIONS] for n in (1, 2))
+    assert first < later
+    taught = {**keys, "medusa_self_distillation": False}
+    assert later - estimate(vocab=500, gradient_accumulation_steps=2, **taught).parts[ACTIVATIONS] > 0
+
+
+def test_a_reduced_vocabulary_needs_less() -> None:
+    whole, part = estimate(vocab=1000), estimate(vocab=1000, medusa_vocab_size=500)
+    assert whole.trained - part.trained == 3 * 500 * 32
+    assert part.total < whole.total
+    shared = estimate(vocab=1000, medusa_vocab_size=500, medusa_share_lm_head=True)
+    assert shared.parts["lm_head rows of the draft vocabulary (shared)"] == 500 * 32 * 2
+    taught = estimate(vocab=1000, medusa_vocab_size=500, medusa_soft_targets=0.5).parts[ACTIVATIONS]
+    assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 500 * (2 + 2 * 4) + 500 * 32 * 2
+    # the backbone's own loss is over all tokens
+    keys = {"recipe": "medusa2", "gradient_accumulation_steps": 2, "medusa_distillation_regularization": 0.1}
+    joint, joint_part = (estimate(vocab=1000, **keys, **more) for more in ({}, {"medusa_vocab_size": 500}))
+    assert joint.parts[ACTIVATIONS] == joint_part.parts[ACTIVATIONS]
+
+
+def test_a_markov_bias_has_a_pair_of_matrices_for_all_heads_or_for_each() -> None:
+    plain = estimate()
+    assert estimate(medusa_markov_rank=4).trained - plain.trained == 4 * (61 + 61)
+    each = estimate(medusa_markov_rank=4, medusa_markov_shared=False, medusa_vocab_size=20)
+    assert each.trained - estimate(medusa_vocab_size=20).trained == 3 * 4 * (61 + 20)
+    assert estimate(medusa_markov_rank=4).parts[ACTIVATIONS] - plain.parts[ACTIVATIONS] == 2 * 64 * (32 + 4) * 2
+
+
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "processes", "stage"),
+    [(None, 2, "stage 1 (the default of several processes)"), (ZERO2, 1, "stage 2")],
+)
+def test_8bit_states_that_would_be_partitioned_are_refused(
+    deepspeed: dict[str, Any] | None, processes: int, stage: str
+) -> None:
+    """With the memory of the alternatives: 8 bytes a parameter over the processes, or two and two scales in each."""
+    model_config = random_backbone("llama").config
+    cfg = config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed)
+    with pytest.raises(ConfigError) as caught:
+        check_8bit_states(cfg, model_config, processes)
+    message = str(caught.value)
+    trained = estimate().trained
+    assert stage in message
+    assert f"{8 * trained / processes / 2**10:.1f} KiB in each of {processes} processes" in message
+    assert f"all 8-bit states: {2 * (1 + 4 / 256) * trained / 2**10:.1f} KiB" in message
+
+
+@pytest.mark.parametrize(
+    ("keys", "processes"),
+    [
+        ({"optimizer": "adamw_bnb_8bit"}, 1),
+        ({"optimizer": "adamw_bnb_8bit", "deepspeed": {"zero_optimization": {"stage": 0}}}, 2),
+        ({"optimizer": "adamw_torch"}, 2),
+    ],
+)
+def test_states_that_are_whole_or_float32_are_not_refused(keys: dict[str, Any], processes: int) -> None:
+    check_8bit_states(config(**keys), None, processes)
