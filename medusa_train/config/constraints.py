@@ -435,7 +435,7 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("processes", "engine", "server_url"),
-        lambda cfg: _uses_server(cfg) and cfg.processes != "auto",
+        lambda cfg: _uses_server(cfg) and cfg.processes not in (1, "auto"),
         "the model is not run in processes of this command when a server is used; set concurrency instead",
     ),
     Constraint(

@@ -569,7 +569,7 @@ class SelfDistillConfig(Config):
         None, "conversations per batch (engine: local); default: 16, or 1 in float32 and with heads", ge=1
     )
     processes: IntOrAuto = key(
-        "auto",
+        1,
         "processes that share the cores of a CPU and the conversations of a batch (engine: local); auto: one per core "
         "for small models, with at least 4 conversations each; 1 on a GPU",
     )
