@@ -1,4 +1,4 @@
-"""`medusa-eval`: evaluate a trained model or a backbone alone, calibrate its tree, compare runs, or chat.
+"""`medusa-eval`: evaluate a model or a server, calibrate a tree, compare runs, or chat.
 
 Arguments, the bench and all paths are checked before torch is imported, so that a mistake is reported within a second.
 """
@@ -28,16 +28,46 @@ if TYPE_CHECKING:
 #: Width of the tables in a log file or a pipe.
 PIPE_WIDTH = 120
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+HELP = """
+Measure the speed of a model with its draft heads on a bench, beside plain decoding and generate of transformers, and
+compare the outputs token for token. Or measure servers (--serve, --server-url), choose a tree (--calibrate), compare
+finished evaluations (--compare), or chat (--interactive).
+
+[bold]key=value[/bold] sets a key that has no option here; docs/configuration.md describes every key, docs/evaluation.md
+every figure. Running the same command again resumes an interrupted evaluation.
+
+[bold]Examples[/bold]
+
+  medusa-eval --bench mtbench --model runs/mine
+
+  medusa-eval --bench mtbench --model runs/mine --acceptance sampling --temperature 0.7 compile=true
+
+  medusa-eval --bench mtbench --base-model NAME --draft prompt_lookup
+
+  medusa-eval --serve --model runs/mine --bench mtbench
+
+  medusa-eval --compare runs/mine runs/other
+
+[bold]Output[/bold]: report.html, report.md, report.json and answers.jsonl in RUN/eval/BENCH.
+
+Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
+"""
 
 
-@app.command()
+@app.command(help=HELP)
 @run_command
 def evaluate(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Choose the tree for this machine.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Fit tree.json again: the tree with the most tokens per second on this machine."
+        ),
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...")
     ] = False,
@@ -45,33 +75,54 @@ def evaluate(
     bench: Annotated[
         str | None, typer.Option(help="tiny, mtbench, specbench, humaneval, gsm8k, or a question file.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Run directory or heads; default: the newest run.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="Backbone; without --model, baselines only.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Run directory or directory of heads; default: the newest run.")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Backbone; default: the run's. Without --model: baselines only.")
+    ] = None,
     tree: Annotated[
-        str | None, typer.Option(help="fixed (default: the run's tree.json), dynamic, or a tree file.")
+        str | None,
+        typer.Option(help="fixed (the run's tree.json, default), dynamic (another tree in every step), or a file."),
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Without training: prompt_lookup, lookahead, rest; added to heads: medusa+prompt_lookup."),
+        typer.Option(
+            help="Draft without training: prompt_lookup, lookahead or rest; with heads: medusa+prompt_lookup, ..."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
-    chat_template: Annotated[str | None, typer.Option(help="By name; default: the run's.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto: the fastest here for plain decoding.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of an answer in tokens.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Name of a template, or a .jinja file; default: the run's.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto (fastest here for plain decoding), float32, bfloat16 or float16.")
+    ] = None,
     acceptance: Annotated[str | None, typer.Option(help="greedy (default), sampling or typical.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling and typical acceptance.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of sampling and typical acceptance; default: 0.7.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Answer this many questions in the same passes.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask only this many questions, of all categories.")] = None,
-    judge_base_url: Annotated[str | None, typer.Option(help="Server that grades the answers.")] = None,
-    judge_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
-    output_dir: Annotated[str | None, typer.Option(help="Directory of the report; default: RUN/eval/BENCH.")] = None,
-    server_url: Annotated[
-        str | None, typer.Option(help="Measure through this OpenAI-compatible server, http://HOST:PORT/v1.")
+    limit: Annotated[
+        int | None, typer.Option(help="Ask only this many questions, taken from all categories in turn.")
     ] = None,
-    against: Annotated[str | None, typer.Option(help="Its counterpart without heads, measured in turns.")] = None,
+    judge_base_url: Annotated[
+        str | None, typer.Option(help="OpenAI-compatible server that grades the answers.")
+    ] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Name of the judge model on that server.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="Directory of the report; default: eval/BENCH in the run directory.")
+    ] = None,
+    server_url: Annotated[
+        str | None, typer.Option(help="Measure this OpenAI-compatible server, http://HOST:PORT/v1.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="Server without heads to compare --server-url with.")] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Start vLLM with and without the heads, and measure it.")
+        bool, typer.Option("--serve", help="Start vLLM servers with and without the heads, and measure them.")
     ] = False,
 ) -> None:
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or servers."""

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 HELP = """
-Export trained heads to another program. RUN is a run directory or a directory of Medusa heads (ours, the public Medusa
-code's, TGI's, vLLM's, or a full Medusa-2 model); it defaults to the newest run under runs/.
+Export trained Medusa heads, or a jointly trained backbone, for another program. RUN is a run directory or a directory
+of Medusa heads (ours, the public Medusa code's, TGI's, vLLM's, or a full Medusa-2 model); default: the newest run in
+runs/.
 
 [bold]--to[/bold]
 
@@ -47,13 +48,19 @@ Each export has a model card. --push-to-hub OWNER/NAME uploads it; a new reposit
 def export(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN | CONFIG.yaml] [key=value ...]", help="the run, or a configuration, and keys"),
+        typer.Argument(
+            metavar="[RUN | CONFIG.yaml] [key=value ...]",
+            help="Run directory or configuration file, and overrides of keys.",
+        ),
     ] = None,
     to: Annotated[
-        str | None, typer.Option(help="reference, reference-v2, tgi, vllm, trtllm, transformers or merged")
+        str | None,
+        typer.Option(help="Layout: reference (default), reference-v2, tgi, vllm, trtllm, transformers or merged."),
     ] = None,
-    output_dir: Annotated[str | None, typer.Option(help="default: export/TO in the run directory")] = None,
-    push_to_hub: Annotated[str | None, typer.Option(help="upload to this repository of the hub")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="Directory to write; default: export/TO in the run directory.")
+    ] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="Hub repository to upload to, OWNER/NAME.")] = None,
 ) -> None:
     """Read the arguments, export, and print what was written."""
     cfg = _read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})

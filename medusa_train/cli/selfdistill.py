@@ -36,6 +36,8 @@ command again resumes an interrupted run.
   medusa-selfdistill --prompts sharegpt --model NAME --server-url http://localhost:8000/v1
 
   medusa-selfdistill --prompts chats.jsonl --model models/mine --dry-run
+
+Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 """
 
 
@@ -61,11 +63,14 @@ def selfdistill(
     mode: Annotated[str | None, typer.Option(help="replay (answer the user's turns) or selftalk.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of an answer in tokens.")] = None,
-    chat_template: Annotated[str | None, typer.Option(help="Name of a template; default: the tokenizer's.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Name of a template, or a .jinja file; default: the tokenizer's.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only the first N conversations.")] = None,
     shard: Annotated[
-        str | None, typer.Option(help="Process part i of n, as i/n; default: the rank set by torchrun or DeepSpeed.")
+        str | None,
+        typer.Option(help="Answer only part i of n, written i/n; default: the rank set by torchrun or DeepSpeed."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the outputs of all shards, then exit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the first prompts, then exit.")] = False,

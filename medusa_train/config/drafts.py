@@ -261,18 +261,21 @@ class RestConfig(BaseModel):
 
 
 class LookaheadConfig(BaseModel):
-    """Keys of `lookahead`: n-grams that the backbone writes ahead of the text (Lookahead Decoding)."""
+    """Keys of `lookahead`: n-grams that the backbone guesses ahead of the text (Lookahead Decoding)."""
 
     model_config = ConfigDict(extra="forbid")
 
-    window: Int = key(5, "W: columns of the window, the positions that are written ahead in every step", ge=1, le=64)
+    window: Int = key(5, "W: columns of the window: positions that are guessed ahead in every step", ge=1, le=64)
     ngram: Int = key(
-        4, "N: tokens of an n-gram; a step computes W x (N - 1) - 1 rows of the window beside its guesses", ge=3, le=16
+        4,
+        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window beside its guesses",
+        ge=3,
+        le=16,
     )
     guesses: Int = key(
-        5, "G: n-grams that are verified per step, the last ones that began with the same token", ge=1, le=64
+        5, "G: maximum number of n-grams to verify per step, the latest that begin with the last token", ge=1, le=64
     )
-    pool_from_prompt: Bool = key(True, "also verify n-grams of the prompt and the answer; false: of the window alone")
+    pool_from_prompt: Bool = key(True, "also verify n-grams of the prompt and the answer; false: only of the window")
 
 
 #: Section class and its key by the kind of draft.

@@ -162,8 +162,8 @@ class TrainConfig(Config):
     medusa_soft_targets: Float = key(0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1)
     head_loss: Literal["ce", "lk"] = key(
         "ce",
-        "loss of the heads; ce: cross-entropy; lk: LK loss, which aims at acceptance, in place of the cross-entropy "
-        "against the backbone's distribution, or against the data's tokens where that has no weight",
+        "loss of the heads; ce: cross-entropy; lk: LK loss, which optimizes the acceptance rate; it replaces the "
+        "cross-entropy against the backbone's distribution, or against the data's tokens if soft targets have weight 0",
     )
     lk_eta: Float = key(
         3.0, "eta of head_loss: lk; its KL part has the weight exp(-eta * acceptance) for each token", ge=0
@@ -207,7 +207,8 @@ class TrainConfig(Config):
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
-        "keep the frozen backbone's hidden states under dataset_prepared_path, so that later epochs and runs read them",
+        "store the frozen backbone's hidden states under dataset_prepared_path; later epochs and runs read them "
+        "instead of running the backbone",
     )
     dataset_processes: Int | None = key(
         None, "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small data: 1", ge=1
@@ -386,13 +387,13 @@ class EvalConfig(Config):
     )
     tree: Text | None = key(
         None,
-        "fixed: tree.json next to the heads (the default); dynamic: a tree for every step, chosen by the heads' "
+        "fixed: the run's tree.json (the default); dynamic: another tree in every step, chosen by the heads' "
         "confidences, with the fixed one measured beside it; or a tree file",
     )
     draft: LookupName | None = key(
         None,
-        "draft without training: prompt_lookup copies from the text so far, rest from a datastore, and lookahead "
-        "verifies n-grams that the backbone writes ahead; with a prefix (medusa+...): added to the tree of the run's "
+        "draft without training: prompt_lookup copies from the text so far, rest copies from a datastore, lookahead "
+        "takes n-grams that the backbone guesses ahead; with a prefix (medusa+...): added to the tree of the run's "
         "heads; default: the run's heads alone",
     )
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
@@ -404,8 +405,8 @@ class EvalConfig(Config):
     )
     compile: BoolOrAuto = key(
         False,
-        "compile decoding with torch.compile, on a GPU also with CUDA graphs: faster steps, up to a minute of "
-        "additional start-up time; auto: in an evaluation whose questions repay that",
+        "compile decoding with torch.compile, on a GPU also with CUDA graphs: faster steps, one to several minutes of "
+        "additional start-up time; auto: if that is expected to save time in all",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",
@@ -422,14 +423,17 @@ class EvalConfig(Config):
     epsilon: Float = key(0.09, "typical acceptance: probability above which a token is always accepted", gt=0)
     delta: Float = key(0.3, "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions", gt=0)
     batch_size: Int = key(1, "number of questions to answer in the same passes", ge=1)
-    limit: Int | None = key(None, "use only the first N questions", ge=1)
+    limit: Int | None = key(None, "use only N questions, taken from all categories in turn", ge=1)
     output_dir: Text | None = key(
         None, "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a server"
     )
     warmup: Int = key(
-        2, "number of questions to answer untimed for warm-up; a server gets as many as run concurrently", ge=0
+        2, "number of questions to answer untimed for warm-up; a server gets at least as many as run concurrently", ge=0
     )
-    exactness: Bool = key(True, "also compare all answers with plain decoding in float32")
+    exactness: Bool = key(
+        True,
+        "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the measured dtype",
+    )
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
     assistant_model: Text | None = key(
         None, "small model with the same tokenizer; also measure transformers' assisted generation with it"
@@ -454,8 +458,8 @@ class EvalConfig(Config):
     )
     serve: Bool = key(
         False,
-        "start and stop `vllm serve` for the model, without heads and with them, and measure it; environment variable "
-        "VLLM_PYTHON: the Python interpreter with vLLM, if it is another one",
+        "start and stop vLLM servers for the model, without heads and with them, and measure them; environment "
+        "variable VLLM_PYTHON: the Python interpreter of the environment that has vLLM, if it is another one",
     )
     serve_speculative_tokens: IntList | None = key(
         None,
@@ -468,14 +472,14 @@ class EvalConfig(Config):
         "at a time, the one without heads first and last; auto: true without a GPU",
     )
     serve_args: TextList | None = key(
-        None, 'further arguments of `vllm serve`, such as ["--max-model-len", "4096"]', min_length=1
+        None, 'further arguments of the vLLM servers, such as ["--max-model-len", "4096"]', min_length=1
     )
-    serve_start_seconds: Float = key(900.0, "seconds in which a server of `serve` has to be ready", gt=0)
+    serve_start_seconds: Float = key(900.0, "timeout in seconds for a server of `serve` to become ready", gt=0)
     concurrency: IntList = key(
         [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure a server with", min_length=1
     )
     request_timeout: Float = key(600.0, "timeout of a request to a server in seconds", gt=0)
-    retry_seconds: Float = key(120.0, "a server that does not answer is tried again for this many seconds", ge=0)
+    retry_seconds: Float = key(120.0, "failed requests are retried for up to this many seconds", ge=0)
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key of the servers")
 
     constraints: ClassVar[tuple[Constraint, ...]] = EVAL_CONSTRAINTS
@@ -570,13 +574,14 @@ class SelfDistillConfig(Config):
     )
     processes: IntOrAuto = key(
         1,
-        "processes that share the cores of a CPU and the conversations of a batch (engine: local); auto: one per core "
-        "for small models, with at least 4 conversations each; 1 on a GPU",
+        "number of processes among which the cores of a CPU and the conversations of a batch are divided (engine: "
+        "local); auto: one per core for small models, with at least 4 conversations each; 1 on a GPU",
     )
     compile: BoolOrAuto = key(
         False,
-        "compile decoding with torch.compile (engine: local): faster steps, up to a minute of additional start-up "
-        "time; auto: where the prompts repay that, but not single rows in float32, whose answers are reproducible",
+        "compile decoding with torch.compile (engine: local): faster steps, one to several minutes of additional "
+        "start-up time; auto: if that is expected to save time in all, and never for single rows in float32, whose "
+        "answers are reproducible",
     )
     heads: Text | None = key(
         None, "run or directory of heads for speculative decoding; also sets the default of base_model"
