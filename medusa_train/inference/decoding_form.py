@@ -1,4 +1,4 @@
-"""Describe the form in which a model decodes: what step latencies, and so the best tree, depend on."""
+"""Describe how a model decodes (dtype, device, compilation, ...): step latencies and the best tree depend on it."""
 
 from __future__ import annotations
 

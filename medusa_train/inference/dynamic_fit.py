@@ -35,7 +35,7 @@ class Simulation(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicFit:
-    """Fitted dynamic trees, and what they are expected to bring.
+    """Fitted dynamic trees, and their simulated result.
 
     Attributes:
         expected: simulated on the answers that the temperatures were fitted to.
@@ -61,11 +61,11 @@ def fit_dynamic_trees(
     Args:
         traces: with log-probabilities.
         by_size: fixed trees, the empty one and at least one larger.
-        timed: further trees timed side by side: those of equal size tell what a head costs.
+        timed: further trees timed side by side; those of equal size but different depth give the cost of a head.
         fixed: returns a fixed tree of a given size, to compare with.
 
     Returns:
-        None without log-probabilities or the trees to compare with.
+        None without log-probabilities or without fixed trees of several sizes.
     """
     by_size = sorted(by_size, key=lambda one: one.tree.size)
     if len(by_size) < 2 or by_size[0].tree.size or not traces or any(trace.log_probs is None for trace in traces):
@@ -89,8 +89,8 @@ def fit_dynamic_trees(
 def fit_temperatures(traces: Sequence[Trace]) -> list[float]:
     """Return the temperature of every head that makes the traced tokens most likely, see `trees.dynamic.calibrate`.
 
-    A head's guesses matter only where those before it are accepted. So it is calibrated at the positions where the
-    tokens before it are among the best guesses of the earlier heads: text there is easier than elsewhere, and the
+    A head's guesses matter only if those before it are accepted. So it is calibrated at the positions where the tokens
+    before it are among the best guesses of the earlier heads: text is easier to predict there than elsewhere, and the
     product over a path needs this conditional probability.
     """
     log_probs = [trace.log_probs for trace in traces if trace.log_probs is not None]
@@ -174,7 +174,7 @@ def head_ms(timed: Sequence[TreeCandidate]) -> float:
 
 
 def _sizes(by_size: Sequence[TreeCandidate], heads: int, per_head: float) -> tuple[StepSize, ...]:
-    """The latencies of steps with a fixed number of heads: fixed trees have as many as they are deep."""
+    """Return step sizes with latencies for a fixed number of heads; each timed tree ran as many heads as it is deep."""
     corrected = [one.step_ms + per_head * (heads - one.tree.max_depth) for one in by_size]
     least = min(one.step_ms for one in by_size) / 2  # noise in `per_head` must not make a step free
     latencies = _not_decreasing([max(one, least) for one in corrected])
@@ -182,7 +182,7 @@ def _sizes(by_size: Sequence[TreeCandidate], heads: int, per_head: float) -> tup
 
 
 def _not_decreasing(values: Sequence[float]) -> list[float]:
-    """The nearest sequence that does not decrease (pool adjacent violators): noise must not make nodes free."""
+    """Return the nearest non-decreasing sequence (pool adjacent violators): noise must not make nodes free."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))

@@ -1,4 +1,4 @@
-"""Decoding steps on fixed memory: compaction, drafting and verification as one CUDA graph with one transfer each way.
+"""Decoding steps in static buffers: compaction, drafting and verification as one CUDA graph, one transfer each way.
 
     host                       device, replayed
     ----                       ----------------
@@ -6,9 +6,8 @@
                                root; the backbone verifies it; argmax
     tokens of all nodes  <---  and their successors
 
-The acceptance rule runs on the host's copy (greedy), or on the logits left in a fixed buffer. There is one graph per
-number of columns that attention reads, each for one tree: `StaticCache` says where that number changes. Without a GPU
-the same steps run one kernel after the other.
+The acceptance rule runs on the host's copy (greedy), or on the logits, which stay in a static buffer. There is one
+graph per tree and number of columns that attention reads (see `StaticCache`). Without a GPU the same steps run eagerly.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ROOT, _START, _COUNT, _PATH = 0, 1, 2, 3
 
 
 def supports_static_steps(backbone: Backbone, draft: Proposer | None) -> bool:
-    """Return whether steps run on fixed memory; a draft that does not support it is named in a warning."""
+    """Return whether steps run in static buffers; a warning names a draft that does not support them."""
     if backbone.step_runner is None:
         return False
     if draft is None or has_fixed_shape(draft):
@@ -48,9 +47,9 @@ def supports_static_steps(backbone: Backbone, draft: Proposer | None) -> bool:
 
 
 class StaticSteps:
-    """The steps of a tree in a single row, with buffers and graphs that serve one answer after the other.
+    """The steps of a single row with one tree, with buffers and graphs that are reused from answer to answer.
 
-    The prompt counts as a verified tree of its last token, so that the first step is like all others.
+    The last token of the prompt counts as a verified tree, so that the first step is like all others.
 
     Args:
         runner: runs or replays the steps. draft: None for plain decoding; see `supports_static_steps`.
@@ -73,7 +72,7 @@ class StaticSteps:
             for kind in sorted(backbone.layer_types)
         }
         device, nodes = backbone.device, tree.size + 1
-        # pinned, so that the copy to the device is not waited for
+        # pinned, so that the copy to the device is asynchronous
         self._host = torch.zeros(1, _PATH + tree.max_depth + 1, dtype=torch.long, pin_memory=device.type == "cuda")
         self._inputs = torch.zeros_like(self._host, device=device)
         self._nodes = torch.arange(nodes, device=device)
@@ -117,7 +116,7 @@ class StaticSteps:
         return [self.cache, *(() if self._draft is None else self._draft.caches)]
 
     def _run(self, key_length: int) -> None:
-        """The part on the device: no shape and no address depends on the length or on the path."""
+        """Run the part on the device, in which no shape or address depends on the length or on the path."""
         roots, starts, counts = self._inputs[:, _ROOT], self._inputs[:, _START], self._inputs[:, _COUNT]
         path, lengths = self._inputs[:, _PATH:], starts + counts
         storage = self.cache.storage(key_length)

@@ -1,6 +1,6 @@
-"""A model to generate answers with on this machine: how it is loaded, whether it is compiled, and its engine's options.
+"""Load and compile a model that generates answers on this machine, and create its engine.
 
-A recipe can be sent to other processes. It imports torch where it is used.
+A `LocalModel` can be sent to other processes. It imports torch only when it is used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TIMED_PROMPT = 100  # tokens of the prompts with which a step is timed
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Everything that a process needs to load a model and to answer requests with it.
+    """The settings with which a process loads a model and answers requests.
 
     Attributes:
         paths: of the backbone and its heads.
         dtype: of the weights.
-        options: arguments of `HFEngine`, but for the model and the batch size.
-        compiled: compile the decoding passes; "auto": where that saves time.
-        tokens: to generate in all, at most; "auto" expects half of them, since most answers end before their limit.
+        options: arguments of `HFEngine` except the model and the batch size.
+        compiled: compile the decoding passes; "auto": if that is expected to save time.
+        tokens: maximum number to generate; "auto" expects half of them, since most answers end before their limit.
     """
 
     paths: ModelPaths
@@ -67,10 +67,10 @@ class LocalModel:
         return wanted, f"compile: {'yes' if wanted else 'no'}, {obstacle or outlook}"
 
     def compile(self, loaded: LoadedModel, batch_size: int, note: Callable[[str], None]) -> None:
-        """Compile the decoding passes. With "auto", `note` receives a failure, and decoding goes on without.
+        """Compile the decoding passes. With "auto", a failure is passed to `note`, and decoding continues without.
 
         Raises:
-            BackboneError: the passes can't be compiled, which the user demanded.
+            BackboneError: the passes can't be compiled, although the user required it.
         """
         from medusa_train.checkpoint.choose_compile import compile_or_report
         from medusa_train.checkpoint.load_model import compile_backbone

@@ -16,7 +16,7 @@ from medusa_train.selfdistill.engines import Answer, AnswerFinishReason, Request
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.server import RequestRejected
 
-_MAX_REJECTIONS = 50  # in a row; more of them cannot be due to single chats
+_MAX_REJECTIONS = 50  # in a row; more are not due to single chats
 
 _Outcome = Answer | BaseException
 
@@ -81,7 +81,7 @@ class OpenAIEngine:
 
     @property
     def capacity(self) -> int:
-        """As many requests as the servers get at most; those beyond the servers' limits wait."""
+        """Maximum number of requests to all servers; those beyond the servers' current limits wait."""
         return self.server.capacity
 
     def submit(self, request_id: int, request: Request) -> None:
@@ -95,13 +95,13 @@ class OpenAIEngine:
             thread.start()
 
     def next(self) -> tuple[int, Answer]:
-        """The next answer that comes in. A refusal counts as one, unless the server refuses whatever it is asked."""
+        """Return the next answer; a refusal counts as one, unless the server refuses every request."""
         while not (self._held and self._takes_some):
             self._check_refusals()
             request_id, outcome = self._finished.get()
             if isinstance(outcome, RequestRejected) and not outcome.too_long:
-                # Kept back until an answer shows that it is about this chat, and not about every one: a run whose
-                # requests are all refused has to end without a seed being noted as done.
+                # Held until another request is answered, which shows that the server does not refuse every request:
+                # a run whose requests are all refused must end without recording prompts as done.
                 self._held.append(request_id)
                 self._refusals.append(str(outcome))
                 continue

@@ -49,16 +49,16 @@ class _Process:
 
     @property
     def load(self) -> tuple[int, int]:
-        """What is waiting for answers in it: requests, and their characters."""
+        """Number of unanswered requests, and their characters."""
         return len(self.lengths), sum(self.lengths.values())
 
 
 class ProcessEngine:
     """Generates answers in several processes; each loads the model and runs an `HFEngine`.
 
-    The first process loads the model alone: only then it is known how many suit it (`limit_processes`), and whether
-    compiling is worth while (`compiled="auto"`). It starts to answer while the others load. Requests wait here until a
-    process has free rows, so that none is left with work while another one has nothing to do.
+    The first process loads the model alone, which shows how many processes are suitable (`limit_processes`) and whether
+    compilation saves time (`compiled="auto"`). It starts to answer while the others load. Requests wait here until a
+    process has free rows, so that no process is idle while another one has requests waiting.
 
     An answer depends on its request only, as with `HFEngine`.
 
@@ -66,8 +66,8 @@ class ProcessEngine:
         model: what each process loads.
         batch_size: conversations at a time, of all processes together.
         processes: their number.
-        adjustable: start fewer processes where the model is large, or memory short.
-        note: receives lines for the user: the number of processes, and what concerns compilation.
+        adjustable: start fewer processes if the model is large or memory is short.
+        note: receives lines for the user: the number of processes, and the decision on compilation.
 
     Raises:
         MedusaError: the model cannot be loaded.
@@ -139,14 +139,14 @@ class ProcessEngine:
             if not able:
                 return
             process = min(able, key=lambda process: process.load)
-            # a part is left for those that are still loading: they are ready before this one is done
+            # leave a part for processes that are still loading: they are ready before this one has finished
             count = min(self._room(process), -(-len(self._waiting) // len(takers)))
             requests = pick_similar(self._waiting, count, lambda asked: _length(asked[1]))
             process.lengths.update((request_id, _length(request)) for request_id, request in requests)
             self._send(process, requests)
 
     def _room(self, process: _Process) -> int:
-        """Return how many more requests a process gets: its rows, and as many as join at a time when rows are free."""
+        """Return how many more requests a process gets: its rows, and those that will join when rows become free."""
         rows = process.share.rows
         ahead = rows if self._model.paths.has_draft else -(-rows // REFILL_FRACTION)  # whole batches with heads
         return rows + ahead - len(process.lengths)
@@ -194,7 +194,7 @@ class ProcessEngine:
         try:
             process.worker.connection.send(message)
         except ConnectionError:
-            # it may have said why it ended
+            # its last message may be the reason
             while process.worker.connection.poll():
                 self._receive()
             raise self._death(process) from None
@@ -211,7 +211,7 @@ class ProcessEngine:
         self._processes.append(_Process(start_worker(run_worker, self._model, share), share))
 
     def _start_others(self, first: Loaded) -> None:
-        """Start the other processes, as many as suit the model, and give each its share."""
+        """Start as many other processes as suit the model, each with its share."""
         count = self._planned
         if self._adjustable:
             free = free_memory(torch.device("cpu"))
@@ -227,7 +227,7 @@ class ProcessEngine:
             self._tell(f"processes: {count}, each with {_count(rows, 'conversation')} and {_count(threads, 'thread')}")
 
     def _begin(self, process: _Process) -> None:
-        """Let a process that has loaded the model go on; the first one decides whether all compile."""
+        """Let a process that has loaded the model continue; the first one decides whether all compile."""
         self._send(process, Start(process.share, self._compiled, self._model.tokens // len(self._processes)))
 
     def _death(self, process: _Process) -> BackboneError:

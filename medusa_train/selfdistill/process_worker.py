@@ -35,10 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Start:
-    """To the worker: its share, and whether to compile (None: decide it for all processes).
-
-    `tokens` are those that it will generate.
-    """
+    """To the worker: its share, whether to compile (None: decide it for all processes), and the tokens to generate."""
 
     share: Share
     compiled: bool | None
@@ -67,7 +64,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Finished:
-    """Answers with their request ids, and what this worker has done so far."""
+    """Answers with their request ids, and the counts of this worker so far."""
 
     answers: list[tuple[int, Answer]]
     counts: Counts
@@ -75,18 +72,18 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker ends. `error` is for the user; `trace` is a bug's, which the parent raises as RuntimeError."""
+    """The worker ends, with an error for the user or the trace of a bug, which the parent raises as RuntimeError."""
 
     error: MedusaError | None
     trace: str
 
 
 def run_worker(connection: Connection, model: LocalModel, share: Share) -> None:
-    """Run the worker; ends with an error, or when the parent is gone, whatever it is doing then."""
+    """Run the worker until an error occurs or the parent has ended."""
     share.apply()
     _be_quiet()
     inbox: SimpleQueue[Any] = SimpleQueue()
-    # a thread, so that the parent never waits for this process to read, and its end is noticed at once
+    # a thread, so that the parent never waits for this process to read, and the parent's end is noticed at once
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     try:
         _serve(connection, inbox, model)

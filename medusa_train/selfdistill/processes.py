@@ -1,4 +1,4 @@
-"""How many processes generate answers on a CPU, and which cores, threads and rows of the batch each one gets.
+"""Choose how many processes generate answers on a CPU, and divide cores, threads and rows of the batch among them.
 
 A small model decodes by many short matrix products, after each of which the threads of a process wait for each other.
 Processes of one thread each do not wait, but every process reads all weights for its rows only.
@@ -26,7 +26,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container with cgroup v2
 
 @dataclass(frozen=True)
 class Share:
-    """What one process gets: rows of the batch, threads, and the CPUs that it is bound to (None: not bound)."""
+    """The part of one process: rows of the batch, threads, and the CPUs that it is bound to (None: not bound)."""
 
     rows: int
     threads: int
@@ -106,7 +106,7 @@ def physical_cores() -> list[frozenset[int]]:
 
 
 def thread_budget(cores: Sequence[frozenset[int]]) -> int:
-    """Return how many threads all processes may use: the cores, less where OMP_NUM_THREADS or a CPU quota says so."""
+    """Return how many threads all processes may use: the cores, or fewer by OMP_NUM_THREADS or a CPU quota."""
     import torch
 
     quota = _cpu_quota()
@@ -114,7 +114,7 @@ def thread_budget(cores: Sequence[frozenset[int]]) -> int:
 
 
 def private_memory() -> int | None:
-    """Return the bytes of this process that it shares with no other one and no file; None if unknown."""
+    """Return the bytes of memory of this process alone, shared with no process and no file; None if unknown."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -14,10 +14,10 @@ from medusa_train.server_bench.draft_counts import DraftCounts
 from medusa_train.server_bench.measure import ALONE, PLAIN
 from medusa_train.server_bench.records import Block, Measurement, ServedAnswer
 
-#: Relative difference of two measurements of the server without heads that is worth a note.
+#: A note reports two measurements of the server without heads that differ relatively by more than this.
 DRIFT = 0.05
 
-#: Number of greedy answers of which none being equal is no longer chance, or rounding.
+#: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
 ALL_DIFFER = 8
 
 #: A turn of a question, with the number of its repeat.

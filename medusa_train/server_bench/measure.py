@@ -24,10 +24,10 @@ from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.server import OpenAIServer, RequestRejected
 
 WARM_UP_TOKENS = 32
-#: Conversations per concurrent one, in a block and in all: with fewer, a block is mostly its beginning and its end.
+#: Least number of conversations per concurrent one, in a block and in all; shorter blocks are mostly ramp-up and tail.
 BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
 
-#: Names of servers: without heads, with heads, and one that is measured without another.
+#: Names of servers: without heads, with heads, and one that is measured alone.
 PLAIN, HEADS, ALONE = "plain", "heads", "server"
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class BlockFault(Exception):
-    """Requests of a block failed, so that its times are not those of the server; the message says why."""
+    """Requests of a block failed, so its times cannot be used; the message says why."""
 
 
 class Conversation(NamedTuple):

@@ -37,7 +37,7 @@ class ServedAnswer:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one server answered to one block of conversations.
+    """The answers of one server to one block of conversations.
 
     Attributes:
         answers: in the order in which they ended.

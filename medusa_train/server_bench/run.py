@@ -46,8 +46,8 @@ def measure_servers(
 ) -> list[Path]:
     """Measure servers on a bench, and write the report.
 
-    Finished blocks are logged; the same command resumes after an error or an interruption, and what is complete by then
-    is reported already.
+    Finished blocks are logged, so the same command resumes after an error or an interruption; the report of an
+    interrupted measurement has what is complete.
 
     Args:
         paths: backbone and heads to serve; for servers that run already, only the directory of the report, or None.
@@ -157,12 +157,12 @@ class BenchRun:
         return seconds
 
     def measure(self, session: str, targets: Sequence[Target]) -> None:
-        """Measure the remaining blocks of a session. Its servers take turns, each block in the other order.
+        """Measure the remaining blocks of a session. Its servers answer each block in turn, in alternating order.
 
         A concurrency at which requests keep failing is left out with a note.
 
         Raises:
-            ServerError: a server does not answer, or is not what it should be.
+            ServerError: a server does not answer, or its figures would be wrong.
         """
         remaining = self.remaining(session)
         count = sum(len(self._blocks[c][n]) for c, numbers in remaining.items() for n in numbers)
@@ -214,7 +214,7 @@ class BenchRun:
         raise AssertionError("unreachable")
 
     def _check(self, target: Target, measurement: Measurement) -> None:
-        """Note what a server's counters say about it.
+        """Check a server's counters, and note what is unexpected.
 
         Raises:
             ServerError: the server without heads drafts.

@@ -1,4 +1,4 @@
-"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): export, options, and servers by turns."""
+"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): export, options and server processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from medusa_train.server_bench.vllm_process import (
     vllm_version,
 )
 
-#: Seconds in which a server that answers no more may end.
+#: Seconds to wait for the end of a server that has stopped answering, to explain it.
 STOPPING_SECONDS = 5.0
 FOREIGN_WEIGHTS = "this run's heads were trained on a quantized backbone; vLLM serves {base} without quantization"
 
@@ -57,7 +57,7 @@ def server_name(speculative_tokens: int) -> str:
 
 
 def plan_sessions(speculative_tokens: Iterable[int], *, together: bool) -> list[Session]:
-    """Return which servers run when: the plain one beside each other one, or alone, first and last."""
+    """Return which servers run at the same time: the plain one beside each other one, or alone, first and last."""
     if together:
         return [Session(f"{PLAIN} and k={tokens}", (0, tokens)) for tokens in speculative_tokens]
     alone = [Session(server_name(tokens), (tokens,)) for tokens in speculative_tokens]

@@ -30,7 +30,7 @@ _VERSION = (
     "from importlib import metadata as m; d = m.packages_distributions().get('vllm'); "
     "print(d[0], m.version(d[0])) if d else exit(1)"
 )
-# a warning may quote an error that it fears
+# warnings may quote the names of errors
 _ROOT_ERROR = re.compile(
     r"^(?!.*\bWARNING\b).*?\b(\w*(?:Error|Exception): (?!Engine core initialization failed).*)$", re.MULTILINE
 )

@@ -32,7 +32,7 @@ _ANSWER = re.compile(r"at most (\d+) (?:completion|output) tokens", re.IGNORECAS
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """What a rejection says about the context; None where it says nothing.
+    """The limits that a rejection names; None for those that it does not name.
 
     Attributes:
         context: maximum number of tokens of prompt and answer together.

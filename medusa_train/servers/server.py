@@ -21,7 +21,7 @@ from medusa_train.servers.context_limit import ContextLimit, parse_rejection
 from medusa_train.servers.stream import StreamError, read_completion
 
 CONNECT_SECONDS = 10.0
-SHORTEST_GUESS = 16  # tokens of an answer, below which `max_tokens` is not halved further
+SHORTEST_GUESS = 16  # `max_tokens` is not halved below this
 _OVERLOADED = {429, 503}
 _UNREACHABLE = {502, 504}  # of a proxy in front of the server
 _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
@@ -197,7 +197,7 @@ class OpenAIServer:
         raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
 
     def _read_models(self, model: Any) -> None:
-        """Read the context length from the list of models, once; servers other than vLLM and SGLang may not tell it."""
+        """Read the context length from the list of models, once; only vLLM and SGLang state it."""
         with self._models_lock:
             if self._models_read:
                 return
@@ -234,7 +234,7 @@ class OpenAIServer:
         return guess if guess >= SHORTEST_GUESS else None
 
     def _count_prompt(self, body: Mapping[str, Any]) -> int | None:
-        """Return the number of tokens of a chat by vLLM's `/tokenize`, which lies beside `/v1`; None elsewhere."""
+        """Return the number of tokens of a chat by vLLM's `/tokenize` (beside `/v1`); None on other servers."""
         if not self._can_tokenize:
             return None
         chat = {name: body[name] for name in ("model", "messages", "chat_template_kwargs") if name in body}

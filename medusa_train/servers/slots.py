@@ -1,4 +1,4 @@
-"""How many requests one server gets at a time: fewer when it is overloaded, none while it is down."""
+"""Limit the requests to one server: fewer when it is overloaded, none while it is down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FAILURES = 3  # in a row, after which a server counts as down
 
 
 class Backoff:
-    """Pauses that double, with jitter, so that what saw the same outage does not all try again at the same moment."""
+    """Pauses that double, with jitter, so that requests do not all retry at the same moment after an outage."""
 
     def __init__(self) -> None:
         self._seconds = MIN_BACKOFF
@@ -25,7 +25,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A slot that was taken at the time `started`; `probe` if it tests whether a server is up again."""
+    """A slot that was taken at the time `started`; `probe`: the request tests whether the server is up again."""
 
     started: float
     probe: bool
@@ -45,7 +45,7 @@ class Slots:
     Attributes:
         limit: number of concurrent requests allowed.
         in_flight: number of requests under way.
-        down: whether the server did not answer last.
+        down: whether the server counts as down.
         resume_at: no request is sent before this time.
     """
 
@@ -100,7 +100,7 @@ class Slots:
         self._pause(now, backoff=retry_after is None)
 
     def failed(self, ticket: Ticket, now: float, *, unreachable: bool) -> None:
-        """Report a failed request. The server is down if it was unreachable, or if no request in a row of 3 worked."""
+        """Report a failed request. The server is down if it was unreachable, or after 3 failures in a row."""
         self._failures += 1
         if not unreachable and self._failures < _FAILURES:
             return

@@ -1,4 +1,4 @@
-"""Choose the tree of a step by the heads' confidences: the nodes most likely to be accepted, as many as pay off."""
+"""Choose another tree in every step by the heads' confidences (dynamic trees, as in EAGLE-2)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from medusa_train.trees.tree import Ranks, Tree
 
 #: Key of tree.json.
 KEY = "dynamic"
-#: Least probability of all tokens that are not among a head's best guesses.
+#: Lower bound of the total probability of the tokens that are not among a head's best guesses.
 _LEAST_REST = 1e-6
 
 Floats = NDArray[np.float64]
 
 
 class StepSize(NamedTuple):
-    """A step with a tree of `nodes` nodes below the root: its latency, and the tokens that a fixed tree gains in it."""
+    """A step with `nodes` nodes below the root: its latency, and the tokens per step of a fixed tree of that size."""
 
     nodes: int
     step_ms: float
@@ -34,21 +34,22 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicTrees:
-    """The rule that chooses the tree of each step (after EAGLE-2, Reranking Phase, for heads that guess independently).
+    """Chooses the tree of each step (like EAGLE-2, Reranking Phase, but for heads that guess independently).
 
     A node is accepted if every guess on its path is right. Its probability is the product of their calibrated
-    probabilities, and the expected number of accepted nodes is the sum over the tree. So of all trees with n nodes that
-    of the n most probable ones is best; parents are at least as probable as their children. n maximises
+    probabilities, and the expected number of accepted nodes is the sum over the tree. So the best tree of n nodes has
+    the n most probable ones; parents are at least as probable as their children. n maximises
 
         B + sum of probabilities - rate(B) * step_ms(B (n + 1) - 1)
 
-    for B rows that share a pass and get n nodes each. `rate` is the tokens per millisecond of the best fixed tree: what
-    the same time brings otherwise. If the probabilities are right, this decodes at least as fast as that tree.
-    Latencies were measured before, so no clock is read, and the same text gets the same trees.
+    for B rows that share a pass and get n nodes each. `rate` is the tokens per millisecond of the best fixed tree, so
+    the last term is the number of tokens that this tree would give in the same time. If the probabilities are right,
+    decoding is at least as fast as with the fixed tree. Latencies are measured when the trees are fitted, not while
+    decoding, so the same text always gets the same trees.
 
     Attributes:
-        temperatures: of every head that is used, see `calibrate`; empty: decode without heads.
-        sizes: by increasing nodes, 0 first; latencies include the heads and do not decrease.
+        temperatures: one per head that is used, see `calibrate`; empty: decode without heads.
+        sizes: by increasing number of nodes, 0 first; latencies include the heads and do not decrease.
         equal_latency: a fixed tree whose steps take about as long, to compare with.
     """
 
@@ -98,7 +99,7 @@ class DynamicTrees:
     def step_ms(self, nodes: int) -> float:
         """Return the latency of a pass over `nodes` + 1 tokens, interpolated between the measured ones.
 
-        After the last one it goes on as from the middle of the measured sizes to their end.
+        Beyond the last one it is extrapolated with the slope between the middle and the last measured size.
         """
         last, middle = self.sizes[-1], self.sizes[len(self.sizes) // 2]
         if nodes <= last.nodes or middle.nodes == last.nodes:
@@ -148,7 +149,7 @@ class DynamicTrees:
 
     @classmethod
     def load(cls, path: Path) -> DynamicTrees | None:
-        """Read the rule from a tree.json; None where it holds none, as those of earlier versions.
+        """Read the entry of a tree.json; None if it has none, like those of earlier versions.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -162,12 +163,12 @@ class DynamicTrees:
 
 
 class _Plan(NamedTuple):
-    """What a number of nodes costs, in tokens.
+    """The cost of trees by number of nodes, in tokens.
 
     Attributes:
         costs: of 0, 1, ... nodes.
         least: by number of nodes, the lowest mean cost of a further node over all larger trees. Nodes come by
-            decreasing probability, so no larger tree is better once the next one's is not above this.
+            decreasing probability, so no larger tree is better once the next node's probability is not above this.
     """
 
     costs: list[float]
@@ -189,20 +190,20 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
         probabilities: of every head's guesses by rank, each at most 1, in any order.
     """
     levels = [sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0]) for row in probabilities]
-    queue: list[tuple[float, Ranks, int, float]] = []  # minus the product, path, place in its level, parent's product
+    queue: list[tuple[float, Ranks, int, float]] = []  # minus the product, path, position in level, parent's product
 
-    def push(parent: Ranks, product: float, place: int) -> None:
+    def push(parent: Ranks, product: float, position: int) -> None:
         level = levels[len(parent)]
-        if place < len(level):
-            value, rank = level[place]
-            heapq.heappush(queue, (-product * value, (*parent, rank), place, product))
+        if position < len(level):
+            value, rank = level[position]
+            heapq.heappush(queue, (-product * value, (*parent, rank), position, product))
 
     if levels:
         push((), 1.0, 0)
     while queue:
-        negative, path, place, above = heapq.heappop(queue)
+        negative, path, position, above = heapq.heappop(queue)
         yield -negative, path
-        push(path[:-1], above, place + 1)
+        push(path[:-1], above, position + 1)
         if len(path) < len(levels):
             push(path, -negative, 0)
 
@@ -210,8 +211,8 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
 def calibrate(log_probs: NDArray[Any], temperatures: Sequence[float]) -> Floats:
     """Scale the confidence of heads in their best R guesses by a temperature each (Guo et al., Temperature Scaling).
 
-    All other tokens count as one further class, with the remaining probability: its share needs no pass over the
-    vocabulary for another temperature.
+    All other tokens count as one further class with the remaining probability, so that another temperature needs no
+    pass over the vocabulary.
 
     Args:
         log_probs: [..., K, R], of the guesses in the head's softmax; -inf where there is none.

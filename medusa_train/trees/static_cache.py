@@ -1,9 +1,9 @@
 """Key-value caches at fixed addresses, for steps that are captured as CUDA graphs and replayed.
 
-A graph repeats its kernels with the addresses and shapes that it was captured with. So memory comes in buckets of fixed
-length that are kept once allocated: a longer text is copied into the next bucket, and the next answer starts in the
-first one again. Where a pass writes is given by a tensor, and it reads a fixed number of columns, the later ones
-masked.
+A CUDA graph replays its kernels with the addresses and shapes that it was captured with. So memory is allocated in
+buckets of fixed length and kept: a longer text is copied into the next bucket, and the next answer starts in the first
+one again. A tensor gives the positions that a pass writes to. Passes read a fixed number of columns, of which those
+beyond the text are masked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from medusa_train.errors import MedusaError
 from medusa_train.trees.kv_cache import TreeCache
 
-#: Columns by which the part of a bucket grows that passes read: one graph each.
+#: Passes read a multiple of this number of columns; there is one graph for each multiple.
 KEY_BLOCK = 256
 
 
@@ -28,7 +28,7 @@ class StaticCache(TreeCache):
     Passes may write as in a `TreeCache` (prefill), or to slots of `storage` (steps of fixed shape).
 
     Args:
-        num_layers: decoder layers. capacity: the most positions; allocated only as far as they are used.
+        num_layers: decoder layers. capacity: maximum number of positions; memory is allocated only as needed.
         block: columns in the first bucket.
     """
 

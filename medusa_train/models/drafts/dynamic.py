@@ -1,4 +1,4 @@
-"""Trained heads with a tree of their own in every step, chosen by their confidences."""
+"""Trained heads with dynamic trees: another tree in every step, chosen by the heads' confidences."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_RANK = 10  # lower-ranked guesses are never worth a node (published trees en
 class DynamicDraft(Proposer):
     """Proposes the best guesses of trained heads in the tree that `DynamicTrees` chooses for each row and step.
 
-    Whatever tree is asked for is ignored. A tree depends on the text and the heads alone, never on what is drawn in the
-    same step. The heads' probabilities are read on the host, which waits for the device once more per step. Where no
-    guess is worth its time, the step verifies the root alone.
+    The `tree` argument of `propose` is ignored. A tree depends on the text and the heads alone, never on what is drawn
+    in the same step. The heads' probabilities are read on the host, one more synchronization per step. If no guess is
+    worth its time, the step verifies the root alone.
 
     Args:
-        draft: its heads have to guess all at once.
+        draft: the heads, which must all guess at once.
         trees: fitted to these heads.
 
     Raises:
@@ -54,7 +54,7 @@ class DynamicDraft(Proposer):
         return self.draft.draft_vocab_size
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of its own trees."""
+        """Return the limits of the dynamic trees."""
         return Limits(self.trees.max_nodes, self.trees.heads)
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> Any:
@@ -64,7 +64,7 @@ class DynamicDraft(Proposer):
         return self.draft.start(feats, tokens, lengths, cache)
 
     def propose(self, state: Any, roots: Tensor, tree: Tree) -> Proposal:
-        """Compute all heads, and fill the trees that their confidences are worth."""
+        """Compute all heads, and propose the trees that are chosen by their confidences."""
         logits = self.draft.all_head_logits(state, roots, self.trees.heads)
         guesses = logits.topk(min(MAX_RANK, logits.shape[-1])).indices
         log_probs = log_probs_at(logits, guesses)
@@ -96,7 +96,7 @@ def log_probs_at(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def _parents(trees: Sequence[Sequence[tuple[int, ...]]]) -> list[list[int]]:
-    """The parent of every node of trees given by their paths; -1 for the root, which comes first."""
+    """Return the parent of every node of trees given by their paths; -1 for the root, which comes first."""
     parents = []
     for paths in trees:
         index = {path: node for node, path in enumerate(paths, start=1)}

@@ -1,7 +1,7 @@
 """Drafting in steps whose shapes and addresses are fixed, so that CUDA graphs can replay them.
 
-An accepted path is padded to the tree's depth and comes as tensors. Layers of a draft read all of it and write to slots
-of a cache of their own; what the padding writes lies after the accepted nodes, where it is masked and overwritten.
+An accepted path is given as tensors, padded to the tree's depth. A draft's own layers read all of it and write to slots
+of their own cache. What the padding writes is after the accepted nodes, where it is masked and later overwritten.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class AcceptedNodes:
 
 
 class FixedShapeDraft:
-    """Proposes from fixed buffers; one instance serves one answer after the other.
+    """Proposes from static buffers; one instance decodes one answer after the other.
 
     Args:
-        draft: whose heads it uses. tree: the only one that it fills, with its tensors on the device.
+        draft: its heads are used. tree: the tree that is filled, with its tensors on the device.
         cache: the backbone's.
 
     Attributes:
-        caches: of layers of the draft. The caller makes sure of their room before each `propose`.
+        caches: of the draft's own layers. The caller allocates enough positions before each `propose`.
         exit_layer: number of layers of the backbone that `propose` runs itself.
     """
 
@@ -224,7 +224,7 @@ class _Kangaroo(FixedShapeDraft):
         return Proposal(torch.cat(tokens, dim=1), self.tree, torch.cat(early, dim=1))
 
     def _adapt(self, states: Tensor, level: Level, inputs: LayerInputs, slots: Tensor, key_length: int) -> Tensor:
-        """The adapter's states [B, m, d] at a level's m inner nodes."""
+        """Return the adapter's states [B, m, d] at a level's m inner nodes."""
         last = level.inner_last + 1
         first = last - states.shape[1]
         cache = slot_cache(self._adapter_cache.storage(key_length), slots[:, first:last], key_length)

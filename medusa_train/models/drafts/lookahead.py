@@ -19,18 +19,18 @@ from medusa_train.trees.tree import Tree
 
 
 class LookaheadDraft(LookupDraft):
-    """Guesses n-grams that the backbone itself wrote ahead of the text, in the same passes that verify guesses.
+    """Proposes n-grams that the backbone generates ahead of the text, in the same passes that verify them.
 
     The lookahead branch is a window of W columns and N - 1 levels of guessed tokens, the side rows of every pass. The
-    token of level l in column i stands l + i positions after the root; level 0 begins with the root itself. It attends
-    to level 0 up to its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A
-    pass gives the token after each column. With it a column is an n-gram for the pool, and the window moves on by one
-    position (Jacobi iteration): its levels become lower by one and the new tokens are the highest one. The
+    token of level l in column i is l + i positions after the root; level 0 begins with the root itself. It attends to
+    level 0 up to its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A pass
+    predicts the token after each column. Together they are an n-gram for the pool, and the window moves on by one
+    position (Jacobi iteration): the lowest level is removed, and the predicted tokens are the new highest one. The
     verification branch is the tree of the pool's n-grams that begin with the root.
 
     The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same ones in every run.
-    It takes the most probable token however the text is sampled, and moves by one position however many tokens are
-    accepted, as in the authors' code.
+    As in the authors' code, its tokens are always the most probable ones, also when the text is sampled, and it moves
+    by one position per step, however many tokens are accepted.
 
     Args:
         window: W. ngram: N, at least 3.
@@ -51,7 +51,7 @@ class LookaheadDraft(LookupDraft):
         return LookaheadText(tokens, self.window, self.ngram, self.guesses, self.pool_from_prompt)
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of its own trees with the window."""
+        """Return the limits of this draft's own trees together with the window."""
         return Limits(self.nodes + self._layout.size, max(self.num_heads, self._layout.max_depth))
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> LookupState:
@@ -66,9 +66,9 @@ class LookaheadDraft(LookupDraft):
         return SideRows(torch.tensor(windows, device=self._layout.depths.device), self._layout)
 
     def observe(self, state: LookupState, proposal: Proposal, logits: Tensor) -> LookupState:
-        """Move the windows on by the tokens after their columns, and take the n-grams of the columns into the pools.
+        """Move the windows on by the predicted tokens, and add the n-grams of their columns to the pools.
 
-        The tokens cross from the device in one copy.
+        The tokens are copied from the device in one transfer.
         """
         # in bfloat16 the argmax is slow on a CPU
         following = torch.cat([proposal.tokens[:, :1], logits.float().argmax(-1)], dim=1).tolist()
@@ -100,7 +100,7 @@ class LookaheadText:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens, and take the n-grams that they end into the pool."""
+        """Append tokens, and add the n-grams that end with them to the pool."""
         if self._recent is None:
             return
         for token in tokens:
@@ -113,10 +113,10 @@ class LookaheadText:
         return list(reversed(self.pool.get(root, {})))
 
     def move_window(self, root: int, following: list[int]) -> None:
-        """Take the columns' n-grams into the pool, and move the window on.
+        """Add the columns' n-grams to the pool, and move the window on.
 
         Args:
-            root: of the pass. following: the backbone's token after each column.
+            root: of the pass. following: the predicted token after each column.
         """
         lowest, *upper = self.levels
         if self._random_levels:
@@ -127,7 +127,7 @@ class LookaheadText:
         self.levels = [upper[0][1:], *upper[1:], following]
 
     def _add(self, ngram: tuple[int, ...]) -> None:
-        """Make an n-gram the most recent one of its first token, and drop the oldest one above G."""
+        """Make an n-gram the most recent one of its first token, and remove the oldest one beyond G."""
         entries = self.pool.setdefault(ngram[0], {})
         entries.pop(ngram[1:], None)
         entries[ngram[1:]] = None

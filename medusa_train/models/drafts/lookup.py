@@ -1,4 +1,4 @@
-"""Drafts without training, which look up what may follow the last tokens; those that copy: prompt lookup and REST."""
+"""Drafts without training that look up continuations of the last tokens: their base class, prompt lookup and REST."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LookupState(NamedTuple):
 class LookupDraft(Proposer):
     """Looks up continuations of each row's text.
 
-    One continuation forms a chain, several form a tree; of this, the nodes through which most continuations pass are
-    proposed. The trees are chosen here, whatever tree is asked for, and where nothing is found a step decodes plainly.
+    One continuation forms a chain, several form a tree, of which the nodes shared by most continuations are proposed.
+    The `tree` argument of `propose` is ignored. If nothing is found, the step is a plain one.
 
     Args:
-        max_tokens: longest continuation. nodes: most nodes of a proposal below the root.
+        max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal, without the root.
     """
 
     def __init__(self, max_tokens: int, nodes: int) -> None:
@@ -57,7 +57,7 @@ class LookupDraft(Proposer):
         """Return a row's text with the tokens of its prompt."""
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of its own trees."""
+        """Return the limits of this draft's own trees."""
         return Limits(self.nodes, self.num_heads)
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> LookupState:
@@ -78,7 +78,7 @@ class LookupDraft(Proposer):
         return trees
 
     def side_rows(self, state: LookupState) -> SideRows | None:
-        """Return the rows that it runs through the backbone beside its tree; None where it needs none."""
+        """Return the tokens that the draft runs through the backbone beside its tree; None if there are none."""
         return None
 
     def propose(self, state: LookupState, roots: Tensor, tree: Tree) -> Proposal:
@@ -119,7 +119,7 @@ class PromptLookupDraft(LookupDraft):
 
 
 class NgramIndex:
-    """A text with the positions of its n-grams, n = 1..max_ngram; a token costs as many dictionary entries."""
+    """A text with the positions of its n-grams, n = 1..max_ngram; a token adds up to max_ngram dictionary entries."""
 
     def __init__(self, tokens: Iterable[int], max_ngram: int) -> None:
         self._max_ngram = max_ngram
@@ -144,7 +144,7 @@ class NgramIndex:
         return []
 
     def _after(self, position: int, root: int, length: int) -> Sequence[int]:
-        """The tokens from `position` on; the root follows the text."""
+        """Return the tokens from `position` on; the root follows the text."""
         tokens = self._tokens[position : position + length]
         return tokens if len(tokens) == length else [*tokens, root]
 
@@ -153,7 +153,7 @@ class RestDraft(LookupDraft):
     """Copies from a datastore, such as the model's own answers (REST: Retrieval-Based Speculative Decoding).
 
     Args:
-        datastore: sorted by at least `max_ngram` tokens; by `max_ngram + max_tokens`, its samples are representative.
+        datastore: sorted by at least `max_ngram` tokens; its samples are representative if sorted by `max_tokens` more.
         max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
     """
 

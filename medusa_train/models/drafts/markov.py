@@ -17,11 +17,12 @@ INITIAL_SPREAD = 0.02
 class MarkovBias(nn.Module):
     """Head k's logits get `R_k E_k[x]`, x being the token before the one that head k predicts.
 
-    Parallel heads guess each token without knowing the others; this bias lets them agree with the token before, like
-    the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At position t head k predicts the token t + k + 1, so
-    x is the token t + k: in training the data's, in decoding the root for head 1 and a guess of head k - 1 for head k.
+    Parallel heads guess each token without knowing the others. With this bias a guess depends on the token before it,
+    as with the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At position t head k predicts the token
+    t + k + 1, so x is the token t + k: in training the data's, in decoding the root for head 1 and a guess of head
+    k - 1 for head k.
 
-    Initially E is random and R = 0, so untrained it adds nothing.
+    Initially E is random and R is 0, so the untrained bias is 0.
 
     Args:
         vocab_size: V, tokens that may come before. draft_vocab_size: N, tokens that heads predict.

@@ -29,8 +29,7 @@ class MergedDraft(Proposer):
     """Adds the looked-up continuations to the tree of the heads' guesses; equal children are verified once.
 
     The nodes of the heads come first and keep their order, so the heads advance as without the others. Merging reads
-    the heads' guesses on the host, which waits for the device once more per step. Where nothing is added, the heads'
-    own tree is verified.
+    the heads' guesses on the host, one more synchronization per step. If nothing is added, the heads' tree is verified.
 
     Args:
         heads: a trained draft, with fixed trees or dynamic ones. lookup: a draft without training.
@@ -86,7 +85,7 @@ class MergedDraft(Proposer):
         return self.heads.no_early_exit()
 
     def observe(self, state: MergedState, proposal: Proposal, logits: Tensor) -> MergedState:
-        """Give the logits of the side rows to the draft without training, to which they belong."""
+        """Pass the logits of the side rows on to the draft without training, which requested them."""
         return state._replace(lookup=self.lookup.observe(state.lookup, proposal, logits))
 
     def advance(
