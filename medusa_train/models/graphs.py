@@ -106,7 +106,7 @@ class CudaGraphRunner(GraphRunner):
 
 
 def graph_runner(device: torch.device, model: Any, rows: int) -> CudaGraphRunner | None:
-    """Return what captures the steps of a transformers model on a GPU; None elsewhere, and where it can't.
+    """Return a runner that captures the steps of a transformers model on a GPU; None if they cannot be captured.
 
     Args:
         rows: decoded at a time. Steps of several rows are not captured, which a warning says.

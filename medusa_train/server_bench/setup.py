@@ -57,10 +57,10 @@ def _target(name: str, url: str, model: str | None, options: RequestOptions, *, 
 
 
 def model_notes(targets: Sequence[Target], paths: ModelPaths | None) -> list[str]:
-    """Say where servers may serve another model than each other, or than the run in whose directory they report.
+    """Note servers that may serve different models, or another one than the run in whose directory they report.
 
-    Servers only tell a name, and vLLM what it loaded; the same model may have another path on another machine, so this
-    is no error.
+    Servers report only a name, vLLM also what it loaded. The same model may have another path on another machine, so
+    this is no error.
     """
     notes = []
     loaded = {target.name: target.root or target.model for target in targets}
@@ -85,7 +85,7 @@ def _same_name(model: str, backbone: str) -> bool:
 
 
 def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None) -> RequestOptions:
-    """Return what all requests have in common. A server of `--serve` that does not answer has ended for good."""
+    """Return what all requests have in common. A server of `--serve` that does not answer has ended."""
     kwargs = cfg.chat_template_kwargs if paths is None else paths.chat_template_kwargs
     rule = mode.baseline_rule
     sampling = ServerSampling(
@@ -100,7 +100,7 @@ def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | Non
 
 
 def output_directory(cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[Target]) -> Path:
-    """Return the directory of the report: in the run's where there is one, else named after the server's model."""
+    """Return the directory of the report: in the run directory if there is one, else named after the server's model."""
     if cfg.output_dir:
         return Path(cfg.output_dir).expanduser()
     if paths is not None:

@@ -150,7 +150,7 @@ class OpenAIServer:
         return _models(response)
 
     def read_metrics(self) -> str | None:
-        """Return the text of `/metrics`, which lies beside `/v1`; None if the server has none."""
+        """Return the text of `/metrics`, next to `/v1`; None if the server has none."""
         try:
             response = self._client.get(f"{self.url.removesuffix('/v1')}/metrics", timeout=CONNECT_SECONDS)
         except httpx.TransportError:
