@@ -15,7 +15,7 @@ TITLE = "## Measured through a server"
 NOT_MEASURED = (
     f"{TITLE}\n\nNothing was measured through a server yet, so no N is recommended. "
     "`medusa-eval --serve --model RUN --bench BENCH` measures vLLM without these heads and with each N, at 1 to 32 "
-    "concurrent requests, and says which N to serve or that they are best left off; exported again, this card shows it."
+    "concurrent requests, and recommends an N or no heads for each. Export again to add the results to this card."
 )
 #: A directory of this machine before a file name.
 _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
