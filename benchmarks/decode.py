@@ -3,12 +3,14 @@
     python benchmarks/decode.py --quick
     python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16
 
-Times a plain step, passes over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
+Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
 the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, for single rows at several contexts,
 over dtypes and settings, all in turns. Settings: `stock` weights; weights `prepacked` for oneDNN, attention for few
-rows; `compiled` passes of single rows. The floor of a step is its bytes of weights and cache over the measured read
-bandwidth, or its operations over the measured matrix rate, whichever takes longer. Writes decode.md and decode.json to
-`--out` after every context. The CUDA path was never run.
+rows; `static` buffers; `compiled` passes of single rows. On a GPU steps in static buffers are CUDA graphs, and compiled
+passes are part of them: that is how `compile: true` decodes there. Each row names the way of its steps, which is the
+same for the plain step, the trees, the heads and the loops. The floor of a step is its bytes of weights and cache over
+the measured read bandwidth, or its operations over the measured matrix rate, whichever takes longer. Writes decode.md
+and decode.json to `--out` after every context. The CUDA path was never run.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
+from decode_steps import (  # noqa: E402
+    LOOP_TOKENS,
+    PASSES,
+    Context,
+    Loop,
+    StaticContext,
+    StaticStep,
+    how_steps_run,
+    proposal,
+)
 from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, random_model, time_call  # noqa: E402
 from shared import machine_facts, machine_line, table, warn_if_busy, write_result  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
@@ -35,21 +48,17 @@ from transformers import AutoConfig  # noqa: E402
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.errors import BackboneError  # noqa: E402
 from medusa_train.evaluation.choose_dtype import is_out_of_memory, release_memory  # noqa: E402
-from medusa_train.inference.accept import accept  # noqa: E402
-from medusa_train.inference.generate import Decoder  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
-from medusa_train.models.compiled import round_up_to_block  # noqa: E402
-from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState  # noqa: E402
+from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
+from medusa_train.models.graphs import StepRunner, graph_obstacle, graph_runner  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
 from medusa_train.models.precision import free_memory  # noqa: E402
-from medusa_train.trees.masks import TreeMask, additive_mask  # noqa: E402
 from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
-SETTINGS = ("stock", "prepacked", "compiled")
+SETTINGS = ("stock", "prepacked", "static", "compiled")
 HEADS = 5
 HEADS_ROW, SHARED_ROW = "heads", "heads, shared lm_head"
 LOOP_NODES = (16, 64)  # trees with which the whole loop is timed, beside plain decoding
-LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
 MEMORY_SHARE = 0.9  # of the free memory that may be used
 BURST = 3  # calls in a row that are timed, after one that is not: a step finds in the caches what the last one left
 MAX_OVERTIME = 3  # times --seconds, after which few calls have to do
@@ -66,7 +75,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024")
     parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 8 16 32 64")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all; on a GPU stock compiled")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, help="stock prepacked compiled; on a GPU stock static compiled"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="on a CPU; all cores")
     parser.add_argument("--seconds", type=float, help="per shape and context (20)")
     args = parser.parse_args(arguments)
@@ -76,7 +87,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args.contexts = args.contexts or [128, 1024]
     args.nodes = sorted(set(args.nodes or ([1, 16, 64] if quick else [1, 8, 16, 32, 64])) - {0})
     args.dtypes = args.dtypes or ["float32", "bfloat16"]
-    wanted = args.settings or (("stock", "compiled") if cuda else SETTINGS)
+    wanted = args.settings or (("stock", "static", "compiled") if cuda else ("stock", "prepacked", "compiled"))
     args.settings = [setting for setting in SETTINGS if setting in wanted]
     args.seconds = args.seconds or (5.0 if quick else 20.0)
     if unknown := [name for name in args.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()]:
@@ -121,9 +132,9 @@ class Shape:
         return cls(directory.name, directory, config, Sizes.of(config))
 
     def bytes_needed(self, dtype: str, setting: str, cpu: bool, positions: int) -> int:
-        """Estimate bytes of weights, heads and caches; on a CPU, settings other than stock copy the weights."""
+        """Estimate bytes of weights, heads and caches; on a CPU, prepacking and compiling copy the weights."""
         heads = self.sizes.head_weights(HEADS, shared=False)
-        copied = heads + self.sizes.read if setting != "stock" and cpu else 0
+        copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
         caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
         return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
 
@@ -147,6 +158,10 @@ class Shape:
         if setting == "prepacked":
             if not any([backbone.prepack_weights(), *(draft.prepack_weights() for draft in drafts.values())]):
                 raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
+        elif setting == "static":
+            backbone.step_runner = StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model, 1)
+            if backbone.step_runner is None:
+                raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")
         elif setting == "compiled":
             try:
                 backbone.compile_passes()
@@ -188,15 +203,23 @@ class Setup:
     setting: str
 
 
+def nothing() -> None:
+    """Prepare a call that needs no preparation."""
+
+
 @dataclass
 class Timed:
-    """One figure: a call to be timed, what to do before it untimed, its floor and its measured seconds."""
+    """One figure: a call to be timed, what to do before it untimed, its floor and its measured seconds.
+
+    `how` returns how the steps of its backbone run, once they have.
+    """
 
     setup: Setup
     name: str
     call: Callable[[], object]
-    prepare: Callable[[], None] = lambda: None
+    prepare: Callable[[], None] = nothing
     floor: float = 0.0
+    how: Callable[[], str] = lambda: PASSES
     seconds: list[float] = field(default_factory=list)
     obstacle: str = ""
 
@@ -217,102 +240,32 @@ def likely_tree(nodes: int, depth: int = HEADS, width: int = 10) -> Tree:
     return Tree.from_paths(paths)
 
 
-class Context:
-    """A cache of `length` positions, and verification passes over it that leave it unchanged.
-
-    A pass is what `Decoder` runs between two proposals: backbone, logits, acceptance with its transfer to the host,
-    compaction of the cache. Tensors are created in inference mode, since compiled passes specialize on it.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, backbone: Backbone, length: int, max_nodes: int) -> None:
-        self.backbone, self.length = backbone, length
-        self.cache = backbone.new_cache(length + max_nodes + 1)
-        config = backbone.config
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (1, config.num_key_value_heads, length, size)
-        states = torch.randn(shape, device=backbone.device, dtype=backbone.dtype)  # random: faster than a prefill
-        for layer in range(backbone.num_layers):
-            self.cache.write(layer, states, states)
-        self.cache.commit(length)
-
-    @torch.inference_mode()
-    def step(self, tree: Tree) -> Callable[[], None]:
-        """Return a pass over the root and the nodes of `tree`."""
-        backbone, cache = self.backbone, self.cache
-        tree = tree.to(backbone.device)
-        tokens = torch.arange(tree.size + 1, device=backbone.device)[None] % backbone.vocab_size
-        depths = tree.depths[None]
-        masks = TreeMask(additive_mask(tree.ancestors, backbone.dtype), cache.capacity)
-        compiled = backbone.compiled
-
-        @torch.inference_mode()
-        def run() -> None:
-            positions = depths + cache.length
-            if compiled is None:
-                mask = masks.at(cache.length) if tree.size else None
-                hidden = backbone.run(tokens, positions=positions, mask=mask, cache=cache).hidden
-                logits = backbone.logits(hidden)
-            else:
-                mask = masks.at(cache.length, round_up_to_block(cache.length + tree.size + 1))
-                storage = cache.reserve(tree.size + 1)
-                _, logits = compiled(tokens, positions, mask, cache.pending_columns(backbone.device), storage)
-            (accepted,) = accept(None, tokens, logits, tree)
-            cache.keep(accepted.path)
-            cache.length = self.length
-
-        return run
-
-
-def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
-    """Return `draft.propose` for one state."""
-    tree = tree.to(backbone.device)
-    hidden = torch.randn(1, backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
-    state, roots = MedusaState(hidden, draft.stacked()), torch.zeros(1, dtype=torch.long, device=backbone.device)
-    return torch.inference_mode()(lambda: draft.propose(state, roots, tree))
-
-
-class Loop:
-    """Steps of `Decoder.stream` for one answer, restarted after `LOOP_TOKENS` tokens."""
-
-    def __init__(self, backbone: Backbone, draft: MedusaDraft, tree: Tree, context: int) -> None:
-        self._decoder = Decoder(backbone, draft, tree)
-        self._prompt = [(7 * i) % backbone.vocab_size for i in range(context)]
-        self._longest_step = tree.max_depth + 1
-        self._left = 0
-        self._steps: Iterator[Any] = iter(())
-
-    def prepare(self) -> None:
-        """Run the prefill where no further step fits."""
-        if self._left < self._longest_step:
-            self._steps = self._decoder.stream(self._prompt, LOOP_TOKENS, eos_ids=())
-            next(self._steps)  # the prefill's token
-            self._left = LOOP_TOKENS - 1
-
-    def __call__(self) -> None:
-        """Run one step."""
-        self._left -= len(next(self._steps).tokens)
-
-
 def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates) -> Iterator[Timed]:
     """List passes, heads and loop steps of one setup, with their floors."""
     sizes, itemsize = shape.sizes, one.backbone.dtype.itemsize
     read = sizes.read + sizes.cached(setup.context, 1)
-    context = Context(one.backbone, setup.context, max(nodes))
+    runner, longest = one.backbone.step_runner, max(nodes)
     trees = {0: Tree.empty(), **{count: likely_tree(count) for count in nodes}}
 
     def floor(weights: int, operations: int) -> float:
         return rates.floor(weights * itemsize, operations, setup.dtype)
 
+    context: Context | StaticContext
+    if runner is None:
+        context = Context(one.backbone, setup.context, longest)
+    else:
+        context = StaticContext(one.backbone, runner, setup.context, longest)
+    how = partial(how_steps_run, one.backbone)
     for count, tree in trees.items():
-        operations = sizes.step_operations(count + 1, setup.context, 1)
-        name = f"tree {count}" if count else "plain"
-        yield Timed(setup, name, context.step(tree), floor=floor(read, operations))
+        least = floor(read, sizes.step_operations(count + 1, setup.context, 1))
+        name, step = f"tree {count}" if count else "plain", context.step(tree)
+        prepare = step.prepare if isinstance(step, StaticStep) else nothing
+        yield Timed(setup, name, step, prepare, least, how)
     largest = trees[max(trees)]
     for name, draft in one.drafts.items():
         weights = sizes.head_weights(largest.max_depth, shared=name == SHARED_ROW)
         least = floor(weights, sizes.head_operations(largest.max_depth, 1))
-        yield Timed(setup, name, proposal(one.backbone, draft, largest), floor=least)
+        yield Timed(setup, name, proposal(one.backbone, draft, largest), floor=least, how=how)
     if setup.context + LOOP_TOKENS > one.backbone.max_context:
         return
     for count in (0, *(n for n in LOOP_NODES if n in trees)):
@@ -321,7 +274,7 @@ def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], r
         weights = read + (sizes.head_weights(tree.max_depth, shared=False) if count else 0)
         operations = sizes.step_operations(count + 1, setup.context, 1) + sizes.head_operations(tree.max_depth, 1)
         name = f"loop, tree {count}" if count else "loop, plain"
-        yield Timed(setup, name, loop, loop.prepare, floor(weights, operations))
+        yield Timed(setup, name, loop, loop.prepare, floor(weights, operations), how)
 
 
 def cases_of(
@@ -335,7 +288,7 @@ def cases_of(
         calls: list[Timed] = []
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
-            for case in calls if one.backbone.compiled is not None else []:  # compile before anything is timed
+            for case in calls if one.backbone.is_compiled else []:  # compile or capture before anything is timed
                 case.prepare()
                 case.call()
         except (MemoryError, RuntimeError) as error:
@@ -397,6 +350,7 @@ class Row:
     ms: dict[str, float] = field(default_factory=dict)
     floor_ms: dict[str, float] = field(default_factory=dict)
     obstacle: str = ""
+    steps: str = PASSES
 
     def over_plain(self, name: str) -> float | None:
         """Return a latency over that of the plain step (or of the plain loop) of the same row."""
@@ -412,6 +366,7 @@ def rows_of(cases: Sequence[Timed]) -> list[Row]:
         if case.seconds:
             row.ms[case.name] = 1000 * median(case.seconds)
             row.floor_ms[case.name] = 1000 * case.floor
+            row.steps = case.how()
         else:
             row.obstacle = case.obstacle or "not measured"
     return list(rows.values())
@@ -422,7 +377,8 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
     content = []
     for row in rows:
         figures = {name: [round(ms, 3), round(row.floor_ms[name], 3)] for name, ms in row.ms.items()}
-        content.append({**asdict(row.setup), **({"ms_and_floor": figures} if figures else {"obstacle": row.obstacle})})
+        measured = {"steps": row.steps, "ms_and_floor": figures}
+        content.append({**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})})
     page = markdown(machine, rates, rows)
     write_result(out, "decode", {"machine": machine, "rates": asdict(rates), "rows": content}, page)
     return page
@@ -431,23 +387,25 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
 def markdown(machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
     """Format the page; trees as multiples of the plain step of their row, heads in milliseconds."""
     names = list(dict.fromkeys(name for row in rows for name in row.ms if name not in ("plain", "loop, plain")))
-    titles = ["shape", "context", "dtype", "setting", "plain ms", "floor / plain"]
+    titles = ["shape", "context", "dtype", "setting", "steps", "plain ms", "floor / plain"]
     titles += [f"{name} ms" if name in (HEADS_ROW, SHARED_ROW) else name for name in names]
     lines = []
     for row in rows:
         at = row.setup
         first = [at.shape, f"{at.context:,}", at.dtype, at.setting]
         if "plain" not in row.ms:
-            lines.append([*first, row.obstacle, *[""] * (len(names) + 1)])
+            lines.append([*first, row.obstacle, *[""] * (len(names) + 2)])
             continue
         plain = row.ms["plain"]
-        lines.append([*first, f"{plain:.3f}", f"{row.floor_ms['plain'] / plain:.2f}", *(_cell(row, n) for n in names)])
+        lines.append(
+            [*first, row.steps, f"{plain:.3f}", f"{row.floor_ms['plain'] / plain:.2f}", *(_cell(row, n) for n in names)]
+        )
     speeds = ", ".join(f"{dtype} {rate / 1e12:,.3g} Tflop/s" for dtype, rate in rates.matrix.items())
     note = (
         f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and loops with trees: over "
         "the plain step or loop of the same row. A floor above the plain step was read from caches."
     )
-    parts = ["# Latency of decoding steps", machine_line(machine), note, table(titles, lines, 4)]
+    parts = ["# Latency of decoding steps", machine_line(machine), note, table(titles, lines, 5)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -101,7 +101,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         Step("tests", 1, ("pytest", "-q", "-m", "gpu", "tests/gpu"), expected=150, limit=270),
         train("tiny_m1", 1, 40, 90, {"data/tiny/model.safetensors": "part of the repository"}),
         *measure("tiny_m1", 1, "tiny", 30, 60),
-        script("decode.py", 2, (*decoding, "--settings", "stock", "compiled", "--seconds", "15"), 240, 360),
+        script("decode.py", 2, (*decoding, "--settings", "stock", "static", "compiled", "--seconds", "10"), 240, 360),
         script("train.py", 3, training, 220, 340),
         train("smollm2_m1", 4, 90, 160, smollm2),
         *measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 80),

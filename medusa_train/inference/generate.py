@@ -16,6 +16,7 @@ from medusa_train.inference.static_steps import StaticSteps, supports_static_ste
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
+from medusa_train.models.drafts.fixed_shape import fixed_shape_draft
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
@@ -177,7 +178,9 @@ class Decoder:
         if runner is None or not isinstance(cache, StaticCache):
             return None
         if self._steps is None or self._steps.cache is not cache:
-            self._steps = StaticSteps(self.backbone, runner, self._effective_draft, self.tree, cache)
+            draft = self._effective_draft
+            fixed = None if draft is None else fixed_shape_draft(draft, self.backbone, self.tree, cache)
+            self._steps = StaticSteps(self.backbone, runner, fixed, self.tree, cache)
         return self._steps
 
     @property

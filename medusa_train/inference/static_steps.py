@@ -21,7 +21,7 @@ from torch import Tensor
 from medusa_train.inference.accept import Accepted, Rule, accept, accept_matching, next_tokens_of
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, Proposer
-from medusa_train.models.drafts.fixed_shape import AcceptedNodes, fixed_shape_draft, has_fixed_shape
+from medusa_train.models.drafts.fixed_shape import AcceptedNodes, FixedShapeDraft, has_fixed_shape
 from medusa_train.models.features import Features
 from medusa_train.models.graphs import Replayable, StepRunner
 from medusa_train.models.slot_pass import SlotPass, run_slots
@@ -52,17 +52,17 @@ class StaticSteps:
     The last token of the prompt counts as a verified tree, so that the first step is like all others.
 
     Args:
-        runner: runs or replays the steps. draft: None for plain decoding; see `supports_static_steps`.
+        runner: runs or replays the steps. draft: for this tree and this cache; None for plain decoding.
         tree: with its tensors on the backbone's device; empty without a draft. cache: the backbone's.
     """
 
     def __init__(
-        self, backbone: Backbone, runner: StepRunner, draft: Proposer | None, tree: Tree, cache: StaticCache
+        self, backbone: Backbone, runner: StepRunner, draft: FixedShapeDraft | None, tree: Tree, cache: StaticCache
     ) -> None:
         self.cache = cache
         self._backbone = backbone
         self._runner = runner
-        self._draft = None if draft is None else fixed_shape_draft(draft, backbone, tree, cache)
+        self._draft = draft
         self._tree = tree
         self._graphs: dict[Hashable, Replayable] = {}
         self._masks = {

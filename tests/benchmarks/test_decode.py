@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import decode
+import decode_steps
 import pytest
 import torch
-from decode import LOOP_TOKENS, Context, Loop, Row, Setup, Timed, Unsupported, likely_tree, models_together
+from decode import Row, Setup, Timed, Unsupported, likely_tree, models_together
+from decode_steps import LOOP_TOKENS, Context, Loop, StaticContext, how_steps_run
 from shapes import (
     SHAPES,
     Rates,
@@ -27,8 +29,10 @@ from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.graphs import StepRunner
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
+from tests.inference.tape import TapeRunner
 
 CPU = torch.device("cpu")
 SMALL = llama_config(32, 48, 2, 4, 2, 61)
@@ -81,7 +85,10 @@ def test_the_floor_by_hand() -> None:
     assert (rates.floor(50, 400, "float32"), rates.floor(50, 800, "float32")) == (0.5, 0.8)
 
 
-def test_floors_of_loops_hold_pass_and_heads(backbone: Backbone) -> None:
+@pytest.mark.parametrize("steps", ["passes", "static buffers", "CUDA graphs"])
+def test_floors_of_loops_hold_pass_and_heads(steps: str) -> None:
+    backbone = small_backbone()
+    backbone.step_runner = {"passes": None, "static buffers": StepRunner(), "CUDA graphs": TapeRunner()}[steps]
     shape, setup = decode.Shape("small", None, SMALL, Sizes.of(SMALL)), replace(SETUP, context=20)
     heads = {decode.HEADS_ROW: MedusaDraft.from_backbone(backbone, 5)}
     heads[decode.SHARED_ROW] = MedusaDraft.from_backbone(backbone, 5, share_lm_head=True)
@@ -91,6 +98,7 @@ def test_floors_of_loops_hold_pass_and_heads(backbone: Backbone) -> None:
         case.prepare()
         case.call()
         floors[case.name] = case.floor
+        assert case.how() == steps
     assert list(floors) == ["plain", "tree 16", "heads", decode.SHARED_ROW, "loop, plain", "loop, tree 16"]
     assert floors["loop, plain"] == floors["plain"] == 4 * (shape.sizes.read + shape.sizes.cached(20, 1))
     assert floors["loop, tree 16"] == floors["tree 16"] + floors["heads"]
@@ -132,6 +140,36 @@ def test_a_pass_computes_what_the_backbone_does_along_a_path(
     assert torch.allclose(seen[0], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("runner", [StepRunner(), TapeRunner()], ids=["run", "replayed"])
+def test_static_steps_compute_what_passes_do(runner: StepRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same keys and values, and again after they have run: they leave the context as it was."""
+    backbone = small_backbone()
+    passes, static = Context(backbone, 20, 8), StaticContext(backbone, runner, 20, 8)
+    assert passes.cache._storage is not None
+    with torch.inference_mode():
+        static.cache.storage(20)[..., :20, :] = passes.cache._storage[..., :20, :]
+    before = static.cache.storage(20)[..., :20, :].clone()
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(decode_steps, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
+    for tree in (Tree.empty(), likely_tree(8, 3), Tree.chain(2)):
+        passes.step(tree)()
+        step = static.step(tree)
+        for _ in range(3):
+            step.prepare()
+            step()
+            # a pass begins with token 0 and guesses 1, 2, ...
+            assert torch.allclose(step.steps._logits, seen[-1], atol=1e-5)
+        assert torch.equal(static.cache.storage(20)[..., :20, :], before)
+
+
+def test_a_failed_capture_is_no_graph() -> None:
+    backbone = small_backbone()
+    runner = backbone.step_runner = TapeRunner()
+    assert how_steps_run(backbone) == "CUDA graphs"
+    runner.works = False
+    assert how_steps_run(backbone) == "static buffers"
+
+
 @pytest.mark.usefixtures("as_if_compiled")
 def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     own = small_backbone()
@@ -147,7 +185,7 @@ def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.Mo
     with torch.inference_mode():
         compiled.cache._storage[..., :123, :] = before
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(decode, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(decode_steps, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
     for tree, plain_step in zip(trees, plain_steps, strict=True):
         plain_step()
         compiled.step(tree)()
@@ -240,11 +278,12 @@ def row(context: int, setting: str, plain: float) -> Row:
 def test_the_page_shows_ratios(tmp_path: Path) -> None:
     rows = [row(128, "stock", 4.0), Row(SETUP, obstacle="does not fit")]
     text = decode.write_report(tmp_path, decode.machine_facts("decode.py", []), RATES, rows)
-    assert "| tiny | 128 | float32 | stock | 4.000 | 0.50 | 1.50 | 0.500 | 1.25 |" in text
+    assert "| tiny | 128 | float32 | stock | passes | 4.000 | 0.50 | 1.50 | 0.500 | 1.25 |" in text
     assert "| tiny | 128 | float32 | stock | does not fit |" in text
     assert "Not run on a GPU" in text
     first, second = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert first["ms_and_floor"]["tree 16"] == [6.0, 3.0]
+    assert first["steps"] == "passes"
     assert second["obstacle"] == "does not fit"
 
 
@@ -254,13 +293,15 @@ def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")
     words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16"]
+    words += ["--settings", "stock", "prepacked", "static", "compiled"]
     assert decode.main([*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]) == 0
     record = json.loads((tmp_path / "out" / "decode.json").read_text())
     assert record["machine"]["command"].startswith("python benchmarks/decode.py --quick")
     rows = {(one["setting"], one["context"]): one for one in record["rows"]}
     passes = ["plain", "tree 2", "tree 16", "heads", "heads, shared lm_head"]
-    for setting in ("stock", "compiled"):
+    for setting, steps in (("stock", "passes"), ("static", "static buffers"), ("compiled", "passes")):
         assert list(rows[setting, 32]["ms_and_floor"]) == [*passes, "loop, plain", "loop, tree 16"]
+        assert rows[setting, 32]["steps"] == steps
     assert rows["stock", 300]["obstacle"] == "not run: the model has 256 positions"
     assert rows["prepacked", 0]["obstacle"].startswith("not prepacked")
     with pytest.raises(SystemExit):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import decode
 import pytest
 import torch
+from decode import Setup, Shape
+from shapes import Rates, Sizes, llama_config
 
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
@@ -62,3 +65,15 @@ def test_replays_reserve_no_memory(tree: Tree) -> None:
     after = torch.cuda.memory_stats()
     for name in ("reserved_bytes.all.allocated", "allocation.all.allocated"):
         assert after[name] == before[name], name
+
+
+@pytest.mark.parametrize("setting", ["static", "compiled"])
+def test_the_benchmark_replays_steps_heads_and_loops(setting: str) -> None:
+    config = llama_config(256, 512, 2, 4, 2, 1000)
+    shape, device = Shape("small", None, config, Sizes.of(config)), torch.device("cuda")
+    model = shape.load("bfloat16", setting, device)
+    setup, rates = Setup("small", 300, "bfloat16", setting), Rates(1e12, {"bfloat16": 1e14})
+    cases = list(decode.timed_calls(model, shape, setup, [16, 64], rates))
+    decode.time_in_turns(cases, device, 0.1)
+    assert {case.name for case in cases} >= {"plain", "tree 64", "heads", "loop, plain", "loop, tree 64"}
+    assert all(case.seconds and case.how() == "CUDA graphs" for case in cases)
