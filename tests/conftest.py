@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,20 @@ def build_dirs() -> None:
     # DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
     extensions = Path(__file__).parents[1] / "build" / "torch_extensions"
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
+
+
+@pytest.fixture
+def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled layers are traced by torch.compile and run as they are: in seconds and without a C++ compiler."""
+    import torch
+
+    from medusa_train.models import compiled_layers
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
+    monkeypatch.setattr(compiled_layers, "has_compiler", lambda device: True)
+    yield
+    torch.compiler.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

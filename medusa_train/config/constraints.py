@@ -201,6 +201,12 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "recipe: medusa1",
     ),
     Constraint(
+        ("torch_compile", *_RECIPE_KEYS),
+        lambda cfg: cfg.torch_compile and _is_joint(cfg),
+        "only passes of a frozen backbone are compiled, and this recipe trains it; set torch_compile: false, or "
+        "recipe: medusa1",
+    ),
+    Constraint(
         ("cache_hidden_states", "dataset_prepared_path"),
         lambda cfg: cfg.cache_hidden_states and cfg.dataset_prepared_path is None,
         "requires a directory for the hidden states; set dataset_prepared_path",

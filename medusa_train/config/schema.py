@@ -268,6 +268,9 @@ class TrainConfig(Config):
     flash_attention: BoolOrAuto = key(
         "auto", "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and supported"
     )
+    torch_compile: Bool = key(
+        False, "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps take longer"
+    )
     deepspeed: TextOrMapping | None = key(
         None, "DeepSpeed configuration: a JSON file (configs/deepspeed/zero2.json) or a mapping"
     )

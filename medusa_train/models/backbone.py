@@ -193,15 +193,25 @@ class Backbone:
             )
         return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers.
+
+        Raises:
+            BackboneError: the architecture has no `layers`.
+        """
+        layers = getattr(self.body, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise BackboneError(f"{type(self.body).__name__} has no list of decoder layers named `layers`")
+        return layers
+
     def layer(self, index: int) -> nn.Module:
         """Return decoder layer `index`, from 0.
 
         Raises:
             BackboneError: there is no such layer, or the architecture has no `layers`.
         """
-        layers = getattr(self.body, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
-            raise BackboneError(f"{type(self.body).__name__} has no list of decoder layers named `layers`")
+        layers = self.layers
         if not 0 <= index < len(layers):
             raise BackboneError(
                 f"layer {index + 1} does not exist: {self.name or 'the backbone'} has {len(layers)} layers"

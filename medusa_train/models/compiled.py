@@ -107,7 +107,7 @@ class CompiledPass:
             options["cpp_wrapper"] = True  # no Python between kernels
         # Every form is a separate function: with so few guards torch.compile would use one program for several. Each
         # gets a copy of the options, since torch.compile removes the filter from the dict it is given.
-        self._programs = {form: torch.compile(_with_unique_code(run), options=dict(options)) for form in forms}
+        self._programs = {form: torch.compile(with_unique_code(run), options=dict(options)) for form in forms}
         self._ready: set[Form] = set()
 
     def covers(self, rows: int, count: int) -> bool:
@@ -196,7 +196,7 @@ class CompiledPass:
         return out
 
 
-def _with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copy a function with a code object of its own, the key under which torch.compile finds compiled programs.
 
     With few guards, the program of another model would be used otherwise.

@@ -89,8 +89,11 @@ def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: 
 
 
 def register_document_attention() -> str:
-    """Register `document_attention_forward` with transformers, and return its name there."""
-    AttentionInterface.register(DOCUMENTS, document_attention_forward)
+    """Register `document_attention_forward` with transformers, and return its name there.
+
+    torch.compile leaves it out of the programs of layers that call it: the lengths of documents differ in every batch.
+    """
+    AttentionInterface.register(DOCUMENTS, torch.compiler.disable(document_attention_forward))
     return DOCUMENTS
 
 

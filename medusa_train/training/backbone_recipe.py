@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled_layers import CompiledLayers
 from medusa_train.models.document_attention import (
     FLASH,
     flash_obstacle,
@@ -25,7 +27,7 @@ from medusa_train.models.document_attention import (
     uses_varlen_kernel,
 )
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.hf_config import head_dim
+from medusa_train.models.hf_config import head_dim, layer_types
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec, read_adapter_config
 from medusa_train.models.partitioned import full_shape, gathered, to_float32
@@ -45,6 +47,7 @@ class BackboneRecipe:
         adapter: its LoRA adapter, or None.
         parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
         cache: hidden states on disk of a frozen backbone (`cache_hidden_states`), or None.
+        compiled: programs for the layers of a frozen backbone (`torch_compile`), or None.
     """
 
     backbone: Backbone
@@ -52,6 +55,7 @@ class BackboneRecipe:
     adapter: Adapter | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     cache: HiddenStateCache | None = None
+    compiled: CompiledLayers | None = None
 
     @property
     def joint(self) -> bool:
@@ -70,7 +74,8 @@ class BackboneRecipe:
 
     def _run(self, batch: Batch, need: FeatureSpec) -> Features:
         """Run the backbone on `batch`; without a graph if it is frozen."""
-        with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast():
+        programs = nullcontext() if self.compiled is None else self.compiled.active()
+        with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast(), programs:
             return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
     def lm_head(self) -> LMHead:
@@ -128,10 +133,12 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
     """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen otherwise.
 
     Raises:
-        BackboneError: the adapter's target modules do not exist. CheckpointError: the adapter cannot be loaded.
+        BackboneError: the adapter's target modules do not exist, or the layers cannot be compiled (`torch_compile`).
+        CheckpointError: the adapter cannot be loaded.
     """
     if cfg.recipe == "medusa1":
-        return BackboneRecipe(backbone, precision)
+        compiled = CompiledLayers(backbone.layers, layer_types(backbone.config)) if cfg.torch_compile else None
+        return BackboneRecipe(backbone, precision, compiled=compiled)
     if cfg.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
     adapter = None

@@ -60,6 +60,10 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> None:
     problems = list(_contradictions(config, cfg, size))
     if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
         problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
+    if stage_of(config) == 3 and cfg.torch_compile:
+        problems.append(
+            "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
+        )
     for name in ("offload_optimizer", "offload_param"):
         if _offload(config, name) == "nvme":
             problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")

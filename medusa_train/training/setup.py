@@ -243,6 +243,8 @@ def _describe_run(
     if cfg.load_in_4bit or cfg.load_in_8bit:
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
         console.print(f"note: the backbone is quantized: {learners} learn from the quantized model", style="yellow")
+    if recipe.compiled is not None:
+        console.print("torch_compile: the backbone's layers are compiled in the first steps, which take longer")
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
     if trained:
         rates += f" (backbone {cfg.learning_rate:g})"

@@ -112,6 +112,15 @@ def test_recomputed_activations_give_the_same_losses_in_less_memory(make_keys: M
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", ["bf16", "nf4", "packed"])
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_compiled_layers_give_the_same_losses(case: str, make_keys: MakeKeys) -> None:
+    plain, compiled = (measure(make_keys(**CASES[case], torch_compile=compiled)) for compiled in (False, True))
+    assert compiled.trainer.recipe.compiled is not None
+    assert compiled.losses == pytest.approx(plain.losses, rel=5e-3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_zero_in_one_process_trains_as_without_it(stage: int, make_keys: MakeKeys) -> None:

@@ -1,0 +1,125 @@
+"""Compiled layers of a frozen backbone compute what the layers do, by few programs, and in no other pass."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from medusa_train.errors import BackboneError
+from medusa_train.models import compiled_layers
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled_layers import CompiledLayers
+from medusa_train.models.document_attention import register_document_attention
+from medusa_train.models.features import FeatureSpec
+from medusa_train.models.hf_config import layer_types
+from tests.families import random_backbone
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
+)
+EARLY = FeatureSpec(early=1)
+#: rows, length and whether rows are packed: one row and several, with a mask and without one
+FIRST = [(1, 12, False), (3, 14, False), (1, 16, True), (2, 18, True)]
+LATER = [(1, 30, False), (5, 9, False), (1, 21, True), (4, 11, True), (2, 13, False)]
+
+
+def compiled_layers_of(backbone: Backbone) -> CompiledLayers:
+    return CompiledLayers(backbone.layers, layer_types(backbone.config))
+
+
+def programs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def batch(rows: int, length: int, packed: bool) -> dict[str, Tensor]:
+    """Random tokens; in packed rows a second document begins in the middle, and the first row ends with padding."""
+    segments, positions = torch.zeros(rows, length, dtype=torch.long), torch.arange(length).repeat(rows, 1)
+    if packed:
+        half = length // 2
+        segments[:, half:], positions[:, half:] = 1, torch.arange(length - half)
+        segments[0, -2:] = -1
+    tokens = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+    return {"tokens": tokens, "positions": positions, "segments": segments}
+
+
+@torch.no_grad()
+def check_states(backbone: Backbone, compiled: CompiledLayers, rows: int, length: int, packed: bool) -> None:
+    inputs = batch(rows, length, packed)
+    expected = backbone.run(**inputs, need=EARLY)
+    with compiled.active():
+        feats = backbone.run(**inputs, need=EARLY)
+    torch.testing.assert_close(feats.hidden, expected.hidden)
+    torch.testing.assert_close(feats.early, expected.early)
+
+
+@pytest.mark.usefixtures("traced_layers")
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3", 2)])
+def test_states_are_equal_and_other_shapes_need_no_other_programs(family: str, kinds: int) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
+    compiled = compiled_layers_of(backbone)
+    before = programs()
+    for shape in FIRST:
+        check_states(backbone, compiled, *shape)
+    assert kinds <= programs() - before <= 4 * kinds
+    before = programs()
+    for shape in LATER:
+        check_states(backbone, compiled, *shape)
+    assert programs() == before
+
+
+@pytest.mark.usefixtures("traced_layers")
+def test_documents_of_any_lengths_share_a_program() -> None:
+    backbone = random_backbone("mistral-window", dtype=torch.float32)
+    backbone.use_varlen(register_document_attention())
+    compiled = compiled_layers_of(backbone)
+    for shape in FIRST:
+        check_states(backbone, compiled, *shape)
+    before = programs()
+    for shape in LATER:
+        check_states(backbone, compiled, *shape)
+    assert programs() == before
+
+
+@pytest.mark.usefixtures("traced_layers")
+def test_layers_are_as_they_were_outside() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    compiled = compiled_layers_of(backbone)
+    wrapped = backbone.layers[0].forward = backbone.layers[0].forward  # as accelerate does
+    with compiled.active():
+        assert all(vars(layer)["forward"] is not wrapped for layer in backbone.layers)
+    with pytest.raises(ValueError, match="input_ids"), compiled.active():
+        backbone.run(None)  # type: ignore[arg-type]
+    assert vars(backbone.layers[0])["forward"] is wrapped
+    assert not any("forward" in vars(layer) for layer in backbone.layers[1:])
+    assert set(backbone.model.state_dict()) == set(random_backbone("llama").model.state_dict())
+
+
+def test_what_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    monkeypatch.setattr(compiled_layers, "has_compiler", lambda device: False)
+    with pytest.raises(BackboneError, match=r"torch_compile: needs a C\+\+ compiler"):
+        compiled_layers_of(backbone)
+    monkeypatch.setattr(compiled_layers, "has_compiler", lambda device: True)
+    compile_ = torch.compile
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=fail))
+    with pytest.raises(BackboneError, match=r"torch_compile: torch.compile failed: .*\nLeave the key out"):
+        check_states(backbone, compiled_layers_of(backbone), 2, 12, False)
+    torch.compiler.reset()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_states_are_equal_up_to_rounding() -> None:
+    torch.compiler.reset()
+    backbone = random_backbone("gemma3", dtype=torch.float32)
+    compiled = compiled_layers_of(backbone)
+    for shape in (*FIRST, *LATER):
+        check_states(backbone, compiled, *shape)

@@ -1,0 +1,94 @@
+"""Training over compiled layers of a frozen backbone: the losses and gradients of training without."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_train.config.constraints import TRAIN_CONSTRAINTS
+from medusa_train.data.batch import Batch
+from medusa_train.errors import ConfigError
+from medusa_train.models.compiled_layers import CompiledLayers
+from medusa_train.progress import RunProgress
+from medusa_train.training.deepspeed_config import check_deepspeed
+from medusa_train.training.load_data import load_data
+from medusa_train.training.setup import build_trainer
+from tests.training.conftest import metrics
+from tests.training.test_run import train
+
+#: What is trained; Kangaroo reads the states after the first layer as well.
+CASES: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "soft targets": {"medusa_soft_targets": 0.5},
+    "packed": {"sample_packing": True, "sequence_len": 64, "micro_batch_size": 2},
+    "4 bits": {"load_in_4bit": True},
+    "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
+}
+
+
+def loss_and_gradients(cfg, console) -> tuple[float, dict[str, torch.Tensor], Batch]:
+    """The loss of the first micro-batch of a run, and its gradients by name."""
+    trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
+    batch = next(iter(trainer.loader))
+    trainer.draft.train()
+    output = trainer.compute_loss(batch, trainer.objective.target_counts(batch), grad_scale=1.0)
+    gradients = {name: parameter.grad for name, parameter in trainer.draft.named_parameters()}
+    assert (trainer.recipe.compiled is not None) == cfg.torch_compile
+    return float(output.loss), gradients, batch
+
+
+@pytest.mark.usefixtures("traced_layers")
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_without(case: str, make_config, console, tmp_path, monkeypatch) -> None:
+    """Over a run with validation, after which the tree is fitted by layers that are not compiled."""
+    if "load_in_4bit" in CASES[case]:
+        pytest.importorskip("bitsandbytes")
+    entered: list[bool] = []
+    active = CompiledLayers.active
+    monkeypatch.setattr(CompiledLayers, "active", lambda self: entered.append(True) or active(self))
+    keys = {**CASES[case], "calibration_tokens": 40, "max_steps": 4}
+    assert train(make_config(**keys, output_dir=str(tmp_path / "plain")), console) == 0
+    assert not entered
+    assert "torch_compile" not in console.file.getvalue()
+    assert train(make_config(**keys, torch_compile=True, output_dir=str(tmp_path / "compiled")), console) == 0
+    assert "torch_compile: the backbone's layers are compiled in the first steps" in console.file.getvalue()
+    assert len(entered) >= 8  # two micro-batches in each step, and the validation set
+    assert (tmp_path / "compiled" / "tree.json").is_file()
+    for kind, name in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss")):
+        plain, compiled = (
+            [one[name] for one in metrics(tmp_path / run) if one["kind"] == kind] for run in ("plain", "compiled")
+        )
+        assert plain
+        assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", ["medusa", "packed", "kangaroo"])
+def test_loss_and_gradients_are_equal_up_to_rounding(case: str, make_config, console) -> None:
+    torch.compiler.reset()
+    loss, gradients, batch = loss_and_gradients(make_config(**CASES[case]), console)
+    overwrite = {"overwrite_output_dir": True, "torch_compile": True}
+    compiled_loss, compiled, same = loss_and_gradients(make_config(**CASES[case], **overwrite), console)
+    assert torch.equal(same.tokens, batch.tokens)
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
+    assert set(compiled) == set(gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backbone_that_learns_is_refused(make_config) -> None:
+    (constraint,) = [one for one in TRAIN_CONSTRAINTS if one.keys[0] == "torch_compile"]
+    assert not constraint.violated(make_config(torch_compile=True))
+    assert not constraint.violated(make_config(recipe="medusa2"))
+    assert constraint.violated(make_config(torch_compile=True, adapter="lora"))
+    assert constraint.message.startswith("only passes of a frozen backbone are compiled")
+
+
+def test_zero_3_is_refused(make_config) -> None:
+    check_deepspeed(make_config(torch_compile=True, deepspeed={"zero_optimization": {"stage": 2}}), 2)
+    with pytest.raises(ConfigError, match="stage 3 gathers weights while layers run, so they cannot be compiled"):
+        check_deepspeed(make_config(torch_compile=True, deepspeed={"zero_optimization": {"stage": 3}}), 2)
