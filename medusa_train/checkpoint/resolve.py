@@ -29,6 +29,8 @@ MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 FIXED, DYNAMIC = "fixed", "dynamic"
 #: Kinds of heads whose guesses are all known before a tree is chosen.
 GUESSING_AT_ONCE = ("medusa", "amphista")
+#: Prefix of a Markov bias among the tensors of Medusa heads.
+MARKOV_PREFIX = "markov."
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
@@ -102,7 +104,10 @@ class ModelPaths:
         """
         if self.heads is None:
             raise CheckpointError(f"tree {DYNAMIC}: {self.base_model} has no heads; name a run with --model")
-        if (kind := heads_kind(self.heads)) not in GUESSING_AT_ONCE:
+        kind = heads_kind(self.heads)
+        if any(name.startswith(MARKOV_PREFIX) for name in _safetensors_names(self.heads / SAFETENSORS)):
+            kind += " with a Markov bias (medusa_markov_rank)"
+        if kind not in GUESSING_AT_ONCE:
             raise CheckpointError(
                 f"tree {DYNAMIC}: chooses among the guesses of all heads, but those in {self.heads} are {kind}, which "
                 f"read the guesses before them; use --tree {FIXED}"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from medusa_train.checkpoint.heads import read_heads
 from medusa_train.checkpoint.resolve import ModelPaths, heads_files, heads_layout, newest_run, resolve_model
@@ -215,6 +216,23 @@ def test_dynamic_trees_need_heads_that_guess_all_at_once(tmp_path: Path) -> None
     shutil.rmtree(run / "heads")
     (run / "heads").mkdir()
     (run / "heads" / "draft.safetensors").touch()
-    (run / "heads" / "config.json").write_text('{"draft": "hydra"}', encoding="utf-8")
-    with pytest.raises(CheckpointError, match="are hydra, which read the guesses before them; use --tree fixed"):
-        resolve_model(str(run), None, "dynamic")
+    for kind in ("hydra", "kangaroo"):
+        (run / "heads" / "config.json").write_text(json.dumps({"draft": kind}), encoding="utf-8")
+        with pytest.raises(CheckpointError, match=f"are {kind}, which read the guesses before them; use --tree fixed"):
+            resolve_model(str(run), None, "dynamic")
+    (run / "heads" / "config.json").write_text('{"draft": "amphista"}', encoding="utf-8")
+    assert resolve_model(str(run), None, "dynamic").dynamic
+
+
+def test_dynamic_trees_refuse_heads_with_a_markov_bias_by_their_tensors(tmp_path: Path) -> None:
+    """The kind is medusa, and fitting the tree again, as a missing entry advises, would never give one."""
+    run = fake_run(tmp_path / "run")
+    bias = {f"markov.{name}.0.weight": torch.ones(11, 2) for name in ("embeddings", "outputs")}
+    write(run / "heads", {**reference_tensors(), **bias}, {}, "medusa_lm_head.safetensors")
+    lookup = LookupChoice.from_keys("medusa+prompt_lookup", None)
+    for added in (None, lookup):
+        with pytest.raises(CheckpointError, match=r"with a Markov bias \(medusa_markov_rank\), which read the guesses"):
+            resolve_model(str(run), None, "dynamic", lookup=added)
+    assert resolve_model(str(run), None, "fixed", lookup=lookup).heads == run / "heads"
+    write(run / "heads", reference_tensors(), {}, "medusa_lm_head.safetensors")
+    assert resolve_model(str(run), None, "dynamic").dynamic
