@@ -112,7 +112,8 @@ def accept_rejection(
     A token is drawn at every node although only those of the path are used: draws at different nodes are independent,
     and the host synchronises once.
     """
-    u = uniforms(generators, node_tokens.shape[1], logits.device)
+    counts = [tree.row(row).size + 1 for row in range(len(node_tokens))]  # none for padding
+    u = uniforms(generators, counts, logits.device)
     return _descend(draw(sampling.warp(_at_least_float32(logits)), u), node_tokens, tree)
 
 

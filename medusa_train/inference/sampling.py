@@ -92,10 +92,16 @@ def keep_nucleus_by_sorting(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(tail.scatter(-1, tokens, tail), float("-inf"))
 
 
-def uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
-    """Draw numbers in [0, 1), float64 [B, count]; each row from its generator, whatever else is in the batch."""
-    rows = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in generators]
-    return torch.stack(rows).to(device)
+def uniforms(generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Draw `counts[b]` numbers in [0, 1) for each row, float64 [B, max(counts)], padded with 0.
+
+    Each row draws from its generator as many numbers as it would alone, whatever else is in the batch.
+    """
+    rows = [
+        torch.rand(count, generator=g, dtype=torch.float64, device=g.device)
+        for g, count in zip(generators, counts, strict=True)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:

@@ -257,13 +257,16 @@ def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
 def test_accepted_tokens_do_not_depend_on_other_rows(rule: Sampling | Typical) -> None:
     backbone = random_backbone("llama")
     draft = make_draft("lookahead", backbone)
-    generators = [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
+
     alone = [
         Decoder(backbone, draft).generate(prompt, 30, (), rule, generator)
-        for prompt, generator in zip(PROMPTS, generators, strict=True)
+        for prompt, generator in zip(PROMPTS, generators(), strict=True)
     ]
     assert sum(sum(out.accepted) for out in alone) > 0
-    if isinstance(rule, Typical):  # sampling draws a number per node, padding included
-        together = BatchDecoder(backbone, draft).generate_batch(PROMPTS, 30, (), rule)
-        assert [out.tokens for out in together] == [out.tokens for out in alone]
-        assert [out.accepted for out in together] == [out.accepted for out in alone]
+    each = generators() if isinstance(rule, Sampling) else None
+    together = BatchDecoder(backbone, draft).generate_batch(PROMPTS, 30, (), rule, each)
+    assert [out.tokens for out in together] == [out.tokens for out in alone]
+    assert [out.accepted for out in together] == [out.accepted for out in alone]

@@ -117,10 +117,20 @@ def test_a_row_draws_from_its_own_generator_alone() -> None:
     device = torch.device("cpu")
 
     def rows(*seeds: int) -> torch.Tensor:
-        return uniforms([torch.Generator().manual_seed(seed) for seed in seeds], 3, device)
+        return uniforms([torch.Generator().manual_seed(seed) for seed in seeds], [3] * len(seeds), device)
 
     assert torch.equal(rows(1, 2, 3)[1], rows(2)[0])
     assert not torch.equal(rows(1, 2)[0], rows(1, 2)[1])
+
+
+def test_a_row_draws_no_numbers_for_padding() -> None:
+    """Its generator goes on as if it were alone."""
+    together, alone = ([torch.Generator().manual_seed(seed) for seed in (1, 2)] for _ in range(2))
+    for counts in ([2, 5], [4, 1]):
+        numbers = uniforms(together, counts, torch.device("cpu"))
+        assert numbers.shape == (2, max(counts))
+        for row, count in enumerate(counts):
+            assert torch.equal(numbers[row, :count], torch.rand(count, generator=alone[row], dtype=torch.float64))
 
 
 def test_values_out_of_range_are_named_all_at_once() -> None:
