@@ -331,7 +331,7 @@ class DecodingSession:
 
 
 def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) -> Tree:
-    """Return the tree to decode with, on the backbone's device; the empty tree without a draft.
+    """Return the tree to decode with, on the backbone's device; the empty tree where nothing is proposed.
 
     Raises:
         MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
@@ -342,7 +342,8 @@ def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) ->
     vocab_size = (None if draft is None else draft.draft_vocab_size) or backbone.vocab_size
     if tree.width > vocab_size:
         raise MedusaError(f"the tree uses guesses up to rank {tree.width - 1} of a vocabulary of {vocab_size} tokens")
-    return tree.to(backbone.device)
+    # dynamic trees may use no head at all: steps on fixed memory are laid out for the tree that they are given
+    return (tree if proposal_limits(draft, tree).size else Tree.empty()).to(backbone.device)
 
 
 def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:

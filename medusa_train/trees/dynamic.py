@@ -42,10 +42,10 @@ class DynamicTrees:
 
         B + sum of probabilities - rate(B) * step_ms(B (n + 1) - 1)
 
-    for B rows that share a pass and get n nodes each. `rate` is the tokens per millisecond of the best fixed tree, so
-    the last term is the number of tokens that this tree would give in the same time. If the probabilities are right,
-    decoding is at least as fast as with the fixed tree. Latencies are measured when the trees are fitted, not while
-    decoding, so the same text always gets the same trees.
+    for B rows that share a pass and get n nodes each. `rate` is the tokens per millisecond of the best fixed tree with
+    as many heads, so the last term is the number of tokens that this tree would give in the same time. If the
+    probabilities are right, decoding is at least as fast as with that tree. Latencies are measured when the trees are
+    fitted, not while decoding, so the same text always gets the same trees.
 
     Attributes:
         temperatures: one per head that is used, see `calibrate`; empty: decode without heads.

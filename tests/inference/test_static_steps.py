@@ -13,9 +13,11 @@ from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.drafts.dynamic import DynamicDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.models.graphs import GraphRunner, Replayable, Step, StepRunner, graph_obstacle, graph_runner
+from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.static_cache import KEY_BLOCK, StaticCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -27,7 +29,7 @@ PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], list(range(2, 23))]
 
 
 def answers(
-    backbone: Backbone, draft: Draft | None = None, tree: Tree | None = None, rule: Rule = None
+    backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None, rule: Rule = None
 ) -> list[Generation]:
     """Answer all prompts with one decoder, whose buffers serve one after the other; on fixed memory if that is on."""
     cache = None
@@ -69,6 +71,14 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     assert paths(answers(backbone, draft, tree)) == paths(expected)
     # one per number of columns that attention reads: 16, 32, 48, and 64 for nodes after the last position
     assert runner.captures == (3 if kind == "plain" else 4)
+
+
+def test_dynamic_trees_that_use_no_head_are_plain_decoding() -> None:
+    backbone = random_backbone("llama")
+    expected = answers(backbone)
+    backbone.step_runner = StepRunner()
+    draft = DynamicDraft(random_draft("medusa", backbone), DynamicTrees((), (StepSize(0, 10.0, 1.0),)))
+    assert paths(answers(backbone, draft, TREE)) == paths(expected)
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), Tree.from_paths([(0,)])], ids=["chain", "single"])
