@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
+from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
@@ -55,6 +59,13 @@ def load_backbone(
         )
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {name}: loading failed: {error}") from error
+    except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
+        if (damaged := _damaged_file(source)) is None:
+            raise  # such as memory that does not suffice
+        reason = str(error).partition(". ")[0] or type(error).__name__
+        raise BackboneError(
+            f"base_model {name}: {damaged}: incomplete or damaged ({reason}); copy or download it again"
+        ) from error
     if quantization is None:
         model = model.to(device)
     else:
@@ -63,6 +74,24 @@ def load_backbone(
     with gathering_modules(model):  # training may load it partitioned
         check_model(backbone)
     return backbone
+
+
+def _damaged_file(source: str) -> Path | None:
+    """Return the first file of weights that cannot be opened; the messages of safetensors and torch do not name it.
+
+    Args:
+        source: a directory, or the name of a model in the hub's cache.
+    """
+    directory = Path(source)
+    if not directory.is_dir() and isinstance(cached := try_to_load_from_cache(source, "config.json"), str):
+        directory = Path(cached).parent
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt"):
+                pass
+        except SafetensorError:
+            return path
+    return next((path for path in sorted(directory.glob("pytorch_model*.bin")) if not is_zipfile(path)), None)
 
 
 def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from medusa_train.errors import BackboneError, CheckpointError
@@ -87,6 +88,9 @@ class Adapter:
                 peft = PeftModel.from_pretrained(
                     backbone.model, directory, is_trainable=trainable, use_safetensors=True, local_files_only=True
                 )
+        except SafetensorError as error:
+            path = directory / "adapter_model.safetensors"
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{directory}: cannot load this adapter into {backbone.name}: {error}") from error
         adapter = cls(backbone, _trainable_in_float32(peft))

@@ -70,6 +70,19 @@ def test_a_missing_chat_template_names_the_key_to_set(workplace: Path, monkeypat
         assert result.exit_code == 0, result.output
 
 
+def test_torn_weights_end_with_a_message(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    shutil.copytree(workplace / "backbone", workplace / "torn")
+    (workplace / "torn" / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    flags = ["--bench", "small.jsonl", "--base-model", "torn", "--dtype", "float32"]
+    result = runner.invoke(app, flags)
+    assert result.exit_code == 1
+    message = " ".join(result.stderr.split())
+    assert "error: base_model" in message
+    assert "model.safetensors: incomplete or damaged" in message
+    assert "Traceback" not in result.output
+
+
 def test_help_names_every_bench() -> None:
     assert "tiny, mtbench, specbench, humaneval, gsm8k" in " ".join(
         runner.invoke(app, ["--help"], terminal_width=200).output.split()

@@ -1,0 +1,95 @@
+"""Files of a model that were not copied or downloaded completely."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.models.loading import load_backbone
+from medusa_train.models.lora import Adapter, LoraSpec
+from tests.evaluation.tiny_model import write_backbone
+from tests.families import random_backbone
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in a single file of weights."""
+    return write_backbone(tmp_path_factory.mktemp("model") / "whole")
+
+
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("left", [0, 60, -1])
+def test_torn_weights_are_named(whole: Path, tmp_path: Path, left: int) -> None:
+    """Nothing, a part of the header, and all but a byte of the tensors."""
+    directory = tmp_path / "torn"
+    shutil.copytree(whole, directory)
+    truncate(directory / WEIGHTS, left)
+    with pytest.raises(BackboneError, match=rf"torn/{WEIGHTS}: incomplete or damaged .*download it again"):
+        load_backbone(str(directory))
+
+
+@pytest.mark.parametrize("left", [0, 60, -1000])
+def test_torn_pickled_weights_are_named(whole: Path, tmp_path: Path, left: int) -> None:
+    directory = tmp_path / "torn"
+    shutil.copytree(whole, directory)
+    torch.save(load_file(directory / WEIGHTS), directory / "pytorch_model.bin")
+    (directory / WEIGHTS).unlink()
+    assert load_backbone(str(directory)).vocab_size == 300
+    truncate(directory / "pytorch_model.bin", left)
+    with pytest.raises(BackboneError, match=r"torn/pytorch_model\.bin: incomplete or damaged \(.{4,}\); copy"):
+        load_backbone(str(directory))
+
+
+def test_other_errors_of_torch_are_not_taken_for_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object, **keys: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_backbone(str(whole))
+
+
+def test_of_several_files_the_torn_one_is_named(whole: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "sharded"
+    backbone = load_backbone(str(whole))
+    shutil.copytree(whole, directory, ignore=shutil.ignore_patterns(WEIGHTS))
+    backbone.model.save_pretrained(directory, max_shard_size="100KB")
+    shards = sorted(directory.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert load_backbone(str(directory)).vocab_size == backbone.vocab_size
+    truncate(shards[1], -40)
+    with pytest.raises(BackboneError, match=f"sharded/{shards[1].name}: incomplete or damaged"):
+        load_backbone(str(directory))
+
+
+def test_torn_weights_in_the_hubs_cache_are_named(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of the cache: snapshots below the name, with the revision of `main` in refs."""
+    cached = tmp_path / "models--somebody--some-model"
+    shutil.copytree(whole, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    for module in ("huggingface_hub.constants.HF_HUB_CACHE", "huggingface_hub.file_download.HF_HUB_CACHE"):
+        monkeypatch.setattr(module, str(tmp_path), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load_backbone("somebody/some-model").name == "somebody/some-model"
+    truncate(cached / "snapshots" / "abc" / WEIGHTS, 60)
+    with pytest.raises(BackboneError, match=rf"snapshots/abc/{WEIGHTS}: incomplete or damaged"):
+        load_backbone("somebody/some-model")
+
+
+def test_a_torn_adapter_is_named(tmp_path: Path) -> None:
+    Adapter.attach(random_backbone("llama", dtype=torch.float32), LoraSpec(r=2)).save(tmp_path / "adapter")
+    truncate(tmp_path / "adapter" / "adapter_model.safetensors", 60)
+    with pytest.raises(CheckpointError, match=r"adapter/adapter_model\.safetensors: cannot be read as safetensors"):
+        Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path / "adapter")
