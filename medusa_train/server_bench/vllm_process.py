@@ -39,6 +39,12 @@ _OUT_OF_MEMORY = re.compile(
     r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
     re.IGNORECASE,
 )
+# vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
+_LEAK_REPORT = re.compile(
+    r"^(?:\([^)]*\) )?"
+    r"(?:nanobind: (?:leaked|this is likely)| - (?:leaked (?:instance|type|function) |\.\.\. skipped)"
+    r"|See https://nanobind\.)"
+)
 _HEADS = re.compile(r"medusa|speculative|token_map|org_vocab_size|not initialized from checkpoint", re.IGNORECASE)
 
 
@@ -216,5 +222,7 @@ class VLLMServer:
             return ""
 
     def _tail(self) -> str:
-        lines = [line[:300] for line in self._read_log().splitlines() if line.strip()]
+        """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
+        log = self._read_log().splitlines()
+        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.match(line)]
         return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
