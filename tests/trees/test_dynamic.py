@@ -136,7 +136,28 @@ def test_tree_json_keeps_the_rule_and_earlier_files_have_none(tmp_path: Path) ->
     assert DynamicTrees.load(path) is None
     path.write_text("[[0], [1]]", encoding="utf-8")
     assert DynamicTrees.load(path) is None
-    for broken in ({"temperatures": [0.0]}, {"sizes": []}, {"sizes": [{"nodes": 1, "step_ms": 1}]}, {"sizes": None}):
-        path.write_text(json.dumps({"medusa_choices": [], "dynamic": {**trees.record(), **broken}}), encoding="utf-8")
-        with pytest.raises(CheckpointError, match="not a tree file"):
-            DynamicTrees.load(path)
+
+
+def size(nodes: int, step_ms: float = 1.0) -> dict[str, float]:
+    return {"nodes": nodes, "step_ms": step_ms, "tokens_per_step": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({"sizes": []}, "increase from 0 nodes"),
+        ({"sizes": [size(1), size(4)]}, "increase from 0 nodes"),
+        ({"sizes": [size(0), size(4), size(4)]}, "increase from 0 nodes"),
+        ({"sizes": [size(0), size(4, 0.0)]}, "must be positive"),
+        ({"temperatures": [1.0, 0.0]}, "must be positive"),
+        ({"sizes": [{"nodes": 0, "step_ms": 1}]}, "tokens_per_step"),
+        ({"sizes": None}, "NoneType"),
+        ({"equal_latency": [[0, 0]]}, "has no parent"),
+    ],
+)
+def test_a_broken_rule_in_tree_json_is_named(tmp_path: Path, broken: dict[str, object], reason: str) -> None:
+    path = tmp_path / "tree.json"
+    record = DynamicTrees((1.25, 0.5), (StepSize(0, 4.0, 1.0), StepSize(4, 6.0, 1.2)), Tree.chain(2)).record()
+    path.write_text(json.dumps({"medusa_choices": [], "dynamic": {**record, **broken}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"tree\.json: not a tree file .*{reason}"):
+        DynamicTrees.load(path)
