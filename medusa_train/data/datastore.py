@@ -91,7 +91,7 @@ class Datastore:
 def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
     """Sort positions by their next `order` tokens or more (prefix doubling; Manber and Myers 1990).
 
-    In numpy, since a library (pydivsufsort) is faster at something done once per start, but is a compiled dependency.
+    In numpy: libraries such as pydivsufsort sort faster, but are compiled dependencies, and this runs once per start.
     """
     ranks = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
     suffixes = np.argsort(ranks, kind="stable")
