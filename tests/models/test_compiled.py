@@ -217,7 +217,7 @@ def test_the_cache_is_written_in_place() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2", "granite", "olmo2"])  # qwen3: in batches, above
 def test_other_families_give_the_same_tokens(family: str) -> None:
     check_answers(compile_backbone(family, torch.float64))
 
