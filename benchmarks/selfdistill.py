@@ -5,9 +5,9 @@
     python benchmarks/selfdistill.py models/smollm2-135m-instruct --forced 128 --vllm /path/to/vllm/bin/python
 
 Answers the same prompts with the Hugging Face engine in several modes, in turns: one conversation at a time, `--batch`
-of them, and one at a time with the heads of RUN, in the fastest of `--dtypes` at batch 1. Tokens over wall time,
-prefill included. *rows per pass* shows how full the batches were; with few prompts their end, where the last
-conversations run out, weighs too much.
+of them, and both with the heads of RUN, in the fastest of `--dtypes` at batch 1; with heads also in batches that are
+completed before the next one starts. Tokens over wall time, prefill included. *rows per pass* shows how full the
+batches were; with few prompts their end, where the last conversations run out, weighs too much.
 
 `--forced N` measures serving instead, beside vLLM on the same CPU: the first turns of MT-Bench (`MEDUSA_BENCH_DIR`, or
 `--questions`), N tokens for each whatever they are, greedy, in bfloat16, prefill included, in batches of `--batches`
@@ -21,6 +21,7 @@ Writes selfdistill.md and selfdistill.json, or selfdistill_forced.md and .json, 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -61,6 +62,7 @@ class Mode:
     dtype: str
     batch: int
     speculates: bool = False
+    refills: bool = True
 
 
 @dataclass
@@ -105,14 +107,18 @@ def answer_all(engine: Engine, seeds: Sequence[Prompt]) -> tuple[int, int]:
 
 def build_engine(subject: LoadedModel, paths: ModelPaths, mode: Mode, args: argparse.Namespace) -> HFEngine:
     """Create the engine of a mode."""
+    draft = subject.draft if mode.speculates else None
+    if draft is not None and not mode.refills:
+        draft = copy.copy(draft)
+        draft.can_append_rows = False
     return HFEngine(
         subject.backbone,
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
         chat_template=paths.chat_template,
         batch_size=mode.batch,
-        draft=subject.draft if mode.speculates else None,
-        tree=subject.tree if mode.speculates else None,
+        draft=draft,
+        tree=None if draft is None else subject.tree,
         exact=False,
         compare=0,
     )
@@ -132,7 +138,7 @@ def measure(engines: Mapping[Mode, HFEngine], seeds: Sequence[Prompt], rounds: i
             result.answers, result.tokens = result.answers + answers, result.tokens + tokens
             result.passes += engine.steps[0] - passes
             result.steps += engine.steps[1] - steps
-            print(f"round {number + 1}: {mode.name:32} {mode.dtype:9} {result.rate:8,.0f} tokens/s", flush=True)
+            print(f"round {number + 1}: {mode.name:38} {mode.dtype:9} {result.rate:8,.0f} tokens/s", flush=True)
     return list(results.values())
 
 
@@ -151,6 +157,8 @@ def run(args: argparse.Namespace) -> list[Result]:
     modes = [Mode("one at a time", best, 1), Mode(f"batch of {args.batch}", best, args.batch)]
     if subjects[best].draft is not None:
         modes.append(Mode("one at a time, heads speculate", best, 1, speculates=True))
+        modes.append(Mode(f"batch of {args.batch}, heads speculate", best, args.batch, speculates=True))
+        modes.append(Mode(f"whole batches of {args.batch}, heads speculate", best, args.batch, True, refills=False))
     return [*measure(engines(modes), seeds, args.rounds), *(one for one in single if one.mode.dtype != best)]
 
 

@@ -114,9 +114,11 @@ class BatchDecoder:
         return self.backbone.rope_switch is None
 
     @property
-    def uses_draft(self) -> bool:
-        """Whether there are guesses to verify."""
-        return self.limits.size > 0
+    def can_refill(self) -> bool:
+        """Whether rows may join a running batch: they may share passes, and a draft takes further rows."""
+        if self.draft is None or not self.limits.size:  # nothing to verify, so the draft is not used
+            return self.can_batch
+        return self.can_batch and self.draft.can_append_rows
 
     @property
     def limits(self) -> Limits:
@@ -171,23 +173,25 @@ class Batch:
         self._rule = rule
         self._finished: list[tuple[int, Generation]] = []
         self._session: DecodingSession | None = None
-        self._cache = BatchCache(0, 0)
 
     @torch.inference_mode()
     def add_requests(self, requests: Sequence[PendingRequest]) -> None:
         """Prefill the prompts of `requests` (at least one) and add them to the batch.
 
-        Draft states can't be merged, so with a draft there is a single pass, and requests can only be added when no row
-        is active. Otherwise prompts of similar length share a pass, see `group_prompts`.
+        Prompts of similar length share a pass, see `group_prompts`. A draft that takes no further rows
+        (`Proposer.can_append_rows`) gets a single pass, and requests can only be added when no row is active.
 
         Raises:
             MedusaError: a prompt is empty or longer than the model's context; no request is added then.
-            ValueError: there is a draft and rows are active; or rows can't share passes, see `BatchDecoder.can_batch`.
+            ValueError: rows are active, and the draft takes no further ones; or rows can't share passes, see
+                `BatchDecoder.can_batch`.
         """
+        can_refill = self._decoder.can_refill
         if len(self.active) + len(requests) > 1 and not self._decoder.can_batch:
             raise ValueError("longrope models can't decode in batches: the longest row would set the angles of all")
-        if self.active and self._decoder.uses_draft:
-            raise ValueError("requests can't be added while rows with a draft are active")
+        if self.active and not can_refill:
+            draft = type(self._decoder.draft).__name__
+            raise ValueError(f"requests can't be added while rows are active: {draft} takes no further rows")
         now = time.perf_counter()
         limits = [max_answer_length(self._decoder.backbone, one.prompt, self._max_new_tokens) for one in requests]
         rows = [
@@ -200,18 +204,19 @@ class Batch:
         if self._decoder.backbone.compiled is not None:
             capacity = compiled_capacity(capacity)
         lengths = [len(prompt) for prompt in prompts]
-        for group in [list(range(len(rows)))] if self._decoder.uses_draft else group_prompts(lengths):
+        for group in group_prompts(lengths) if can_refill else [list(range(len(rows)))]:
             joining, texts = [rows[i] for i in group], [prompts[i] for i in group]
             if not self.active:
-                self._session, self._cache = self._prefill(joining, texts, capacity, len(rows))
+                self._session = self._prefill(joining, texts, capacity, len(rows))
             else:
-                self._cache.append_rows(self._prefill(joining, texts, max(map(len, texts)))[1], capacity)
+                assert self._session is not None
+                self._session.append_rows(self._prefill(joining, texts, max(map(len, texts))), capacity)
             self.active += joining
         self._retire()
 
     def _prefill(
         self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int, cache_rows: int = 0
-    ) -> tuple[DecodingSession, BatchCache]:
+    ) -> DecodingSession:
         decoder = self._decoder
         cache = BatchCache(decoder.backbone.num_layers, capacity, cache_rows)
         session = DecodingSession(decoder.backbone, decoder.draft, decoder.tree, cache, self._rule)
@@ -221,7 +226,7 @@ class Batch:
             row.out.tokens = [token]
             row.out.prefill_seconds = now - row.started
         session.start_draft()
-        return session, cache
+        return session
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:

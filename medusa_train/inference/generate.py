@@ -266,6 +266,18 @@ class DecodingSession:
         if self._draft is not None:
             self._draft_state = self._draft.select_rows(self._draft_state, rows)
 
+    def append_rows(self, other: DecodingSession, capacity: int) -> None:
+        """Append the rows of `other`, whose draft was started and which has made no step; it is not used afterwards.
+
+        Args:
+            capacity: see `BatchCache.append_rows`.
+        """
+        assert isinstance(self.cache, BatchCache)
+        assert isinstance(other.cache, BatchCache)
+        self.cache.append_rows(other.cache, capacity)
+        if self._draft is not None:
+            self._draft_state = self._draft.append_rows(self._draft_state, other._draft_state, self.cache)
+
     def _propose(self, roots: Sequence[int]) -> Proposal:
         root_tokens = torch.tensor(roots, device=self._backbone.device)
         if self._draft is None or self._straddles_rope_switch():

@@ -22,6 +22,7 @@ from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.engines import Answer, Request, pick_similar
 from medusa_train.trees.tree import Tree
 
+COMPARED_ANSWERS = 8  # with heads, also generated without them
 POOL_BATCHES = 4  # batches of requests to keep waiting, so that prompts of similar length can be batched
 
 
@@ -73,11 +74,12 @@ class Counts:
 class HFEngine:
     """Generates answers with a backbone loaded in this process.
 
-    Without a draft, batching is continuous: waiting requests replace finished ones. With a draft, a batch is completed
-    before the next one starts.
+    Batching is continuous: waiting requests replace finished ones. With a draft, the first batches are completed
+    before the next one starts, while they are compared with those without heads (`compare`); and all are if the draft
+    takes no further rows (`Proposer.can_append_rows`).
 
-    In float32 and float64 an answer does not depend on its batch: one that rounding may have changed (see `is_certain`)
-    is generated again alone. Every request has its own random generator, seeded by the request.
+    In float32 and float64 an answer without a draft does not depend on its batch: one that rounding may have changed
+    (see `is_certain`) is generated again alone. Every request has its own random generator, seeded by the request.
 
     Args:
         backbone: the model.
@@ -116,7 +118,7 @@ class HFEngine:
         draft: Draft | None = None,
         tree: Tree | None = None,
         exact: bool = True,
-        compare: int = 8,
+        compare: int = COMPARED_ANSWERS,
     ) -> None:
         self.backbone = backbone
         self.max_new_tokens = max_new_tokens
@@ -128,9 +130,9 @@ class HFEngine:
         self._plain = BatchDecoder(backbone)
         self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
         self._batch: Batch | None = None
-        if batch_size > 1 and draft is None and self._plain.can_batch:
-            self._batch = self._plain.begin(max_new_tokens, rule=self.sampling)
-        self._exact = exact and self._batch is not None and backbone.dtype in ROUNDING
+        if batch_size > 1 and self._decoder.can_refill:
+            self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
+        self._exact = exact and draft is None and self._batch is not None and backbone.dtype in ROUNDING
         self._compare = compare if draft is not None else 0
         self._warm = False
         self.counts = Counts()
@@ -174,11 +176,14 @@ class HFEngine:
         return finished
 
     def _generate_some(self) -> None:
-        if self._batch is None:
+        if self._batch is None or self.counts.compared < self._compare:
             requests = self._pick(self.batch_size)
             outputs = self._complete_batch(requests)
         else:
             requests, outputs = self._step(self._batch)
+        self._count_answers(outputs)
+        if self._exact:
+            outputs = [self._verified(asked, out) for asked, out in zip(requests, outputs, strict=True)]
         for pending, out in zip(requests, outputs, strict=True):
             answer = self._prompting.answer(pending.request, len(pending.prompt), out.tokens, out.finish)
             self._finished.append((pending.request_id, answer))
@@ -210,21 +215,12 @@ class HFEngine:
             )
             self._underway.update((asked.request_id, asked) for asked in joining)
         done = batch.step()
-        asked = [self._underway.pop(request_id) for request_id, _ in done]
-        made = [out for _, out in done]
-        self._count(steps=sum(out.steps for out in made))
-        if self._exact:
-            made = [self._verified(one, out) for one, out in zip(asked, made, strict=True)]
-        return asked, made
+        return [self._underway.pop(request_id) for request_id, _ in done], [out for _, out in done]
 
     def _complete_batch(self, batch: Sequence[_Pending]) -> list[Generation]:
         started = time.perf_counter()
         made = self._generate(self._decoder, batch)
         seconds = time.perf_counter() - started
-        steps = sum(out.steps for out in made)
-        self._count(steps=steps)
-        if self._decoder is not self._plain:
-            self._count(draft_steps=steps, draft_tokens=sum(len(out.tokens) - 1 for out in made))
         if self.counts.compared < self._compare:
             self._compare_with_plain(batch, made, seconds)
         return made
@@ -262,6 +258,12 @@ class HFEngine:
             plain_tokens=sum(len(out.tokens) for out in plain),
             plain_seconds=plain_seconds,
         )
+
+    def _count_answers(self, made: Sequence[Generation]) -> None:
+        steps = sum(out.steps for out in made)
+        self._count(steps=steps)
+        if self._decoder is not self._plain:
+            self._count(draft_steps=steps, draft_tokens=sum(len(out.tokens) - 1 for out in made))
 
     def _count(self, **more: float) -> None:
         self.counts += Counts(**more)  # type: ignore[arg-type]

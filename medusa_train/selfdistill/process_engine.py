@@ -15,7 +15,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.inference.batch import REFILL_FRACTION
 from medusa_train.models.precision import free_memory
 from medusa_train.selfdistill.engines import Answer, Request, pick_similar
-from medusa_train.selfdistill.hf_engine import POOL_BATCHES, Counts
+from medusa_train.selfdistill.hf_engine import COMPARED_ANSWERS, POOL_BATCHES, Counts
 from medusa_train.selfdistill.local_model import LocalModel
 from medusa_train.selfdistill.process_worker import (
     CompileDecision,
@@ -148,7 +148,9 @@ class ProcessEngine:
     def _room(self, process: _Process) -> int:
         """Return how many more requests a process gets: its rows, and those that will join when rows become free."""
         rows = process.share.rows
-        ahead = rows if self._model.paths.has_draft else -(-rows // REFILL_FRACTION)  # whole batches with heads
+        # the first batches with heads are whole ones, see `HFEngine`
+        whole = self._model.paths.has_draft and process.counts.compared < COMPARED_ANSWERS
+        ahead = rows if whole else -(-rows // REFILL_FRACTION)
         return rows + ahead - len(process.lengths)
 
     # Messages

@@ -127,6 +127,10 @@ class TreeCache(Cache):
         """Return the committed positions: an int for the single row, which costs no transfer; else long [B, 1]."""
         return self.length
 
+    def single_layer(self, capacity: int | None = None) -> TreeCache:
+        """Return an empty cache of one layer for the same rows, by default as large, for a layer of a draft."""
+        return TreeCache(1, capacity or self.capacity)
+
     def reset(self) -> None:
         """Drop all positions, and keep the storage."""
         self.length = 0
@@ -285,6 +289,12 @@ class BatchCache(TreeCache):
         memory[:, :, :used, :, : self.length] = self._memory[:, :, :used, :, : self.length]
         self._memory = memory
         return memory
+
+    def single_layer(self, capacity: int | None = None) -> BatchCache:
+        """Return an empty cache of one layer for the same rows, see `TreeCache.single_layer`."""
+        cache = BatchCache(1, capacity or self.capacity, max(self._rows, len(self.lengths)))
+        cache.lengths = [0] * len(self.lengths)
+        return cache
 
     def row_lengths(self, device: torch.device) -> Tensor:
         """Return the committed positions of each row, long [B, 1]."""

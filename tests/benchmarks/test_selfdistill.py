@@ -23,15 +23,19 @@ def test_one_command_writes_the_table_and_the_figures(tmp_path: Path) -> None:
         "one at a time",
         "batch of 2",
         "one at a time, heads speculate",
+        "batch of 2, heads speculate",
+        "whole batches of 2, heads speculate",
     ]
     for mode in record["modes"]:
         assert (mode["answers"], mode["tokens"]) == (8, 48)
         assert mode["rate"] > 0
-    alone, batched, _ = record["modes"]
+    alone, batched, _, refilled, whole = record["modes"]
     assert (alone["passes"], alone["rows_per_pass"]) == (8 * 5, 1.0)  # the first token of an answer takes no pass
     assert (batched["passes"], batched["rows_per_pass"]) == (4 * 5, 2.0)
+    assert 1 < refilled["rows_per_pass"] <= 2
+    assert refilled["passes"] <= whole["passes"]
     assert record["machine"]["torch"]
-    assert (tmp_path / "out" / "selfdistill.md").read_text().count("\n| ") == 5
+    assert (tmp_path / "out" / "selfdistill.md").read_text().count("\n| ") == 7
 
 
 def test_forced_tokens_are_counted_beside_vllm(

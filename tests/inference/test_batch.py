@@ -127,31 +127,38 @@ def test_samples_do_not_depend_on_other_rows(tree: Tree, rule: Rule) -> None:
 QUEUE = [*PROMPTS, [9] * 12, [33, 2], [8], [41, 40, 39], list(range(1, 20)), [6, 6], [12, 30]]
 
 
-def _streamed(
-    backbone: Backbone,
+def streamed(
+    decoder: BatchDecoder,
     max_new_tokens: int,
     eos: Sequence[int] | None = (),
     rule: Rule = None,
     rows: int = 3,
     wanted: int = 1,
+    first: int | None = None,
+    queue: Sequence[list[int]] = QUEUE,
 ) -> tuple[list[Generation], list[int]]:
-    """Answers to QUEUE, at most `rows` at a time, refilled when `wanted` rows are free; number of rows of each pass."""
-    batch = BatchDecoder(backbone).begin(max_new_tokens, eos, rule)
-    generator = (torch.Generator().manual_seed(seed) for seed in range(len(QUEUE)))
-    coming = [PendingRequest(n, prompt, next(generator) if rule else None) for n, prompt in enumerate(QUEUE)]
+    """Answers to `queue`, at most `rows` at a time, refilled when `wanted` rows are free; number of rows of each pass.
+
+    With `first` the batch starts with that many, and one more joins before each step.
+    """
+    batch = decoder.begin(max_new_tokens, eos, rule)
+    generator = (torch.Generator().manual_seed(seed) for seed in range(len(queue)))
+    coming = [PendingRequest(n, prompt, next(generator) if rule else None) for n, prompt in enumerate(queue)]
     answers: dict[int, Generation] = {}
     sizes = []
     while coming or batch.active:
         if coming and rows - len(batch.active) >= wanted:
-            free = rows - len(batch.active)
-            joining, coming = coming[:free], coming[free:]
+            count = rows - len(batch.active)
+            if first is not None:
+                count = 1 if sizes else first
+            joining, coming = coming[:count], coming[count:]
             batch.add_requests(joining)
         sizes.append(len(batch.active))
         done = batch.step()
         assert not {request_id for request_id, _ in done} & set(answers)
         answers.update(done)
     assert batch.step() == []
-    return [answers[n] for n in range(len(QUEUE))], sizes
+    return [answers[n] for n in range(len(queue))], sizes
 
 
 @pytest.mark.parametrize("wanted", [1, 2])
@@ -162,7 +169,7 @@ def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wan
     eos = [free[0][2], free[3][5], free[5][9]]
     alone = [Decoder(backbone).generate(prompt, 14, eos) for prompt in QUEUE]
     assert len({len(out.tokens) for out in alone}) > 3  # so that rows join others of different length
-    answers, sizes = _streamed(backbone, 14, eos, wanted=wanted)
+    answers, sizes = streamed(BatchDecoder(backbone), 14, eos, wanted=wanted)
     assert [(out.tokens, out.finish, out.steps) for out in answers] == [(o.tokens, o.finish, o.steps) for o in alone]
     assert all(0 < out.prefill_seconds <= out.seconds for out in answers)
     assert max(sizes) == 3
@@ -176,7 +183,7 @@ def test_rows_join_up_to_the_end_of_the_context_and_the_cache_grows(monkeypatch:
     alone = [Decoder(backbone).generate(prompt, 17, ()) for prompt in QUEUE]
     assert {out.finish for out in alone} == {"length", "context"}
     for rows in (1, 2, 5):
-        answers, sizes = _streamed(backbone, 17, rows=rows)
+        answers, sizes = streamed(BatchDecoder(backbone), 17, rows=rows)
         assert [(out.tokens, out.finish) for out in answers] == [(out.tokens, out.finish) for out in alone]
         assert max(sizes) == rows
 
@@ -190,7 +197,7 @@ def test_samples_do_not_depend_on_when_a_row_joined(rule: Rule) -> None:
         for seed, prompt in enumerate(QUEUE)
     ]
     for rows, wanted in ((3, 1), (4, 2)):
-        answers, _ = _streamed(backbone, 12, (7, 9), rule, rows, wanted)
+        answers, _ = streamed(BatchDecoder(backbone), 12, (7, 9), rule, rows, wanted)
         assert [out.tokens for out in answers] == alone
 
 
@@ -207,10 +214,6 @@ def test_requests_that_cannot_be_added() -> None:
     assert [(request_id, out.tokens) for request_id, out in done] == [
         (request_id, Decoder(backbone).generate(prompt, 4, ()).tokens) for request_id, prompt in ((0, [1, 2]), (3, [3]))
     ]
-    speculating = BatchDecoder(backbone, _draft(backbone), TREE).begin(4, ())
-    speculating.add_requests([PendingRequest(0, [1, 2])])
-    with pytest.raises(ValueError, match="rows with a draft are active"):
-        speculating.add_requests([PendingRequest(1, [3])])
     longrope = BatchDecoder(random_backbone("phi3-longrope")).begin(4)
     longrope.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(ValueError, match="can't decode in batches"):

@@ -335,6 +335,56 @@ def test_batches_are_of_like_lengths_and_begin_with_the_oldest(backbone: Backbon
     assert [batched.next()[0] for _ in range(4)] == [0, 2, 1, 3]
 
 
+def mixed_lengths(directory: Path) -> Backbone:
+    """A backbone whose answers to QUESTIONS end at different moments."""
+    backbone = load_backbone(str(directory), dtype=torch.float64)
+    prompting = engine(backbone)._prompting
+    free = [Decoder(backbone).generate(prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
+    backbone.eos_ids = tuple({free[0][3], free[4][8], free[7][15]})
+    return backbone
+
+
+class ClosedDraft(MedusaDraft):
+    """Heads whose batch takes no further rows."""
+
+    can_append_rows = False
+
+
+def test_batches_with_heads_are_refilled(directory: Path) -> None:
+    backbone = mixed_lengths(directory)
+    plain = all_answers(engine(backbone, max_new_tokens=24))
+    assert len({answer.completion_tokens for answer in plain}) > 3
+    tree, passes = Tree.cartesian([2, 2]), []
+    for kind in (MedusaDraft, ClosedDraft):
+        draft = kind.from_backbone(backbone, num_heads=2)
+        batched = engine(backbone, max_new_tokens=24, draft=draft, tree=tree, compare=0, batch_size=4)
+        assert all_answers(batched) == plain
+        assert set(batched.stats()) == {"tokens per step"}
+        passes.append(batched.steps[0])
+        assert batched.steps[1] == batched.counts.draft_steps > 2 * passes[-1]
+    assert passes[0] < passes[1]
+
+
+def test_batches_with_heads_are_refilled_once_they_were_compared(directory: Path, monkeypatch: Any) -> None:
+    backbone = mixed_lengths(directory)
+    plain = all_answers(engine(backbone, max_new_tokens=24))
+    joined: list[int] = []
+    add_requests = Batch.add_requests
+
+    def counted(self: Batch, requests: list[Any]) -> None:
+        joined.append(len(self.active))
+        add_requests(self, requests)
+
+    monkeypatch.setattr(Batch, "add_requests", counted)
+    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
+    batched = engine(backbone, max_new_tokens=24, draft=draft, tree=Tree.cartesian([2, 2]), compare=3, batch_size=3)
+    assert all_answers(batched) == plain
+    assert joined[:4] == [0] * 4  # two whole batches, with heads and without
+    assert any(joined[4:])
+    assert batched.counts.compared == 3
+    assert batched.counts.draft_tokens == sum(answer.completion_tokens - 1 for answer in plain)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone, batch_size: int) -> None:
     draft = MedusaDraft.from_backbone(backbone, num_heads=2)

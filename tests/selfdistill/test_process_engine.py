@@ -129,7 +129,9 @@ StartEngine = Callable[..., tuple[ProcessEngine, Others, list[str]]]
 def fake_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> StartEngine:
     """Start an engine whose processes are pipes: each has sent `messages`, the test reads and writes the rest."""
 
-    def start(batch_size: int, processes: int, *messages: object, **keys: Any) -> tuple[ProcessEngine, Others, list]:
+    def start(
+        batch_size: int, processes: int, *messages: object, run: Path | None = None, **keys: Any
+    ) -> tuple[ProcessEngine, Others, list]:
         others: Others = []
         lines: list[str] = []
 
@@ -144,6 +146,8 @@ def fake_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> StartEngine
         monkeypatch.setattr(process_engine, "start_worker", start_worker)
         adjustable = keys.pop("adjustable", False)
         model = local_model(directory, **keys)
+        if run is not None:
+            model = replace(model, paths=resolve_model(str(run), None, None))
         return ProcessEngine(model, batch_size, processes, adjustable=adjustable, note=lines.append), others, lines
 
     return start
@@ -192,6 +196,34 @@ def test_requests_are_spread_and_go_to_the_process_with_the_fewest(fake_engine: 
     others[0].close()
     with pytest.raises(BackboneError, match="ended with exit code 3"):
         engine.next()
+
+
+def test_whole_batches_are_handed_out_while_heads_are_compared(
+    fake_engine: StartEngine, directory: Path, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "run", directory)
+    engine, others, _ = fake_engine(4, 1, Loaded(1, None), Ready(), run=tmp_path / "run")
+    engine.wait_until_ready()
+    received(others[0])
+
+    def answer(numbers: list[int], compared: int) -> None:
+        others[0].send(Finished([(number, ANSWER) for number in numbers], Counts(compared=compared)))
+        engine._receive()
+        engine._hand_out()
+
+    for number in range(12):
+        engine.submit(number, request(number))
+    engine._hand_out()
+    first = ids(others[0])
+    assert len(first) == 8  # a batch, and the next one
+    answer(first[:4], 4)
+    second = ids(others[0])
+    assert len(second) == 4
+    for number in range(12, 24):
+        engine.submit(number, request(number % 12))
+    answer(first[4:], 8)
+    assert len(engine._processes[0].lengths) == 5  # its four rows, and one to follow
+    assert len(ids(others[0])) == 1
 
 
 def test_a_large_model_runs_in_one_process(fake_engine: StartEngine) -> None:

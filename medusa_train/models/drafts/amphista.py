@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, concat_rows, gather_paths
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
@@ -53,6 +53,7 @@ class AmphistaDraft(Draft):
     """
 
     guesses_at_once = True
+    can_append_rows = True
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class AmphistaDraft(Draft):
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> AmphistaState:
         """Return the state of the prompts, which `propose` will read."""
-        caches = [LayerCache(len(lengths), cache.capacity) for _ in self.layers]
+        caches = [LayerCache(cache.single_layer()) for _ in self.layers]
         return self._unread(feats, tokens, [range(length) for length in lengths], caches, self.stacked())
 
     def stacked(self) -> Stacked | None:
@@ -203,6 +204,29 @@ class AmphistaDraft(Draft):
             [cache.select_rows(rows) for cache in state.caches],
             state.stacked,
         )
+
+    def append_rows(self, state: AmphistaState, other: AmphistaState, cache: TreeCache) -> AmphistaState:
+        """Return the states of both, in the caches of `state`. Rows that join have one unread position."""
+        state, other = self._without_prompts(state), self._without_prompts(other)
+        caches = zip(state.caches, other.caches, strict=True)
+        return AmphistaState(
+            concat_rows(state.hidden, other.hidden),
+            concat_rows(state.following, other.following),
+            [*state.counts, *other.counts],
+            [mine.append_rows(theirs, cache.capacity) for mine, theirs in caches],
+            state.stacked,
+        )
+
+    def _without_prompts(self, state: AmphistaState) -> AmphistaState:
+        """Run the layers over unread prompts, so that only the last positions, which need the roots, stay unread."""
+        if not state.caches or not state.caches[0].is_empty:
+            return state
+        counts = [count - 1 for count in state.counts]
+        # the last position is read with any token as the following one, and dropped
+        self.stages(state.hidden, state.following, lambda i, x: state.caches[i].append(self._layer(i), x, counts))
+        last = [[count] for count in counts]
+        hidden, following = gather_paths(state.hidden, last), gather_paths(state.following, last)
+        return replace(state, hidden=hidden, following=following, counts=[1] * len(counts))
 
     def _unread(
         self,

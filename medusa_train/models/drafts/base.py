@@ -73,10 +73,13 @@ class Proposer:
     Attributes:
         needs: states of the backbone that it reads.
         num_heads: K, the depth of the deepest tree that it can fill.
+        can_append_rows: whether rows may join a running batch, by `append_rows`. By default they may not: a batch is
+            then completed before the next one starts.
     """
 
     needs: FeatureSpec = PLAIN
     num_heads: int
+    can_append_rows: bool = False
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -134,6 +137,17 @@ class Proposer:
     @abstractmethod
     def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
         """Return the state of `rows` only, in that order; the other rows are finished."""
+
+    def append_rows(self, state: Any, other: Any, cache: TreeCache) -> Any:
+        """Return the state of the rows of `state`, followed by those of `other`; only with `can_append_rows`.
+
+        Args:
+            state: of the running rows, between two steps; it is not used afterwards.
+            other: of the rows that join, as `start` returned it with a cache of theirs; it is not used afterwards.
+            cache: the one that `state` was started with, to which the rows have been appended. Its capacity suffices
+                for the draft's cache too.
+        """
+        raise NotImplementedError(f"rows can't join a running batch with {type(self).__name__}")
 
 
 class Draft(Proposer, nn.Module):

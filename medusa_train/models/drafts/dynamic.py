@@ -46,6 +46,7 @@ class DynamicDraft(Proposer):
         self.trees = trees
         self.needs = draft.needs
         self.num_heads = draft.num_heads
+        self.can_append_rows = draft.can_append_rows
         self._root_only = Tree.empty()
 
     @property
@@ -86,6 +87,10 @@ class DynamicDraft(Proposer):
     def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
         """Return the state of `rows`."""
         return self.draft.select_rows(state, rows)
+
+    def append_rows(self, state: Any, other: Any, cache: TreeCache) -> Any:
+        """Return the state of both."""
+        return self.draft.append_rows(state, other, cache)
 
 
 def log_probs_at(logits: Tensor, columns: Tensor) -> Tensor:

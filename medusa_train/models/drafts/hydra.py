@@ -47,6 +47,8 @@ class HydraDraft(Draft):
         dtype: dtype of the parameters; by default the backbone's.
     """
 
+    can_append_rows = True
+
     def __init__(
         self,
         backbone: Backbone,
@@ -151,7 +153,7 @@ class HydraDraft(Draft):
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> HydraState:
         """Run the prefix layer over the prompts and return the state of the last position of each."""
-        prefix_cache = None if self.prefix is None else LayerCache(len(lengths), cache.capacity)
+        prefix_cache = None if self.prefix is None else LayerCache(cache.single_layer())
         return self._extend(feats.hidden, lengths, prefix_cache)
 
     def propose(self, state: HydraState, roots: Tensor, tree: Tree) -> Proposal:
@@ -190,6 +192,12 @@ class HydraDraft(Draft):
         """Return the states of `rows`."""
         cache = None if state.cache is None else state.cache.select_rows(rows)
         return HydraState(state.hidden[list(rows)], cache)
+
+    def append_rows(self, state: HydraState, other: HydraState, cache: TreeCache) -> HydraState:
+        """Return the states of both, in the cache of `state`."""
+        if state.cache is not None and other.cache is not None:
+            state.cache.append_rows(other.cache, cache.capacity)
+        return HydraState(torch.cat([state.hidden, other.hidden]), state.cache)
 
 
 class HydraState(NamedTuple):

@@ -51,6 +51,8 @@ class KangarooDraft(Draft):
         BackboneError: `exit_layer` is out of range, or layers of this architecture can't be run separately.
     """
 
+    can_append_rows = True
+
     def __init__(
         self,
         backbone: Backbone,
@@ -134,7 +136,9 @@ class KangarooDraft(Draft):
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> KangarooState:
         """Run the adapter over the prompts."""
         assert feats.early is not None
-        state = KangarooState.empty(cache, len(lengths), tokens.device)
+        # one more position than the backbone's cache, for padding where only other rows have unread states
+        adapter_cache = cache.single_layer(cache.capacity + 1)
+        state = KangarooState(cache, adapter_cache, [0] * len(lengths), tokens.device)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self.adapter.extend(self.cast(feats.early), positions, state.adapter_cache)
         state.adapter_cache.commit_rows(lengths)
@@ -239,6 +243,10 @@ class KangarooDraft(Draft):
         """Keep `rows` only."""
         return state.select_rows(rows)
 
+    def append_rows(self, state: KangarooState, other: KangarooState, cache: TreeCache) -> KangarooState:
+        """Append the rows of `other`."""
+        return state.append_rows(other)
+
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.adapter.parameters()).dtype
@@ -268,13 +276,6 @@ class KangarooState:
     unread: Tensor | None = None
     _levels: TreeLevels | None = None
     _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls, cache: TreeCache, rows: int, device: torch.device) -> KangarooState:
-        """Return the state before the adapter reads the prompts of `rows` rows, which are committed in `cache`."""
-        cache_class = BatchCache if isinstance(cache, BatchCache) else TreeCache
-        # one more position than the backbone's cache, for padding where only other rows have unread states
-        return cls(cache, cache_class(1, cache.capacity + 1), [0] * rows, device)
 
     @property
     def num_unread(self) -> int:
@@ -351,4 +352,15 @@ class KangarooState:
         self.adapter_cache.select_rows(rows)
         self.unread_counts = [self.unread_counts[row] for row in rows]
         self.unread = self.unread[list(rows)] if self.unread is not None and any(self.unread_counts) else None
+        return self
+
+    def append_rows(self, other: KangarooState) -> KangarooState:
+        """Append rows whose prompts the adapter has just read; their keys and values are in `cache` already."""
+        assert isinstance(self.adapter_cache, BatchCache)
+        assert isinstance(other.adapter_cache, BatchCache)
+        self.adapter_cache.append_rows(other.adapter_cache, self.cache.capacity + 1)
+        if self.unread is not None:
+            padding = self.unread.new_zeros(len(other.unread_counts), *self.unread.shape[1:])
+            self.unread = torch.cat([self.unread, padding])
+        self.unread_counts = [*self.unread_counts, *other.unread_counts]
         return self

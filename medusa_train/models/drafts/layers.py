@@ -214,20 +214,23 @@ class LayerCache:
     The first `append` is the prefill of the whole prompts; accepted nodes follow after each verification pass.
 
     Args:
-        rows: B. capacity: positions to allocate; the capacity of the backbone's cache suffices.
+        cache: empty, from `TreeCache.single_layer`.
     """
 
-    def __init__(self, rows: int, capacity: int) -> None:
-        self._cache = TreeCache(1, capacity)
-        if rows > 1:
-            self._cache = BatchCache(1, capacity)
-            self._cache.lengths = [0] * rows
+    def __init__(self, cache: TreeCache) -> None:
+        self._cache = cache
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has a committed position."""
+        return not self._cache.length
 
     def append(self, layer: DraftLayer, states: Tensor, counts: Sequence[int]) -> Tensor:
         """Run `layer` over q further positions of each row, [B, q, d] -> [B, q, d], and keep the first `counts[b]`.
 
         Args:
-            counts: 1 .. q per row; later positions are padding, in the input and in the result.
+            counts: 1 .. q per row, in the first call 0 .. q; later positions are padding, in the input and in the
+                result.
         """
         cache, q = self._cache, states.shape[1]
         positions = torch.arange(q, device=states.device)[None] + cache.row_lengths(states.device)
@@ -244,8 +247,15 @@ class LayerCache:
 
     def select_rows(self, rows: Sequence[int]) -> LayerCache:
         """Keep `rows` only, see `BatchCache.select_rows`."""
-        if isinstance(self._cache, BatchCache):
-            self._cache.select_rows(rows)
+        assert isinstance(self._cache, BatchCache)
+        self._cache.select_rows(rows)
+        return self
+
+    def append_rows(self, other: LayerCache, capacity: int) -> LayerCache:
+        """Append the rows of `other`, see `BatchCache.append_rows`; something was appended to both before."""
+        assert isinstance(self._cache, BatchCache)
+        assert isinstance(other._cache, BatchCache)
+        self._cache.append_rows(other._cache, capacity)
         return self
 
 
@@ -256,6 +266,14 @@ def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         return states[:, :longest]
     nodes = torch.tensor([[*path, *[path[-1]] * (longest - len(path))] for path in paths], device=states.device)
     return states[torch.arange(len(paths), device=states.device)[:, None], nodes]
+
+
+def concat_rows(first: Tensor, second: Tensor) -> Tensor:
+    """Concatenate the rows of two tensors [B, q, ...]; the rows of the narrower one are padded with 0 at the end."""
+    out = first.new_zeros(len(first) + len(second), max(first.shape[1], second.shape[1]), *first.shape[2:])
+    out[: len(first), : first.shape[1]] = first
+    out[len(first) :, : second.shape[1]] = second
+    return out
 
 
 # Initialisation from a layer of the backbone

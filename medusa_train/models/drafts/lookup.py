@@ -47,6 +47,8 @@ class LookupDraft(Proposer):
         max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal, without the root.
     """
 
+    can_append_rows = True
+
     def __init__(self, max_tokens: int, nodes: int) -> None:
         self.num_heads = min(max_tokens, nodes)
         self.nodes = nodes
@@ -100,6 +102,10 @@ class LookupDraft(Proposer):
     def select_rows(self, state: LookupState, rows: Sequence[int]) -> LookupState:
         """Return the texts of `rows`."""
         return LookupState([state.texts[row] for row in rows])
+
+    def append_rows(self, state: LookupState, other: LookupState, cache: TreeCache) -> LookupState:
+        """Return the texts of both."""
+        return LookupState([*state.texts, *other.texts])
 
 
 class PromptLookupDraft(LookupDraft):

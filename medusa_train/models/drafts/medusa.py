@@ -42,6 +42,7 @@ class MedusaDraft(Draft):
     """
 
     independent_heads = True
+    can_append_rows = True
     token_map: Tensor | None
 
     def __init__(
@@ -261,6 +262,10 @@ class MedusaDraft(Draft):
     def select_rows(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
         """Return the states of `rows`."""
         return state._replace(hidden=state.hidden[list(rows)])
+
+    def append_rows(self, state: MedusaState, other: MedusaState, cache: TreeCache) -> MedusaState:
+        """Return the states of both."""
+        return state._replace(hidden=torch.cat([state.hidden, other.hidden]))
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the order of the guesses.
 

@@ -47,6 +47,7 @@ class MergedDraft(Proposer):
         self.lookup = lookup
         self.needs = heads.needs
         self.num_heads = heads.num_heads
+        self.can_append_rows = heads.can_append_rows and lookup.can_append_rows
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -100,3 +101,10 @@ class MergedDraft(Proposer):
     def select_rows(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         """Return the states of `rows`."""
         return MergedState(self.heads.select_rows(state.heads, rows), self.lookup.select_rows(state.lookup, rows))
+
+    def append_rows(self, state: MergedState, other: MergedState, cache: TreeCache) -> MergedState:
+        """Return the states of both batches."""
+        return MergedState(
+            self.heads.append_rows(state.heads, other.heads, cache),
+            self.lookup.append_rows(state.lookup, other.lookup, cache),
+        )

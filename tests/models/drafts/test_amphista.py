@@ -237,6 +237,7 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     expected = draft.stages(whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments))
     lengths = [9, 3, 1, 6][:rows]
     cache = BatchCache(1, 64)
+    cache.lengths = lengths
     prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)
     state = draft.start(backbone.run(prompt), prompt, lengths, cache)
     position, active = list(lengths), list(range(rows))
@@ -273,7 +274,9 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     assert (draft.lm_heads.stacked() is None) == apart
     prompts, roots = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
-    state = draft.start(backbone.run(padded), padded, [5, 2, 3], BatchCache(1, 16))
+    cache = BatchCache(1, 16)
+    cache.lengths = [5, 2, 3]
+    state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
     proposal = draft.propose(state, torch.tensor(roots), tree)
     for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):

@@ -13,6 +13,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.features import Features, Rows
+from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.test_generate import _Scalars as Scalars
@@ -121,8 +122,10 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     texts = [backbone.run(torch.tensor([prompt])).hidden[0] for prompt in prompts]
+    cache = BatchCache(3, 40)
+    cache.lengths = [5, 2, 3]
     with torch.no_grad():
-        state = draft.start(backbone.run(padded), padded, [5, 2, 3], backbone.new_cache(40))
+        state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
         for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
             roots = torch.tensor([42, 43, 44])
             proposal = draft.propose(state, roots, TREE)

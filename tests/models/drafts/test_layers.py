@@ -16,6 +16,7 @@ from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, init_from_layer
 from medusa_train.models.features import Rows
 from medusa_train.models.loading import keep_trainable_kernels, quantized_loading
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
@@ -156,20 +157,33 @@ def test_bounds_of_documents_give_the_states_and_gradients_of_a_mask(family: str
         torch.testing.assert_close(ours, masked, rtol=1e-8, atol=1e-8)
 
 
+def batch_layer_cache(rows: int, capacity: int) -> LayerCache:
+    backbone_cache = BatchCache(3, capacity)
+    backbone_cache.lengths = [5] * rows
+    return LayerCache(backbone_cache.single_layer())
+
+
 @pytest.mark.parametrize("family", STEADY)
 def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> None:
     layer = random_layer(family)
     prompts = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
     texts = list(prompts)
-    cache = LayerCache(3, 40)
+    cache = batch_layer_cache(3, 40)
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
         out = cache.append(layer, padded, LENGTHS)
-        for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2]]):
+        for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2], [1, 3, 2, 1]]):
             if step == 2:
                 rows = [0, 2]
                 cache = cache.select_rows(rows)
+            if step == 3:  # rows join: one with a prompt, and one whose only position is read with the next ones
+                joining = batch_layer_cache(2, 6)
+                texts += [torch.randn(6, 32, dtype=torch.float64), torch.empty(0, 32, dtype=torch.float64)]
+                padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
+                joining.append(layer, padded, [6, 0])
+                rows = [0, 2, 3, 4]
+                cache = cache.append_rows(joining, 40)
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
             out = cache.append(layer, new, counts)
             for i, row in enumerate(rows):
@@ -182,7 +196,7 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     layer = random_layer(family)
     text = torch.randn(20, 32, dtype=torch.float64)
     whole = alone(layer, text)
-    cache, done = LayerCache(1, 24), 0
+    cache, done = LayerCache(TreeCache(1, 24)), 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
             out = cache.append(layer, text[None, done : done + size], [count])

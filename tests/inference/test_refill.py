@@ -1,0 +1,264 @@
+"""Rows that join a running batch with a draft: the tokens and guesses that they get alone, in fewer passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+
+from medusa_train.data.datastore import Datastore
+from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.amphista import AmphistaDraft
+from medusa_train.models.drafts.base import Draft, Proposer
+from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.lookahead import LookaheadDraft
+from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts.merged import MergedDraft
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.test_batch import QUEUE as SHORT_QUEUE
+from tests.inference.test_batch import streamed
+from tests.inference.test_drafts import KINDS, TREE, random_draft
+from tests.inference.test_dynamic_decoding import LARGE, TREES
+from tests.inference.test_lookup_decoding import BRANCHES, LOOP
+
+#: Also texts with repeated n-grams, which lookups copy.
+QUEUE = [BRANCHES, *SHORT_QUEUE[:6], LOOP, *SHORT_QUEUE[6:10]]
+LOOKUPS = ["prompt_lookup", "rest", "lookahead"]
+MERGED = ["medusa+prompt_lookup", "hydra+++rest", "amphista+lookahead"]
+DYNAMIC = ["dynamic medusa", "dynamic amphista", "dynamic medusa+prompt_lookup"]
+OTHERS = ["medusa-reduced", "amphista-without-layers"]
+#: When rows join: at once as rows end, two at a time, or one before each step, the first one to a single row.
+SCHEDULES: tuple[dict[str, int], ...] = ({"wanted": 1}, {"wanted": 2}, {"first": 1})
+
+
+def make_draft(name: str, backbone: Backbone) -> Proposer:
+    """A draft, or several joined by +; after "dynamic " with trees of its own."""
+    heads, plus, lookup = name.removeprefix("dynamic ").rpartition("+")
+    if not plus and lookup in LOOKUPS:
+        return make_lookup(lookup, backbone)
+    draft: Proposer = make_heads(heads if plus and lookup else name.removeprefix("dynamic "), backbone)
+    if name.startswith("dynamic "):
+        assert isinstance(draft, Draft)
+        draft = DynamicDraft(draft, TREES)
+    return MergedDraft(draft, make_lookup(lookup, backbone)) if plus and lookup else draft
+
+
+def make_lookup(name: str, backbone: Backbone) -> LookupDraft:
+    if name == "prompt_lookup":
+        return PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9)
+    if name == "lookahead":
+        return LookaheadDraft(window=4, ngram=4, guesses=3)
+    answers = [Decoder(backbone).generate(prompt, 20).tokens for prompt in QUEUE[::2]]
+    return RestDraft(Datastore(answers, 12), max_ngram=4, max_tokens=6, nodes=8)
+
+
+def make_heads(name: str, backbone: Backbone) -> Draft:
+    if name == "medusa-reduced":
+        tokens = torch.arange(1, 61, 2)
+        return MedusaDraft.from_backbone(backbone, 3, vocab_size=len(tokens), token_map=tokens)
+    if name == "amphista-without-layers":
+        return AmphistaDraft.from_backbone(backbone, num_heads=4, adaptation_layers=0, sampled_token=True)
+    return random_draft(name, backbone)
+
+
+def generator(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def answers_alone(decoder: Decoder, max_new_tokens: int, eos: Collection[int], rule: Rule = None) -> list[Generation]:
+    return [
+        decoder.generate(prompt, max_new_tokens, eos, rule, generator(n) if rule else None)
+        for n, prompt in enumerate(QUEUE)
+    ]
+
+
+def ends(backbone: Backbone, max_new_tokens: int) -> list[int]:
+    """Tokens that end answers at different moments."""
+    free = answers_alone(Decoder(backbone), max_new_tokens, ())
+    return [free[n].tokens[max_new_tokens * part // 12] for n, part in ((0, 2), (3, 5), (5, 8))]
+
+
+def results(answers: Sequence[Generation]) -> list[tuple[list[int], str]]:
+    return [(out.tokens, out.finish) for out in answers]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS, *LOOKUPS, *MERGED, *DYNAMIC])
+def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(name: str, family: str) -> None:
+    backbone = random_backbone(family)
+    draft = make_draft(name, backbone)
+    length = 32 if name in LOOKUPS else 14  # a text repeats itself after a while
+    eos = ends(backbone, length)
+    plain = answers_alone(Decoder(backbone), length, eos)
+    assert len({len(out.tokens) for out in plain}) > 3  # so that rows join others of different length
+    with draft.no_early_exit():
+        alone = answers_alone(Decoder(backbone, draft, TREE), length, eos)
+        assert results(alone) == results(plain)
+        assert sum(sum(out.accepted) for out in alone) > 3
+        for schedule in SCHEDULES:
+            together, sizes = streamed(BatchDecoder(backbone, draft, TREE), length, eos, **schedule, queue=QUEUE)
+            assert results(together) == results(plain)
+            if name not in DYNAMIC:  # their trees depend on the number of rows
+                assert [out.accepted for out in together] == [out.accepted for out in alone]
+            assert max(sizes) == 3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "smollm3"])
+@pytest.mark.parametrize("name", ["medusa", "hydra++", "amphista", "kangaroo", "prompt_lookup"])
+def test_other_families(name: str, family: str) -> None:
+    """With early exit: rows of a batch stop drafting together, and the text stays the same."""
+    backbone = random_backbone(family)
+    draft = make_draft(name, backbone)
+    eos = ends(backbone, 14)
+    together, _ = streamed(BatchDecoder(backbone, draft, TREE), 14, eos, queue=QUEUE)
+    assert results(together) == results(answers_alone(Decoder(backbone), 14, eos))
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra++", "amphista", "kangaroo", "lookahead", "hydra+++rest"])
+def test_rows_join_up_to_the_end_of_the_context_and_caches_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.trees.kv_cache._GROWTH", 4)
+    backbone = random_backbone("llama")
+    draft = make_draft(name, backbone)
+    backbone.max_context = 24
+    plain = answers_alone(Decoder(backbone), 17, ())
+    assert {out.finish for out in plain} == {"length", "context"}
+    for rows in (2, 5):
+        together, sizes = streamed(BatchDecoder(backbone, draft, TREE), 17, rows=rows, queue=QUEUE)
+        assert results(together) == results(plain)
+        assert max(sizes) == rows
+
+
+def test_prompts_of_one_token_join_each_other() -> None:
+    """No position of theirs can be read before the first root is known."""
+    backbone = random_backbone("llama")
+    draft = make_draft("amphista", backbone)
+    prompts = [[7], [8], [9], [10, 11, 12]]
+    batch = BatchDecoder(backbone, draft, TREE).begin(10, ())
+    batch.add_requests([PendingRequest(0, prompts[0])])
+    for n in (1, 2):
+        batch.add_requests([PendingRequest(n, prompts[n])])
+    answers: dict[int, Generation] = dict(batch.step())
+    batch.add_requests([PendingRequest(3, prompts[3])])
+    while batch.active:
+        answers.update(batch.step())
+    alone = [Decoder(backbone, draft, TREE).generate(prompt, 10, ()) for prompt in prompts]
+    assert [answers[n].tokens for n in range(4)] == [out.tokens for out in alone]
+    assert [answers[n].accepted for n in range(4)] == [out.accepted for out in alone]
+
+
+@pytest.mark.parametrize("rule", [Sampling(1.5), Sampling(0.8, top_p=0.9), Typical(1.0)])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+def test_samples_do_not_depend_on_when_a_row_joined(name: str, rule: Rule) -> None:
+    backbone = random_backbone("mistral-window")
+    draft = make_draft(name, backbone)
+    with draft.no_early_exit():  # in a batch drafting continues while any row is confident, which draws more numbers
+        alone = answers_alone(Decoder(backbone, draft, TREE), 12, (7, 9), rule)
+        for schedule in SCHEDULES:
+            together, _ = streamed(BatchDecoder(backbone, draft, TREE), 12, (7, 9), rule, **schedule, queue=QUEUE)
+            assert results(together) == results(alone)
+            assert [out.accepted for out in together] == [out.accepted for out in alone]
+    assert sum(sum(out.accepted) for out in alone) > 0
+
+
+@pytest.mark.parametrize("name", [*LOOKUPS, *MERGED])
+def test_typical_acceptance_does_not_depend_on_when_a_row_joined(name: str) -> None:
+    """Sampling draws a number per node, padding included, so its draws depend on the trees of the other rows."""
+    backbone = random_backbone("llama")
+    draft = make_draft(name, backbone)
+    alone = answers_alone(Decoder(backbone, draft, TREE), 12, (7, 9), Typical(1.0))
+    for schedule in SCHEDULES:
+        together, _ = streamed(BatchDecoder(backbone, draft, TREE), 12, (7, 9), Typical(1.0), **schedule, queue=QUEUE)
+        assert results(together) == results(alone)
+
+
+class RefillingDecoder(BatchDecoder):
+    """Answers a list of prompts in half as many rows."""
+
+    def generate_batch(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        eos_ids: Collection[int] | None = None,
+        rule: Rule = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> list[Generation]:
+        assert generators is not None
+        batch = self.begin(max_new_tokens, eos_ids, rule)
+        coming = [PendingRequest(n, prompt, generators[n]) for n, prompt in enumerate(prompts)]
+        answers: dict[int, Generation] = {}
+        refills = 0
+        while coming or batch.active:
+            free = len(prompts) // 2 - len(batch.active)
+            if coming and free:
+                refills += bool(batch.active)
+                batch.add_requests(coming[:free])
+                coming = coming[free:]
+            answers.update(batch.step())
+        assert refills
+        return [answers[n] for n in range(len(prompts))]
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup", "dynamic medusa"])
+def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
+    """Drafts whose trees depend on the other rows."""
+    backbone = five_token_backbone()
+    draft: Proposer
+    if name == "dynamic medusa":
+        draft = DynamicDraft(random_draft("medusa", backbone, spread=0.1), LARGE)
+    elif name == "prompt_lookup":
+        draft = PromptLookupDraft(max_ngram=1, max_tokens=2, nodes=3)
+    else:
+        draft = random_draft(name, backbone)
+    decoder = RefillingDecoder(backbone, draft, Tree.cartesian([2, 2]))
+    assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 300
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra++", "amphista", "kangaroo", "prompt_lookup"])
+def test_refilled_batches_take_fewer_passes(name: str) -> None:
+    backbone = random_backbone("llama")
+    draft = make_draft(name, backbone)
+    eos = ends(backbone, 14)
+    whole = BatchDecoder(backbone, draft, TREE)
+    for start in range(0, len(QUEUE), 3):
+        whole.generate_batch(QUEUE[start : start + 3], 14, eos)
+    refilled = BatchDecoder(backbone, draft, TREE)
+    _, sizes = streamed(refilled, 14, eos, queue=QUEUE)
+    assert refilled.passes == len(sizes)
+    assert refilled.passes < 0.8 * whole.passes
+
+
+class ClosedDraft(MedusaDraft):
+    """Heads whose batch takes no further rows, which is the default of a draft."""
+
+    can_append_rows = Proposer.can_append_rows
+    append_rows = Proposer.append_rows  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_draft_that_takes_no_further_rows_completes_its_batches(wrapped: bool) -> None:
+    backbone = random_backbone("llama")
+    heads = ClosedDraft.from_backbone(backbone, 3)
+    draft = MergedDraft(DynamicDraft(heads, TREES), PromptLookupDraft()) if wrapped else heads
+    decoder = BatchDecoder(backbone, draft, TREE)
+    assert not decoder.can_refill
+    assert BatchDecoder(backbone, draft, Tree.empty()).can_refill != wrapped  # the heads alone are not used then
+    plain = answers_alone(Decoder(backbone), 14, ())
+    assert [out.tokens for out in decoder.generate_batch(QUEUE, 14, ())] == [out.tokens for out in plain]
+    batch = decoder.begin(4, ())
+    batch.add_requests([PendingRequest(0, [1, 2])])
+    with pytest.raises(ValueError, match=f"while rows are active: {type(draft).__name__} takes no further rows"):
+        batch.add_requests([PendingRequest(1, [3])])
+    while batch.active:
+        batch.step()
+    batch.add_requests([PendingRequest(1, [3])])
+    assert len(batch.active) == 1
+    with pytest.raises(NotImplementedError, match="can't join a running batch with ClosedDraft"):
+        heads.append_rows(None, None, backbone.new_cache(1))
