@@ -200,8 +200,14 @@ def _served(served: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, 
 
 
 def _is_default_mode(report: Mapping[str, Any]) -> bool:
-    """Whether an evaluation decodes greedily, one answer at a time; older reports do and don't say so."""
-    mode = (report.get("meta") or {}).get("decoding") or {}
+    """Whether an evaluation decodes greedily, one answer at a time, by the heads and the tree of tree.json.
+
+    Older reports do and don't say so.
+    """
+    meta = report.get("meta") or {}
+    if meta.get("draft") or meta.get("dynamic_trees"):  # prompt lookup, say, which is not exported
+        return False
+    mode = meta.get("decoding") or {}
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
 
 

@@ -59,6 +59,17 @@ def test_chains_of_other_modes_are_left_out(make_run: Callable[..., Path]) -> No
     assert body.count("| mtbench |") == 1
 
 
+@pytest.mark.parametrize("other", [{"draft": "rest (datastore text.txt)"}, {"dynamic_trees": {"largest": 63}}])
+def test_other_drafts_and_trees_are_left_out(make_run: Callable[..., Path], other: dict[str, object]) -> None:
+    run = make_run()
+    path = run / "eval" / "mtbench" / "report.json"
+    report = json.loads(path.read_text())
+    assert "| mtbench |" in card(run)[1]
+    report["meta"] |= other
+    path.write_text(json.dumps(report))
+    assert "| mtbench |" not in card(run)[1]
+
+
 def test_the_chain_is_given_for_each_number_of_draft_tokens(make_run: Callable[..., Path]) -> None:
     run = make_run(base_model="some/model")
     path = run / "eval" / "mtbench" / "report.json"
