@@ -1,6 +1,7 @@
 """Which draft is better, trained on the same tokens of the same model?
 
-    python benchmarks/drafts.py --dry-run                        # the plan of all five drafts on SmolLM2, with hours
+    make smollm2-model                                           # once: the model
+    python benchmarks/drafts.py --dry-run                        # the plan of all six drafts on SmolLM2, with hours
     python benchmarks/drafts.py                                  # trains and measures them; run again, it continues
     python benchmarks/drafts.py --compare embeddings --name embeddings
     python benchmarks/drafts.py --compare losses --name losses   # head_loss x head_weights on Medusa-1 and Hydra++

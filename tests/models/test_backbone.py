@@ -44,6 +44,8 @@ def test_a_missing_directory_and_an_unreachable_hub_are_distinguished(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BackboneError, match="hf download somebody/some-model"):
         resolve_backbone("somebody/some-model")
+    with pytest.raises(BackboneError, match=r"models/some-model: no such directory.*make smollm2-model"):
+        resolve_backbone("models/some-model")
 
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
