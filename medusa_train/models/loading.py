@@ -125,8 +125,8 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             ) from error
         if Path(name).parts[0] == "models":  # where the README and the shipped configurations keep models
             raise BackboneError(
-                f"base_model {name}: no such directory. `make smollm2-model` writes the model of configs/smollm2_*.yaml; "
-                f"for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"
+                f"base_model {name}: no such directory. `make smollm2-model` writes the model of "
+                f"configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"
             ) from error
         raise BackboneError(
             f"base_model {name}: not a local directory, and not available from the Hugging Face hub "
