@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +20,15 @@ from medusa_train.inference.accept import Rule
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
 PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = "plain", "tree", "generate", "prompt_lookup", "assisted"
 #: Measured beside dynamic trees: the fixed tree, and one whose steps take about as long as theirs.
 FIXED_TREE, EQUAL_LATENCY_TREE = "fixed_tree", "fixed_tree_of_equal_latency"
+#: Measured beside a merged draft: each of its parts.
+HEADS_ALONE, LOOKUP_ALONE = "heads_alone", "lookup_alone"
 
 #: Tokens that prompt-lookup decoding copies at most per step, its authors' default.
 LOOKUP_TOKENS = 10
@@ -180,13 +184,43 @@ def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
     return GenerationConfig(num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **options)
 
 
-def fixed_trees(model: LoadedModel) -> dict[str, Tree]:
-    """Return the fixed trees to measure beside dynamic ones, by name; none without these."""
-    if model.dynamic is None or model.tree is None:
-        return {}
-    equal = model.dynamic.equal_latency
-    others = {} if equal is None or equal == model.tree else {EQUAL_LATENCY_TREE: equal}
-    return {FIXED_TREE: model.tree, **others}
+@dataclass(frozen=True)
+class Reference:
+    """A way of decoding with a part of what a model proposes, measured beside the whole.
+
+    Attributes:
+        proposer, tree: what to decode with.
+        description: one phrase, for the report.
+    """
+
+    proposer: Proposer
+    tree: Tree | None
+    description: str
+
+
+def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
+    """Return what to measure beside a model's proposals, by name.
+
+    That is fixed trees beside dynamic ones, and both parts beside a merged draft.
+    """
+    references: dict[str, Reference] = {}
+    if model.tree is None or model.fixed_proposer is None:
+        return references
+    if model.dynamic is not None:
+        references[FIXED_TREE] = _same_tree(model.fixed_proposer, model.tree)
+        equal = model.dynamic.equal_latency
+        if equal is not None and equal != model.tree:
+            references[EQUAL_LATENCY_TREE] = _same_tree(model.fixed_proposer, equal)
+    if model.draft is not None and model.lookup is not None:
+        references[HEADS_ALONE] = _same_tree(model.draft, model.tree)
+        references[LOOKUP_ALONE] = Reference(
+            model.lookup, None, "the same decoding loop with the draft without training alone"
+        )
+    return references
+
+
+def _same_tree(proposer: Proposer, tree: Tree) -> Reference:
+    return Reference(proposer, tree, f"the same decoding loop with the same tree of {tree.size} nodes in every step")
 
 
 def extra_baselines(

@@ -163,7 +163,9 @@ def _not_compared(outcome: str | None) -> str:
 
 def _tokens_per_step_note(report: Report) -> str:
     if report.meta.get("draft") is not None:
-        return f"Tokens per step: measured on this bench with the draft {report.meta['draft']}."
+        note = f"Tokens per step: measured on this bench with the draft {report.meta['draft']}."
+        parts = " The heads alone and the lookup alone were measured in turns with it."
+        return note + parts if "heads_alone" in report.meta["baselines"] else note
     if report.meta.get("dynamic_trees") is not None:
         return (
             "Tokens per step: measured on this bench, with a tree of its own in every step. The fixed trees of the "

@@ -17,7 +17,7 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
-from medusa_train.evaluation.answerers import GENERATE, describe_baseline, fixed_trees
+from medusa_train.evaluation.answerers import GENERATE, describe_baseline, reference_decoders
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
@@ -42,7 +42,7 @@ def collect_metadata(
     draft, mode = model.draft, DecodingMode.from_config(cfg)
     tree = model.tree if model.dynamic is None else None
     greedy = mode.acceptance == "greedy"
-    extra_baselines, fixed = records[0].others if records else {}, fixed_trees(model)
+    extra_baselines, references = records[0].others if records else {}, reference_decoders(model)
     equal = sum(first_difference(record.plain.tokens, record.generate.tokens) is None for record in records)
     return {
         "model": None if paths.name is None else short_path(paths.name),
@@ -71,14 +71,11 @@ def collect_metadata(
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
             "generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None, mode),
-            **{
-                name: f"the same decoding loop with the same tree of {tree.size} nodes in every step"
-                for name, tree in fixed.items()
-            },
+            **{name: one.description for name, one in references.items()},
             **{
                 name: describe_baseline(name, transformers.__version__, cfg.assistant_model, mode)
                 for name in extra_baselines
-                if name not in fixed
+                if name not in references
             },
         },
         "plain_equal_generate": equal if greedy else None,

@@ -23,7 +23,7 @@ from medusa_train.evaluation.answerers import (
     GenerateAnswerer,
     LoopAnswerer,
     LoopBatchAnswerer,
-    fixed_trees,
+    reference_decoders,
 )
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Question
@@ -52,7 +52,8 @@ class SpeedTest:
     """Asks questions and times every decoder on every turn.
 
     Args:
-        model: backbone, and draft and tree if any. Dynamic trees are timed beside fixed ones.
+        model: backbone, and draft and tree if any. Dynamic trees are timed beside fixed ones, and merged drafts beside
+            their parts.
         chat: turns messages into prompts.
         max_new_tokens: longest answer in tokens.
         extra: further baselines by name, beside plain decoding and `generate`; not in batches.
@@ -84,10 +85,8 @@ class SpeedTest:
                 self._answerers[TREE] = LoopAnswerer(
                     Decoder(model.backbone, model.proposer, model.tree), mode, mode.rule
                 )
-            for name, tree in fixed_trees(model).items():
-                self._answerers[name] = LoopAnswerer(
-                    Decoder(model.backbone, model.fixed_proposer, tree), mode, mode.rule
-                )
+            for name, one in reference_decoders(model).items():
+                self._answerers[name] = LoopAnswerer(Decoder(model.backbone, one.proposer, one.tree), mode, mode.rule)
             return
         plain_batch = BatchDecoder(model.backbone)
         if not plain_batch.can_batch:
@@ -96,8 +95,8 @@ class SpeedTest:
         if model.proposer is not None:
             decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
             self._batch_answerers[TREE] = LoopBatchAnswerer(decoder, mode, mode.rule)
-        for name, tree in fixed_trees(model).items():
-            decoder = BatchDecoder(model.backbone, model.fixed_proposer, tree)
+        for name, one in reference_decoders(model).items():
+            decoder = BatchDecoder(model.backbone, one.proposer, one.tree)
             self._batch_answerers[name] = LoopBatchAnswerer(decoder, mode, mode.rule)
 
     @property

@@ -69,11 +69,13 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, benc
     assert "total" in shown.split()[-5:]  # and the time, in two or four words
 
 
-@pytest.mark.parametrize("draft", ["prompt_lookup", "medusa+prompt_lookup"])
+@pytest.mark.parametrize(
+    ("draft", "batch_size"), [("prompt_lookup", 1), ("medusa+prompt_lookup", 1), ("medusa+prompt_lookup", 2)]
+)
 def test_drafts_without_training_are_timed_like_heads(
-    draft: str, run_dir: Path, bench_file: Path, tmp_path: Path
+    draft: str, batch_size: int, run_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:
-    keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False}
+    keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
     report, shown = run(bench_file, run_dir, tmp_path, draft=draft, lookup={"nodes": 4}, **keys)
     overall, meta = report["overall"], report["meta"]
     assert isinstance(overall, dict)
@@ -84,6 +86,12 @@ def test_drafts_without_training_are_timed_like_heads(
     assert meta["heads"] == (None if draft == "prompt_lookup" else 3)
     assert ("tree" in report) == (draft != "prompt_lookup")
     assert f"draft {draft} (" in shown
+    parts = set() if draft == "prompt_lookup" else {"heads_alone", "lookup_alone"}
+    assert set(report["baselines"]) == {"plain", "generate", *parts}  # type: ignore[arg-type]
+    for name in parts:
+        assert report["baselines"][name]["tokens_per_step"] >= 1.0  # type: ignore[index]
+        assert report["baselines"][name]["equal_to_plain"] == 4  # type: ignore[index]
+        assert f"the speed of {name.replace('_', ' ')} (" in shown.replace("\n", " ")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
