@@ -220,7 +220,7 @@ class Measurement:
 
     def _vocabulary_coverage(self, draft: Draft) -> list[float] | None:
         """Return the shares of training and held-out tokens that heads with a reduced vocabulary can predict."""
-        token_map = getattr(draft, "token_map", None)  # Medusa alone has one
+        token_map = getattr(draft, "token_map", None)  # Kangaroo never has one
         if token_map is None:
             return None
         size = self._model.backbone.vocab_size

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.reference_layout import HeadTensors, from_reference, to_reference
+from medusa_train.checkpoint.reference_layout import (
+    TOKEN_MAP,
+    HeadTensors,
+    checked_token_map,
+    from_reference,
+    to_reference,
+)
 from medusa_train.checkpoint.resolve import CONFIG, DRAFT, PICKLED, PREFIXES, SAFETENSORS, heads_files, heads_layout
 from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
 from medusa_train.checkpoint.vllm_layout import from_vllm, to_vllm
@@ -61,8 +67,9 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
     if heads_layout(directory) != "draft":
         return load_heads(directory, backbone, dtype)
     config = read_json(directory / CONFIG)
-    draft = _new_draft(config, directory / CONFIG, backbone, dtype)
-    tensors, expected = read_tensors(directory / DRAFT), draft.state_dict()
+    tensors = read_tensors(directory / DRAFT)
+    draft = _new_draft(config, directory, tensors, backbone, dtype)
+    expected = draft.state_dict()
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]
     problems += [
@@ -71,22 +78,36 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         if name in tensors and tensors[name].shape != tensor.shape
     ]
     if problems:
-        base_model = config.get("base_model_name_or_path")
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise CheckpointError(
-            f"{directory / DRAFT}: does not fit {backbone.name or 'the backbone'} ({problems[0]}{more}). "
-            f"Name the backbone it was trained on" + (f" ({base_model})." if base_model else ".")
-        )
+        raise _does_not_fit(directory / DRAFT, backbone, f"{problems[0]}{more}", config)
     draft.load_state_dict(tensors)
     return draft.eval()
 
 
-def _new_draft(config: Any, path: Path, backbone: Backbone, dtype: torch.dtype | None) -> Draft:
-    """Build an untrained draft with the settings of a config.json."""
+def _does_not_fit(path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]) -> CheckpointError:
+    base_model = config.get("base_model_name_or_path")
+    return CheckpointError(
+        f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). "
+        f"Name the backbone it was trained on" + (f" ({base_model})." if base_model else ".")
+    )
+
+
+def _new_draft(
+    config: Any, directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, dtype: torch.dtype | None
+) -> Draft:
+    """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
+    path = directory / CONFIG
     kind = config.get("draft") if isinstance(config, dict) else None
     if kind not in DRAFTS:
         raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
     settings = {name: value for name, value in config.items() if name not in ("draft", "base_model_name_or_path")}
+    if settings.get("vocab_size") is not None:
+        if TOKEN_MAP not in tensors:
+            raise CheckpointError(f"{directory / DRAFT}: {TOKEN_MAP} is missing, but {path} has vocab_size")
+        settings[TOKEN_MAP] = tokens = checked_token_map(tensors, str(directory / DRAFT))
+        if int(tokens.max()) >= backbone.vocab_size:
+            problem = f"{TOKEN_MAP} has the token {int(tokens.max())}, the backbone {backbone.vocab_size} tokens"
+            raise _does_not_fit(directory / DRAFT, backbone, problem, config)
     try:
         return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
     except (TypeError, ValueError) as error:

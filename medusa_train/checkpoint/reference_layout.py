@@ -159,7 +159,7 @@ def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None 
     if num_layers is None:
         num_layers = len({match[2] for match in blocks})
     if TOKEN_MAP in state:
-        state[TOKEN_MAP] = _checked_token_map(state, source)
+        state[TOKEN_MAP] = checked_token_map(state, source)
     heads = HeadTensors(len(numbers), num_layers, state)
     _check_complete(heads, source)
     _check_shapes(heads, source)
@@ -238,8 +238,12 @@ def _check_markov(heads: HeadTensors, source: str) -> None:
                 raise CheckpointError(f"{source}: {name} is {list(tensor.shape)}, expected {list(shape)}")
 
 
-def _checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
-    """Return the token map as int64 [N] after checking it: unique token ids, as many as the matrices have rows."""
+def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
+    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have rows.
+
+    Raises:
+        CheckpointError: it is none.
+    """
     tokens = state[TOKEN_MAP]
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool or not len(tokens):
         raise CheckpointError(f"{source}: {TOKEN_MAP} is not a list of token ids ({list(tokens.shape)} {tokens.dtype})")

@@ -111,10 +111,9 @@ class MedusaConfig(DraftConfig):
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
-        vocabulary = f" over {self.vocab_size:,} tokens" if self.vocab_size else ""
         each = "" if self.settings["markov_shared"] else " each"
         markov = f" with a Markov bias of rank {self.markov_rank}{each}" if self.markov_rank else ""
-        return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{vocabulary}{markov}"
+        return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}{markov}"
 
 
 class HydraConfig(DraftConfig):
@@ -141,6 +140,9 @@ class HydraConfig(DraftConfig):
         True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published"
     )
     dropout: Float = key(0.2, "dropout on the residual branch of each block during training", ge=0, lt=1)
+    vocab_size: Int | None = key(
+        None, "N: heads predict only the N most frequent tokens of the training data; default: all tokens", ge=16
+    )
     decay_coefficient: Float = key(
         1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
     )
@@ -159,8 +161,9 @@ class HydraConfig(DraftConfig):
         return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
-        """Describe the draft by its heads and layers; Hydra++ has a prefix layer."""
-        return f"{self.num_heads} Hydra{'++' if self.prefix_layer else ''} heads x {_layers(self.num_layers)}"
+        """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix layer."""
+        heads = f"{self.num_heads} Hydra{'++' if self.prefix_layer else ''} heads"
+        return f"{heads} x {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}"
 
 
 class AmphistaConfig(DraftConfig):
@@ -184,6 +187,9 @@ class AmphistaConfig(DraftConfig):
     normalize_embeddings: Bool = key(
         True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published"
     )
+    vocab_size: Int | None = key(
+        None, "N: heads predict only the N most frequent tokens of the training data; default: all tokens", ge=16
+    )
     alignment_weight: Float = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the backbone's distribution (default not from the paper)",
@@ -201,6 +207,10 @@ class AmphistaConfig(DraftConfig):
         """`lambda_1 * alignment + lambda_2 * CE`, as one weighted soft target (Amphista, Training Objective)."""
         weight = self.alignment_weight + self.label_weight
         return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight if weight else 0.0, weight)
+
+    def describe(self) -> str:
+        """Describe the draft by its heads and reduced vocabulary."""
+        return f"{super().describe()}{_vocabulary(self.vocab_size)}"
 
 
 class KangarooConfig(DraftConfig):
@@ -228,6 +238,10 @@ class KangarooConfig(DraftConfig):
 
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
+
+
+def _vocabulary(size: int | None) -> str:
+    return f" over {size:,} tokens" if size else ""
 
 
 #: Section class by the value of the key `draft`; Medusa's keys are flat.

@@ -1,4 +1,4 @@
-"""Reduced draft vocabulary (`medusa_vocab_size`): the most frequent target tokens, for heads with a smaller lm_head."""
+"""Reduced draft vocabulary (`vocab_size` of a draft): its most frequent targets, for heads with a smaller lm_head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medusa_train.errors import ConfigError
 
 
 def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
-    """Check `medusa_vocab_size` against the backbone's vocabulary, before anything is loaded.
+    """Check the size of the draft vocabulary against the backbone's, before anything is loaded.
 
     Raises:
         ConfigError: it is not smaller.
@@ -22,7 +22,7 @@ def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
     size = cfg.draft_config.settings.get("vocab_size")
     if size is not None and size >= vocab_size:
         raise ConfigError(
-            f"medusa_vocab_size: {size:,} must be less than the {vocab_size:,} tokens of {cfg.base_model}; leave it "
+            f"{_key(cfg)}: {size:,} must be less than the {vocab_size:,} tokens of {cfg.base_model}; leave it "
             "out to use all of them"
         )
 
@@ -31,13 +31,19 @@ def choose_draft_vocabulary(cfg: TrainConfig, train: EncodedDataset, tokenizer: 
     """Return the tokens that heads predict, long [N] in ascending order; None for all of the backbone's.
 
     Raises:
-        ConfigError: `medusa_vocab_size` is less than the number of special tokens in the data.
+        ConfigError: the size is less than the number of special tokens in the data.
     """
     size = cfg.draft_config.settings.get("vocab_size")
     if size is None:
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frequent_tokens(token_counts(train, vocab_size), size, special | set(tokenizer.all_special_ids))
+    special |= set(tokenizer.all_special_ids)
+    return frequent_tokens(token_counts(train, vocab_size), size, special, key=_key(cfg))
+
+
+def _key(cfg: TrainConfig) -> str:
+    """The name of the key: `medusa_vocab_size`, `hydra.vocab_size`."""
+    return f"{cfg.draft_config.prefix}vocab_size"
 
 
 def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:
@@ -48,11 +54,14 @@ def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:
     return counts
 
 
-def frequent_tokens(counts: Tensor, size: int, special: Collection[int] = ()) -> Tensor:
+def frequent_tokens(
+    counts: Tensor, size: int, special: Collection[int] = (), *, key: str = "medusa_vocab_size"
+) -> Tensor:
     """Return the `size` tokens with the highest `counts` [V], long [size] in ascending order.
 
     Ties go to smaller ids; so do rows beyond the number of distinct tokens. Tokens of `special` (end of turn, for
-    instance) that occur are always included. The result depends on the counts only, so all processes agree.
+    instance) that occur are always included. The result depends on the counts only, so all processes agree. `key` is
+    the name of the size in errors.
 
     Raises:
         ConfigError: more special tokens occur than `size`.
@@ -60,9 +69,7 @@ def frequent_tokens(counts: Tensor, size: int, special: Collection[int] = ()) ->
     kept = torch.zeros_like(counts, dtype=torch.bool)
     kept[[token for token in special if token < len(counts) and counts[token]]] = True
     if int(kept.sum()) > size:
-        raise ConfigError(
-            f"medusa_vocab_size: {size:,} is less than the {int(kept.sum()):,} special tokens in the data"
-        )
+        raise ConfigError(f"{key}: {size:,} is less than the {int(kept.sum()):,} special tokens in the data")
     ranked = torch.where(kept, counts.max() + 1, counts)
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
 

@@ -139,6 +139,10 @@ class LMHead:
         nearest = torch.searchsorted(ids, tokens.contiguous()).clamp_(max=len(ids) - 1)
         return torch.where(ids[nearest] == tokens, rows[nearest], -1)
 
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """Return the token id of each row (any shape), long."""
+        return rows if self.token_map is None else self.token_map[rows]
+
 
 def rank_candidates(scores: Tensor, rows: Tensor, token_bias: Tensor, embedded: Tensor) -> Tensor:
     """Rank the candidates of a head again, once for each token that may come before; equal ones keep their order.

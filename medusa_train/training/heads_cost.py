@@ -54,36 +54,33 @@ def count_step_bytes(cfg: TrainConfig, model_config: Any, dtype: torch.dtype) ->
     return StepBytes(round(weight_bytes(cfg, model, dtype)) - lookup, draft * dtype.itemsize)
 
 
-def cheaper_settings(cfg: TrainConfig, vocab_size: int) -> list[dict[str, Any]]:
-    """Return changes of the configuration that make the heads' output matrices smaller, one by one.
-
-    Hydra's and Amphista's heads have a full matrix each, so only fewer heads are smaller; Kangaroo's has none.
+def cheaper_settings(cfg: TrainConfig, vocab_size: int) -> dict[str, TrainConfig]:
+    """Return configurations in which one key is changed so that the heads' output matrices are smaller.
 
     Args:
         cfg: a validated configuration. vocab_size: tokens of the backbone.
 
     Returns:
-        Top-level keys with their values, the largest matrices first.
+        The changed configurations by the change, as in a YAML file; none for Kangaroo, which has no such matrices.
     """
-    heads = cfg.draft_config.num_heads // 2
-    if cfg.draft in ("hydra", "amphista"):
-        section = cfg.draft_config.model_copy(update={"num_heads": heads})
-        return [{cfg.draft: section}] if heads else []
-    if cfg.draft != "medusa":
-        return []
-    current = cfg.medusa_vocab_size or vocab_size
-    changes: list[dict[str, Any]] = [{"medusa_vocab_size": size} for size in VOCABULARIES if size < current]
-    if not cfg.medusa_share_lm_head:
-        changes.append({"medusa_share_lm_head": True})
-    return [change for change in changes if _is_allowed(cfg.model_copy(update=change))]
+    section = cfg.draft_config
+    if "vocab_size" not in section.settings:
+        return {}
+    current = section.settings["vocab_size"] or vocab_size
+    changes: list[tuple[str, Any]] = [("vocab_size", size) for size in VOCABULARIES if size < current]
+    if cfg.draft == "medusa":
+        changes += [("share_lm_head", True)] if not cfg.medusa_share_lm_head else []
+    elif section.num_heads > 1:
+        changes.append(("num_heads", section.num_heads // 2))
+    variants = {f"{section.prefix}{key}: {str(value).lower()}": _with(cfg, key, value) for key, value in changes}
+    return {change: variant for change, variant in variants.items() if _is_allowed(variant)}
 
 
-def describe_change(change: dict[str, Any]) -> str:
-    """Write a change as in a YAML file."""
-    ((name, value),) = change.items()
-    if name.startswith("medusa_"):
-        return f"{name}: {str(value).lower()}"
-    return f"{name}.num_heads: {value.num_heads}"
+def _with(cfg: TrainConfig, key: str, value: Any) -> TrainConfig:
+    """Return the configuration with another value of a key of its draft."""
+    if cfg.draft == "medusa":
+        return cfg.model_copy(update={f"{cfg.draft_config.prefix}{key}": value})
+    return cfg.model_copy(update={cfg.draft: cfg.draft_config.model_copy(update={key: value})})
 
 
 def _is_allowed(cfg: TrainConfig) -> bool:

@@ -23,7 +23,7 @@ from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.compute import GPUS, UTILIZATION, estimate_hours, estimate_operations
-from medusa_train.training.heads_cost import NOTABLE_SHARE, cheaper_settings, count_step_bytes, describe_change
+from medusa_train.training.heads_cost import NOTABLE_SHARE, cheaper_settings, count_step_bytes
 from medusa_train.training.hidden_states import describe_states, state_format
 from medusa_train.training.load_data import LoadingProgress, TrainingData, load_data, load_tokenizer
 from medusa_train.training.memory import Memory, estimate_memory
@@ -230,8 +230,8 @@ def _heads_table(
     dtype = choose_precision(cfg.bf16, default_device(), fp16=cfg.fp16).dtype
     size = count_step_bytes(cfg, model_config, dtype)
     vocab_size = model_config.get_text_config().vocab_size
-    changes = cheaper_settings(cfg, vocab_size)
-    if size.draft < NOTABLE_SHARE * size.backbone or not changes:
+    cheaper = cheaper_settings(cfg, vocab_size)
+    if size.draft < NOTABLE_SHARE * size.backbone or not cheaper:
         return None
     intro = _grid()
     intro.add_row(
@@ -246,14 +246,13 @@ def _heads_table(
         table.add_column(justify="right")
     table.add_row("", "", "trained", "memory", "operations", "read per step", "targets covered")
     counts = token_counts(data.train, vocab_size)
-    for change in [{}, *changes]:
-        variant = cfg.model_copy(update=change)
+    for change, variant in {"as configured": cfg, **cheaper}.items():
         memory = _estimate_for_page(variant, data.train, loader, model_config)
         read = count_step_bytes(variant, model_config, dtype).draft
         token_map = choose_draft_vocabulary(variant, data.train, tokenizer, vocab_size)
         table.add_row(
             "",
-            describe_change(change) if change else "as configured",
+            change,
             f"{memory.trained / 1e6:,.1f}M",
             _size(memory.total),
             f"{count_operations(variant, data.train, loader, model_config):.1e}",

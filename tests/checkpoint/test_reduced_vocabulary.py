@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference
+from medusa_train.checkpoint.resolve import DRAFT
 from medusa_train.checkpoint.vllm_layout import config_as_loaded, expand_rows, from_vllm, loader_problems, to_vllm
 from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import D, V, vllm_config, vllm_tensors
 from tests.checkpoint.test_vllm_layout import same
@@ -52,6 +54,53 @@ def test_saved_and_loaded_they_are_the_same(tmp_path: Path, share: bool, dtype: 
     assert again.settings == original.settings
     states = torch.randn(4, backbone.hidden_size).to(dtype)
     assert torch.equal(again.head_logits(states, 3), original.head_logits(states, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_other_drafts_are_the_same_once_saved_and_loaded(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    backbone = random_backbone("llama", dtype=dtype)
+    original = DRAFTS[kind].from_backbone(backbone, num_heads=2, vocab_size=8, token_map=KEPT)
+    save_draft(original, tmp_path, "m")
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 8
+    again = load_draft(tmp_path, backbone)
+    assert again.settings == original.settings
+    assert same(again.state_dict(), original.state_dict())
+    assert again.lm_head(2).tokens_of(torch.tensor([4])).tolist() == [60]
+
+
+@pytest.mark.parametrize(
+    ("token_map", "words"),
+    [
+        (None, "token_map is missing, but .*config.json has vocab_size"),
+        (torch.arange(54, 62), r"token_map has the token 61, the backbone 61 tokens.*\(some/model\)"),
+        (torch.tensor([0, 1, 2, 3, 4, 5, 6, 6]), "duplicate or negative token ids"),
+        (torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), "duplicate or negative token ids"),
+        (torch.rand(8), "not a list of token ids"),
+        (torch.arange(8).view(2, 4), "not a list of token ids"),
+        (torch.arange(7), "7 tokens for matrices of 8 rows"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_a_broken_token_map_of_other_drafts_is_named(
+    tmp_path: Path, kind: str, token_map: Tensor | None, words: str
+) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    save_draft(DRAFTS[kind].from_backbone(backbone, num_heads=1, vocab_size=8, token_map=KEPT), tmp_path, "some/model")
+    tensors = {name: tensor for name, tensor in load_file(tmp_path / DRAFT).items() if name != "token_map"}
+    save_file(tensors if token_map is None else {**tensors, "token_map": token_map}, tmp_path / DRAFT)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_draft(tmp_path, backbone)
+    assert DRAFT in str(caught.value)
+
+
+def test_a_vocabulary_of_another_size_than_the_config_says_is_named(tmp_path: Path) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=1, vocab_size=8, token_map=KEPT), tmp_path, "m")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
+    with pytest.raises(CheckpointError, match="heads over 9 tokens need a token_map of that length"):
+        load_draft(tmp_path, backbone)
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -66,9 +66,18 @@ def test_the_papers_settings_of_hydra() -> None:
         "prefix_layer": True,
         "normalize_embeddings": True,
         "dropout": 0.2,
+        "vocab_size": None,
     }
     assert section.heads_loss == HeadsLoss(1.0, 1.0)  # the teacher alone, unweighted
     assert section.describe() == "3 Hydra++ heads x 4 layers"
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("hydra", "4 Hydra++ heads x 4 layers"), ("amphista", "4 Amphista heads")])
+def test_a_reduced_vocabulary_of_other_drafts(kind: str, heads: str) -> None:
+    section = train(f"draft={kind}", f"{kind}.vocab_size=1024").draft_config
+    assert section.settings["vocab_size"] == 1024
+    assert section.describe() == f"{heads} over 1,024 tokens"
+    assert train(f"draft={kind}").draft_config.describe() == heads
 
 
 def test_the_papers_settings_of_kangaroo() -> None:
@@ -130,6 +139,9 @@ def test_weights_and_eta_without_effect_are_listed() -> None:
         (["draft=amphista", "hydra.num_heads=2"], r"belongs to another draft; set draft: hydra"),
         (["draft=hydra", "hydra.num_head=2"], r"hydra.num_head: unknown key; did you mean num_heads"),
         (["draft=hydra", "hydra.dropout=1"], r"hydra.dropout: must be less than 1"),
+        (["draft=hydra", "hydra.vocab_size=8"], r"hydra.vocab_size: must be 16 or more"),
+        (["draft=amphista", "amphista.vocab_size=8"], r"amphista.vocab_size: must be 16 or more"),
+        (["draft=kangaroo", "kangaroo.vocab_size=1024"], r"kangaroo.vocab_size: unknown key"),
         (
             ["draft=amphista", "amphista.alignment_weight=0", "amphista.label_weight=0"],
             r"amphista: .*both 0, so there is no loss",

@@ -43,8 +43,8 @@ def test_ties_do_not_depend_on_how_sorting_breaks_them() -> None:
 
 
 def test_a_size_without_room_for_the_special_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="less than the 2 special"):
-        frequent_tokens(torch.tensor([3, 0, 5, 1, 1, 0, 9, 1]), 1, special=[3, 4])
+    with pytest.raises(ConfigError, match=r"hydra\.vocab_size: 1 is less than the 2 special"):
+        frequent_tokens(torch.tensor([3, 0, 5, 1, 1, 0, 9, 1]), 1, special=[3, 4], key="hydra.vocab_size")
 
 
 def test_coverage_is_the_share_of_tokens() -> None:

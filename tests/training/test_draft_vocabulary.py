@@ -1,4 +1,4 @@
-"""A run with `medusa_vocab_size`: its vocabulary is the text's, it is trained, resumed, exported and decoded with."""
+"""A run with a reduced vocabulary: its vocabulary is the text's, it is trained, resumed, exported and decoded with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
@@ -93,27 +93,61 @@ def test_stage_two_takes_the_vocabulary_of_stage_one(make_config, console, tmp_p
     assert torch.equal(first["token_map"], second["token_map"])
 
 
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_other_drafts_are_trained_resumed_and_decoded_with(kind, make_config, console, tmp_path, backbone_dir) -> None:
+    section = {"num_heads": 2, "vocab_size": SIZE}
+    keys = {"draft": kind, kind: section, "save_steps": 3, "lr_scheduler": "constant"}
+    whole, part = ({**keys, "output_dir": str(tmp_path / name)} for name in ("whole", "part"))
+    train(make_config(**whole, calibration_tokens=60), console, console)
+    assert f"2 {kind.capitalize()}" in console.file.getvalue()
+    assert "draft vocabulary: 24 of 300 tokens" in console.file.getvalue()
+    assert all(0 < line["outside_vocabulary"] < 1 for line in metrics(tmp_path / "whole") if line["kind"] == "train")
+    backbone = load_backbone(str(backbone_dir))
+    draft = load_draft(tmp_path / "whole" / "heads", backbone)
+    assert (draft.draft_vocab_size, draft.lm_head(2).weight.shape) == (SIZE, (SIZE, 32))
+    plain = Decoder(backbone).generate([0, 2, 10, 3], 30, ()).tokens
+    tree = Tree.load(tmp_path / "whole" / "tree.json")
+    assert Decoder(backbone, draft, tree).generate([0, 2, 10, 3], 30, ()).tokens == plain
+
+    train(make_config(**part, max_steps=3), console, console)
+    train(make_config(**part, resume_from_checkpoint="auto"), console, console)
+    first, second = (load_file(tmp_path / name / "heads" / "draft.safetensors") for name in ("whole", "part"))
+    assert set(first) == set(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    all_tokens = {**keys, kind: {"num_heads": 2}, "lora_model_dir": str(tmp_path / "whole")}
+    with pytest.raises(ConfigError, match=rf"{kind}\.vocab_size: 24, the configuration sets {kind}\.vocab_size: None"):
+        train(make_config(**all_tokens), console, console)
+
+
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+@pytest.mark.parametrize("size", [300, 5000])
+def test_other_drafts_name_their_key(make_config, console, kind, size) -> None:
+    with pytest.raises(ConfigError, match=rf"^{kind}\.vocab_size: [\d,]+ must be less than the 300 tokens"):
+        load_data(make_config(draft=kind, **{kind: {"vocab_size": size}}), console)
+
+
 @pytest.mark.parametrize("size", [300, 5000])
 def test_a_vocabulary_that_is_not_reduced_is_refused_before_weights_are_loaded(make_config, console, size) -> None:
     with pytest.raises(ConfigError, match="must be less than the 300 tokens"):
         load_data(make_config(medusa_vocab_size=size), console)
 
 
-def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir) -> None:
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
+def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir, kind) -> None:
     cfg = make_config()
     data = load_data(cfg, Console(file=io.StringIO()))
     backbone = load_backbone(str(backbone_dir))
     recipe = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
-    draft = MedusaDraft.from_backbone(backbone, 2, vocab_size=len(kept), token_map=kept)
+    draft = DRAFTS[kind].from_backbone(backbone, num_heads=2, vocab_size=len(kept), token_map=kept).eval()
     batch = data.validation.batch([[i] for i in range(len(data.validation))])
     found = validate(recipe, draft, [batch], Objective(draft, 0.8))
     assert found is not None
-    hidden = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
-    for k in (1, 2):
+    feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
+    for k, states in enumerate(draft.head_states(feats, batch), start=1):
         target = shift_labels(batch.labels, k, batch.segments)
         valid = target != IGNORE_INDEX
-        tokens, logits = target[valid], draft.head_logits(hidden[valid], k)
+        tokens, logits = target[valid], draft.lm_head(k).logits(states[valid])
         known = torch.isin(tokens, kept)
         assert (found.targets[k - 1], found.in_vocab[k - 1]) == (len(tokens), int(known.sum()))
         assert found.top[k - 1][0] == pytest.approx(float((kept[logits.argmax(-1)] == tokens).double().mean()))

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.training.heads_cost import cheaper_settings, count_step_bytes, describe_change
+from medusa_train.training.heads_cost import cheaper_settings, count_step_bytes
 from medusa_train.training.memory import _NF4
 from tests.families import random_backbone
 
@@ -64,7 +64,7 @@ def test_heads_read_a_matrix_each_or_a_shared_one_once(keys: dict[str, Any], wei
 
 def test_suggestions_are_smaller_than_what_is_configured() -> None:
     def suggested(vocab_size: int, **keys: Any) -> list[str]:
-        return [describe_change(change) for change in cheaper_settings(config(**keys), vocab_size)]
+        return list(cheaper_settings(config(**keys), vocab_size))
 
     sizes = [f"medusa_vocab_size: {size}" for size in (32768, 16384, 8192)]
     shared = "medusa_share_lm_head: true"
@@ -79,15 +79,22 @@ def test_suggestions_are_smaller_than_what_is_configured() -> None:
     assert suggested(4096, recipe="medusa2", adapter="lora", lora_target_modules=["q_proj"]) == [shared]
 
 
-def test_other_drafts_have_fewer_heads_or_nothing_to_suggest() -> None:
-    for draft in ("hydra", "amphista"):
-        (change,) = cheaper_settings(config(draft=draft), VOCAB)
-        assert describe_change(change) == f"{draft}.num_heads: 2"
-        fewer = config(draft=draft).model_copy(update=change)
-        half, full = (count_step_bytes(cfg, shape(), torch.float32).draft for cfg in (fewer, config(draft=draft)))
-        assert half < full - 2 * 4 * VOCAB * HIDDEN
-    assert cheaper_settings(config(draft="hydra", hydra={"num_heads": 1}), VOCAB) == []
-    assert cheaper_settings(config(draft="kangaroo"), VOCAB) == []
+@pytest.mark.parametrize("draft", ["hydra", "amphista"])
+def test_other_drafts_have_smaller_vocabularies_or_fewer_heads(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.training.heads_cost.VOCABULARIES", (1000, 40, 20))
+    cfg = config(draft=draft)
+    cheaper = cheaper_settings(cfg, VOCAB)
+    assert list(cheaper) == [f"{draft}.vocab_size: 40", f"{draft}.vocab_size: 20", f"{draft}.num_heads: 2"]
+    full, part, less, half = (count_step_bytes(one, shape(), torch.float32).draft for one in (cfg, *cheaper.values()))
+    assert full - part == 4 * 4 * 60 * HIDDEN
+    assert part - less == 4 * 4 * 20 * HIDDEN
+    assert half < full - 2 * 4 * VOCAB * HIDDEN
+    smallest = config(draft=draft, **{draft: {"num_heads": 1, "vocab_size": 20}})
+    assert cheaper_settings(smallest, VOCAB) == {}
+
+
+def test_kangaroo_has_nothing_to_suggest() -> None:
+    assert cheaper_settings(config(draft="kangaroo"), VOCAB) == {}
 
 
 def test_every_family_has_a_plain_step() -> None:

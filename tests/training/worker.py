@@ -25,7 +25,6 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import MetricLoggers
-from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_precision
@@ -37,6 +36,7 @@ from medusa_train.training.load_data import load_data, validation_batches
 from medusa_train.training.optim import build_scheduler, parameter_groups
 from medusa_train.training.process_info import process_info_from_env
 from medusa_train.training.run import train
+from medusa_train.training.setup import build_heads
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState, take_weights
 from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
@@ -87,7 +87,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
         backbone = load_backbone(cfg.base_model, dtype=precision.dtype, quantization=quantization)
     case["loaded"] = backbone_elements(backbone.model)
     with gathering_modules(backbone.model), gathered(backbone.output_embeddings.parameters()):
-        draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings, dtype=torch.float32)
+        draft = build_heads(cfg, data, backbone, quiet)
     for parameter in draft.parameters():  # or the heads would all be one
         parameter.data += 0.01 * torch.randn_like(parameter)
     recipe = build_backbone_recipe(cfg, backbone, precision)

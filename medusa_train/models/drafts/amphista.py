@@ -12,16 +12,16 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal
+from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, concat_rows, gather_paths
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
 
-class AmphistaDraft(Draft):
+class AmphistaDraft(LMHeadsDraft):
     """K heads over two adaptation layers and a bidirectional block (Amphista, Methodology; arXiv 2406.13170).
 
         h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      h: the backbone's state at t, e: of the token at t + 1
@@ -49,11 +49,13 @@ class AmphistaDraft(Draft):
         adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they read fc[h ; e].
         sampled_token: False omits e and fc: the layers read h and h1.
         normalize_embeddings: False leaves e as it is.
+        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default all tokens.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
     guesses_at_once = True
     can_append_rows = True
+    lm_heads: StackedLinears
 
     def __init__(
         self,
@@ -64,6 +66,8 @@ class AmphistaDraft(Draft):
         adaptation_layers: int = 2,
         sampled_token: bool = True,
         normalize_embeddings: bool = True,
+        vocab_size: int | None = None,
+        token_map: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -74,8 +78,7 @@ class AmphistaDraft(Draft):
         self.normalize_embeddings = normalize_embeddings
         dtype = dtype or backbone.dtype
         self.embedding = backbone.embedding()
-        lm_head, size = backbone.lm_head(), backbone.hidden_size
-        self.softcap, self.scale = lm_head.softcap, lm_head.scale
+        size = backbone.hidden_size
         stages = max(adaptation_layers, 1) if sampled_token else 0
         self.fc = nn.ModuleList(nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages))
         self.layers = nn.ModuleList(
@@ -86,14 +89,13 @@ class AmphistaDraft(Draft):
         if auto_blocks:
             attention = _attention_shape(backbone.config, size)
             self.auto = AutoEmbedding(auto_blocks, num_heads, size, *attention, dtype)
-        self.lm_heads = StackedLinears(
-            nn.Linear(size, backbone.vocab_size, bias=lm_head.bias is not None, dtype=dtype) for _ in range(num_heads)
-        )
-        self._init_from(lm_head)
+        self.lm_heads = StackedLinears(self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype))
+        self._init_identity()
         self.to(backbone.device)
 
     @torch.no_grad()
-    def _init_from(self, lm_head: LMHead) -> None:
+    def _init_identity(self) -> None:
+        """Initialise so that the heads' states are the backbone's."""
         for fc in self.fc:
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
@@ -102,11 +104,6 @@ class AmphistaDraft(Draft):
                 nn.init.zeros_(parameter)
         for parameter in self.mlps.parameters():
             nn.init.zeros_(parameter)
-        for head in self.lm_heads:
-            assert isinstance(head, nn.Linear)
-            head.weight.copy_(lm_head.weight)
-            if lm_head.bias is not None:
-                head.bias.copy_(lm_head.bias)
 
     @classmethod
     def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> AmphistaDraft:
@@ -115,13 +112,14 @@ class AmphistaDraft(Draft):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate these heads."""
+        """Keyword arguments of `from_backbone` that recreate these heads, except `token_map`."""
         return {
             "num_heads": self.num_heads,
             "auto_blocks": self.auto_blocks,
             "adaptation_layers": self.adaptation_layers,
             "sampled_token": self.sampled_token,
             "normalize_embeddings": self.normalize_embeddings,
+            "vocab_size": self.draft_vocab_size,
         }
 
     @classmethod
@@ -133,12 +131,12 @@ class AmphistaDraft(Draft):
         auto_blocks: int,
         adaptation_layers: int,
         sampled_token: bool,
+        vocab_size: int | None = None,
         **without_weights: Any,
     ) -> int:
-        """Per head `d x d` and a copy of lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
-        lm_head = model.get_output_embeddings()
-        d = lm_head.weight.shape[1]
-        heads = num_heads * (d * d + d + sum(p.numel() for p in lm_head.parameters()))
+        """Per head `d x d` and its lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
+        d = model.get_output_embeddings().weight.shape[1]
+        heads = num_heads * (d * d + d + count_lm_head(model, vocab_size))
         layer = sum(p.numel() for p in model.base_model.layers[0].parameters())
         fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
         attention, head_dim = _attention_shape(model.config.get_text_config(), d)
@@ -153,12 +151,6 @@ class AmphistaDraft(Draft):
         following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)
         stages = self.stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
         yield from self._mix(self._head_vectors(stages)).unbind(-2)
-
-    def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2 with the backbone's logit transform."""
-        head = self.lm_heads[k - 1]
-        assert isinstance(head, nn.Linear)
-        return LMHead(head.weight, head.bias, self.softcap, self.scale)
 
     # Decoding. The layers read a position only once the token after it is known, so the last one waits for the root.
 
@@ -180,10 +172,11 @@ class AmphistaDraft(Draft):
         """Propose from h1 and h2 [B, d] of the last positions, see `propose`."""
         logits = self._head_logits(stages, stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        return Proposal(torch.cat([roots[:, None], best[:, tree.candidate_index]], dim=1), tree)
+        guesses = self.lm_head(1).tokens_of(best[:, tree.candidate_index])
+        return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
     def all_head_logits(self, state: AmphistaState, roots: Tensor, count: int) -> Tensor:
-        """Return the logits of heads 1..count, [count, B, V]."""
+        """Return the logits of heads 1..count, [count, B, V] (reduced vocabulary: [count, B, N])."""
         return self.lm_head(1).transform(self._head_logits(self._read(state, roots), state.stacked, count))
 
     def advance(

@@ -75,9 +75,7 @@ class DynamicDraft(Proposer):
         width = guesses.shape[2]
         index = [[(len(path) - 1) * width + path[-1] for path in row] for row in paths]
         chosen = guesses.transpose(0, 1).flatten(1).gather(1, torch.tensor(index, device=roots.device))
-        token_map = self.draft.lm_head(1).token_map
-        if token_map is not None:
-            chosen = token_map[chosen]
+        chosen = self.draft.lm_head(1).tokens_of(chosen)
         return Proposal(torch.cat([roots[:, None], chosen], dim=1), RowTrees(_parents(paths), roots.device))
 
     def advance(self, state: Any, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> Any:

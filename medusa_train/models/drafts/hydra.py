@@ -11,15 +11,15 @@ from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.base import Proposal, hidden_at_positions
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
 
-class HydraDraft(Draft):
+class HydraDraft(LMHeadsDraft):
     """K sequentially dependent heads (Hydra, Hydra Heads; arXiv 2402.05109).
 
         x_k = [h_t ; E(x_{t+1}) ; ... ; E(x_{t+k})]      x_{t+1}: the backbone's token, then the path of guesses
@@ -44,6 +44,7 @@ class HydraDraft(Draft):
         backbone: the model whose embeddings, lm_head and layer class are used; its weights are not changed.
         num_heads: K. num_layers: blocks per head, the first one included.
         prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
+        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default all tokens.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -58,17 +59,18 @@ class HydraDraft(Draft):
         prefix_layer: bool = True,
         normalize_embeddings: bool = True,
         dropout: float = 0.0,
+        vocab_size: int | None = None,
+        token_map: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dtype = dtype or backbone.dtype
-        lm_head, size = backbone.lm_head(), backbone.hidden_size
+        size = backbone.hidden_size
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.normalize_embeddings = normalize_embeddings
         self.dropout = dropout
         self.embedding = backbone.embedding()
-        self.softcap, self.scale = lm_head.softcap, lm_head.scale
         self.prefix = DraftLayer(backbone, dtype=dtype) if prefix_layer else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -76,22 +78,12 @@ class HydraDraft(Draft):
             )
             for k in range(1, num_heads + 1)
         )
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(size, backbone.vocab_size, bias=lm_head.bias is not None, dtype=dtype) for _ in range(num_heads)
-        )
-        self._init_from(backbone, lm_head)
-        self.to(backbone.device)
-
-    @torch.no_grad()
-    def _init_from(self, backbone: Backbone, lm_head: LMHead) -> None:
-        for head in self.lm_heads:
-            assert isinstance(head, nn.Linear)
-            head.weight.copy_(lm_head.weight)
-            if lm_head.bias is not None:
-                head.bias.copy_(lm_head.bias)
+        self.lm_heads = nn.ModuleList(self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype))
         if self.prefix is not None:
             probe = torch.arange(min(64, backbone.vocab_size), device=backbone.device)[None]
-            self.prefix.match_rms(backbone.run(probe).hidden)
+            with torch.no_grad():
+                self.prefix.match_rms(backbone.run(probe).hidden)
+        self.to(backbone.device)
 
     @classmethod
     def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> HydraDraft:
@@ -100,23 +92,30 @@ class HydraDraft(Draft):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate these heads."""
+        """Keyword arguments of `from_backbone` that recreate these heads, except `token_map`."""
         return {
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
             "prefix_layer": self.prefix is not None,
             "normalize_embeddings": self.normalize_embeddings,
             "dropout": self.dropout,
+            "vocab_size": self.draft_vocab_size,
         }
 
     @classmethod
     def count_parameters(
-        cls, model: Any, *, num_heads: int, num_layers: int, prefix_layer: bool, **without_weights: Any
+        cls,
+        model: Any,
+        *,
+        num_heads: int,
+        num_layers: int,
+        prefix_layer: bool,
+        vocab_size: int | None = None,
+        **without_weights: Any,
     ) -> int:
-        """Per head `2 d x (k + 1) d`, `d x d` per further block, and lm_head's size; the prefix layer with its norm."""
-        lm_head = model.get_output_embeddings()
-        d = lm_head.weight.shape[1]
-        per_head = sum(p.numel() for p in lm_head.parameters()) + (num_layers - 1) * (d * d + d)
+        """Per head `2 d x (k + 1) d`, `d x d` per further block, and its lm_head; the prefix layer with its norm."""
+        d = model.get_output_embeddings().weight.shape[1]
+        per_head = count_lm_head(model, vocab_size) + (num_layers - 1) * (d * d + d)
         first_blocks = sum(2 * d * ((k + 1) * d + 1) for k in range(1, num_heads + 1))
         prefix = sum(p.numel() for p in model.base_model.layers[0].parameters()) + d if prefix_layer else 0
         return num_heads * per_head + first_blocks + prefix
@@ -143,12 +142,6 @@ class HydraDraft(Draft):
         e: Tensor = self.embedding(tokens)
         return rms_norm(e, e.shape[-1:], eps=1e-12) if self.normalize_embeddings else e
 
-    def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2 with the backbone's logit transform."""
-        head = self.lm_heads[k - 1]
-        assert isinstance(head, nn.Linear)
-        return LMHead(head.weight, head.bias, self.softcap, self.scale)
-
     # Decoding
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> HydraState:
@@ -169,7 +162,7 @@ class HydraDraft(Draft):
                 x, nodes = x[:, level.inner], nodes[:, level.inner]
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
             logits = self.lm_heads[k - 1](self.blocks[k - 1](x))  # soft cap and scale would keep their order
-            nodes = logits.topk(level.width).indices.flatten(1)[:, level.candidates]
+            nodes = self.lm_head(k).tokens_of(logits.topk(level.width).indices.flatten(1)[:, level.candidates])
             x = x[:, level.parents]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)

@@ -14,6 +14,7 @@ from torch.nn.functional import linear, silu
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
 from medusa_train.models.drafts.markov import MarkovBias, count_markov_parameters
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
@@ -111,8 +112,7 @@ class MedusaDraft(Draft):
         Raises:
             ValueError: `vocab_size` and `token_map` do not fit each other.
         """
-        if vocab_size != (None if token_map is None else len(token_map)):
-            raise ValueError(f"heads over {vocab_size} tokens need a token_map of that length")
+        check_token_map(vocab_size, token_map)
         lm_head = backbone.lm_head()
         draft = cls(
             backbone.hidden_size,
@@ -130,12 +130,7 @@ class MedusaDraft(Draft):
         ).to(backbone.device)
         if token_map is not None and draft.lm_heads:
             lm_head = lm_head.restrict_to(token_map)
-        with torch.no_grad():
-            for head in draft.lm_heads:
-                assert isinstance(head, nn.Linear)
-                head.weight.copy_(lm_head.weight)
-                if lm_head.bias is not None:
-                    head.bias.copy_(lm_head.bias)
+        copy_lm_head(draft.lm_heads, lm_head)
         return draft
 
     @property
@@ -163,10 +158,8 @@ class MedusaDraft(Draft):
         markov_shared: bool = True,
     ) -> int:
         """`d x d` and a bias per block; a copy of lm_head, or of N rows of it, per head; r x (V + N) per bias."""
-        lm_head = model.get_output_embeddings()
-        rows, hidden = lm_head.weight.shape
-        per_row = sum(p.numel() for p in lm_head.parameters()) // rows
-        output = 0 if share_lm_head else per_row * (vocab_size or rows)
+        rows, hidden = model.get_output_embeddings().weight.shape
+        output = 0 if share_lm_head else count_lm_head(model, vocab_size)
         markov = count_markov_parameters(rows, vocab_size or rows, markov_rank, 1 if markov_shared else num_heads)
         return num_heads * (num_layers * (hidden * hidden + hidden) + output) + markov
 
@@ -244,9 +237,7 @@ class MedusaDraft(Draft):
             tokens = self.markov.fill_tree(candidates.values, candidates.indices, roots, tree, self.token_map)
             return Proposal(tokens, tree)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        if self.token_map is not None:
-            best = self.token_map[best]
-        guesses = best.index_select(1, tree.candidate_index)
+        guesses = self._lm_head(1).tokens_of(best.index_select(1, tree.candidate_index))
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
     def all_head_logits(self, state: MedusaState, roots: Tensor, count: int) -> Tensor:

@@ -1,0 +1,82 @@
+"""Output matrices of draft heads: one for each head, over all tokens of the backbone or over a reduced vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
+from medusa_train.models.lm_head import LMHead
+
+
+class LMHeadsDraft(Draft):
+    """A draft whose heads have an output matrix W2 each, which starts as a copy of the backbone's lm_head.
+
+    Attributes:
+        lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
+        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
+            tokens are never guessed. None: all tokens.
+        softcap, scale: the backbone's logit transform, see `LMHead`.
+    """
+
+    lm_heads: nn.ModuleList
+    token_map: Tensor | None
+    softcap: float | None
+    scale: float
+
+    def new_lm_heads(
+        self, backbone: Backbone, count: int, vocab_size: int | None, token_map: Tensor | None, dtype: torch.dtype
+    ) -> list[nn.Linear]:
+        """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its rows `token_map`.
+
+        Raises:
+            ValueError: `vocab_size` and `token_map` do not fit each other.
+        """
+        check_token_map(vocab_size, token_map)
+        self.register_buffer("token_map", None if token_map is None else token_map.long())
+        lm_head = backbone.lm_head()
+        self.softcap, self.scale = lm_head.softcap, lm_head.scale
+        if token_map is not None:
+            lm_head = lm_head.restrict_to(token_map)
+        rows, size = lm_head.weight.shape
+        linears = [nn.Linear(size, rows, bias=lm_head.bias is not None, dtype=dtype) for _ in range(count)]
+        copy_lm_head(linears, lm_head)
+        return linears
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """N for a reduced vocabulary, else None."""
+        return None if self.token_map is None else len(self.token_map)
+
+    def lm_head(self, k: int) -> LMHead:
+        """Return head k's W2 with the backbone's logit transform."""
+        head = self.lm_heads[k - 1]
+        assert isinstance(head, nn.Linear)
+        return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
+
+
+def check_token_map(vocab_size: int | None, token_map: Tensor | None) -> None:
+    """Raise ValueError unless `token_map` has `vocab_size` tokens, or both are None."""
+    if vocab_size != (None if token_map is None else len(token_map)):
+        raise ValueError(f"heads over {vocab_size} tokens need a token_map of that length")
+
+
+@torch.no_grad()
+def copy_lm_head(linears: Iterable[nn.Module], lm_head: LMHead) -> None:
+    """Copy weight and bias of `lm_head` into linear layers of its shape."""
+    for linear in linears:
+        assert isinstance(linear, nn.Linear)
+        linear.weight.copy_(lm_head.weight)
+        if lm_head.bias is not None:
+            linear.bias.copy_(lm_head.bias)
+
+
+def count_lm_head(model: Any, vocab_size: int | None) -> int:
+    """Count the parameters of a copy of a model's lm_head, or of `vocab_size` rows of it."""
+    lm_head = model.get_output_embeddings()
+    rows: int = lm_head.weight.shape[0]
+    return sum(p.numel() for p in lm_head.parameters()) // rows * (vocab_size or rows)

@@ -1,0 +1,204 @@
+"""Hydra and Amphista over a reduced vocabulary: rows of the backbone's lm_head, the loss, and guesses of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medusa_train.data.batch import Batch
+from medusa_train.errors import MedusaError
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.traces import trace_answer
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft
+from medusa_train.models.features import Rows
+from medusa_train.trees.dynamic import DynamicTrees, StepSize
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.losses.acceptance import objective as plain_objective
+from tests.losses.plain import accumulated
+
+KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])  # in no order
+PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
+TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])
+TREES = DynamicTrees((1.0, 0.7, 0.7), (StepSize(0, 10.0, 1.0), StepSize(4, 10.4, 1.5), StepSize(16, 12.0, 2.4)))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hydra": {"num_heads": 3, "num_layers": 2, "prefix_layer": False},
+    "hydra++": {"num_heads": 3, "num_layers": 1},
+    "amphista": {"num_heads": 3},
+}
+
+
+def make_draft(
+    kind: str, backbone: Backbone, tokens: torch.Tensor | None = KEPT, *, spread: float = 0.0
+) -> LMHeadsDraft:
+    """Heads over `tokens`, or over all, with noise in every weight."""
+    size = None if tokens is None else len(tokens)
+    settings = {**SETTINGS[kind], "vocab_size": size, "token_map": tokens}
+    draft = DRAFTS[kind.strip("+")].from_backbone(backbone, **settings)
+    assert isinstance(draft, LMHeadsDraft)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * spread)
+    return draft.eval()
+
+
+def with_bias(family: str) -> Backbone:
+    backbone = random_backbone(family)
+    bias = torch.randn(61, dtype=torch.float64)
+    backbone.output_embeddings.bias = nn.Parameter(bias, requires_grad=False)
+    return backbone
+
+
+def widened(kind: str, draft: LMHeadsDraft, backbone: Backbone) -> LMHeadsDraft:
+    """The same heads over all tokens; a bias excludes those that `draft` lacks."""
+    state = draft.state_dict()
+    tokens = state.pop("token_map")
+    for name in [name for name in state if name.startswith("lm_heads.")]:
+        rows = state[name]
+        state[name] = rows.new_full((61, *rows.shape[1:]), -1e9 if name.endswith("bias") else 0.0)
+        state[name][tokens] = rows
+    whole = make_draft(kind, backbone, None)
+    whole.load_state_dict(state)
+    return whole
+
+
+def record_proposals(draft: Proposer, monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
+    """All proposals from now on."""
+    proposals: list[Proposal] = []
+    propose = draft.propose
+
+    def spy(*given: Any) -> Proposal:
+        proposals.append(propose(*given))
+        return proposals[-1]
+
+    monkeypatch.setattr(draft, "propose", spy)
+    return proposals
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_untrained_heads_give_the_backbones_logits(kind: str, family: str, bias: bool) -> None:
+    backbone = with_bias(family) if bias else random_backbone(family)
+    draft = make_draft(kind, backbone)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    feats = backbone.run(tokens)
+    expected = backbone.logits(feats.hidden)[..., KEPT]
+    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
+        torch.testing.assert_close(draft.lm_head(k).logits(hidden), expected, rtol=1e-10, atol=1e-10)
+    for tokens_of_heads in (KEPT, None):
+        other = make_draft(kind, backbone, tokens_of_heads)
+        count = type(other).count_parameters(backbone.model, **other.settings)
+        assert sum(parameter.numel() for parameter in other.parameters()) == count
+        size = None if tokens_of_heads is None else 16
+        assert other.draft_vocab_size == other.settings["vocab_size"] == size
+
+
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_a_vocabulary_size_without_its_token_map_is_rejected(kind: str) -> None:
+    backbone = random_backbone("llama")
+    for options in ({"vocab_size": 16}, {"token_map": KEPT}, {"vocab_size": 8, "token_map": KEPT}):
+        with pytest.raises(ValueError, match="token_map"):
+            DRAFTS[kind].from_backbone(backbone, num_heads=2, **options)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"share": 0.0}, {"share": 0.6}, {"share": 1.0}, {"share": 0.6, "eta": 3.0, "dpace": True}],
+    ids=["labels", "both", "teacher", "lk+dpace"],
+)
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_value_and_gradients_of_the_loss(kind: str, keys: dict[str, Any]) -> None:
+    """Targets outside the vocabulary have no loss; the teacher is restricted to it."""
+    backbone = random_backbone("qwen3")
+    draft = make_draft(kind, backbone, spread=0.1)
+    tokens = torch.tensor([[3, 1, 40, 9, 5, 9, 2, 7, 5, 33, 5, 0], [60, 21, 4, 17, 52, 1, 7, 8, 9, 2, 14, 3]])
+    segments = torch.tensor([[0] * 7 + [1] * 4 + [-1], [0] * 12])
+    positions = torch.tensor([[*range(7), *range(5)], [*range(12)]])
+    labels = tokens.masked_fill((segments < 0) | (tokens == 9), -100)
+    batch = Batch(tokens, labels, positions, segments, [])
+    feats = backbone.run(tokens, positions=positions, segments=segments)
+    teacher, parameters = backbone.lm_head(), list(draft.parameters())
+    objective = Objective(draft, 0.8, soft_heads=keys["share"], lk_eta=keys.get("eta"), dpace=keys.get("dpace", False))
+    counts = objective.target_counts(batch)
+    wanted = plain_objective(draft, feats, batch, teacher=teacher, decay=0.8, **keys)
+    ours = objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher)
+    torch.testing.assert_close(ours.loss, wanted, rtol=1e-9, atol=0)
+    assert bool((ours.head_in_vocab < ours.head_counts).all())
+    theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
+    at_once = accumulated(
+        lambda: objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=1.0), parameters
+    )
+    for mine, other in zip(at_once, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)  # norms of stock layers are float32
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "sparse"])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_decoding_is_that_of_heads_which_never_guess_other_tokens(
+    kind: str, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy text equals plain decoding; steps and traces are those of heads over all tokens."""
+    backbone = with_bias("llama")
+    draft = make_draft(kind, backbone, spread=0.03)
+    whole = widened(kind, draft, backbone)
+    plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
+    expected = [Decoder(backbone, whole, tree).generate(prompt, 24) for prompt in PROMPTS]
+    proposals = record_proposals(draft, monkeypatch)
+    alone = [Decoder(backbone, draft, tree).generate(prompt, 24) for prompt in PROMPTS]
+    assert [out.tokens for out in alone] == [out.tokens for out in expected] == plain
+    assert [out.accepted for out in alone] == [out.accepted for out in expected]
+    assert sum(sum(out.accepted) for out in alone) > 0
+    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)
+    assert [out.tokens for out in together] == plain
+    guessed = {token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()}
+    assert guessed <= set(KEPT.tolist())
+    assert len(guessed) > 8
+    traces = [trace_answer(backbone, heads, PROMPTS[0], plain[0]) for heads in (draft, whole)]
+    assert traces[0] == traces[1]
+    assert any(rank > 0 for ranks in traces[0].ranks for rank in ranks)
+    assert traces[0].log_probs == pytest.approx(traces[1].log_probs, abs=1e-5)
+
+
+def test_dynamic_trees_of_amphista_hold_tokens_of_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = with_bias("gemma2")
+    draft = make_draft("amphista", backbone, spread=0.1)
+    whole = DynamicDraft(widened("amphista", draft, backbone), TREES)
+    dynamic = DynamicDraft(draft, TREES)
+    assert dynamic.draft_vocab_size == len(KEPT)
+    proposals = record_proposals(dynamic, monkeypatch)
+    for prompt in PROMPTS:
+        out = Decoder(backbone, dynamic).generate(prompt, 24)
+        assert out.tokens == Decoder(backbone).generate(prompt, 24).tokens
+        assert out.accepted == Decoder(backbone, whole).generate(prompt, 24).accepted
+    guessed = {token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()}
+    assert guessed <= set(KEPT.tolist())
+    assert len(guessed) > 4
+
+
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_a_tree_wider_than_the_vocabulary_is_rejected(kind: str) -> None:
+    backbone = random_backbone("llama")
+    with pytest.raises(MedusaError, match="rank 16 of a vocabulary of 16 tokens"):
+        Decoder(backbone, make_draft(kind, backbone), Tree.from_paths([(16,)]))
+
+
+@pytest.mark.parametrize("kind", ["hydra", "amphista"])
+def test_the_token_map_is_loaded_with_the_weights(kind: str) -> None:
+    backbone = random_backbone("llama")
+    other = make_draft(kind, backbone, torch.arange(16))
+    other.load_state_dict(make_draft(kind, backbone).state_dict())
+    head = other.lm_head(2)
+    assert head.tokens_of(head.rows_of(KEPT)).tolist() == KEPT.tolist()
+    assert head.tokens_of(torch.tensor([[0, 4]])).tolist() == [[40, 60]]
+    assert other.half().token_map.dtype == torch.int64  # type: ignore[union-attr]
