@@ -43,9 +43,14 @@ class LoadedModel:
     @property
     def proposer(self) -> Proposer | None:
         """What to decode with: heads, a draft without training, or both merged; None for plain decoding."""
+        return self.lookup if self.heads is None else self._with_lookup(self.heads)
+
+    @property
+    def heads(self) -> Proposer | None:
+        """The trained part of `proposer`: heads, with dynamic trees if there are any."""
         if self.draft is None or self.dynamic is None:
-            return self.fixed_proposer
-        return self._with_lookup(DynamicDraft(self.draft, self.dynamic))
+            return self.draft
+        return DynamicDraft(self.draft, self.dynamic)
 
     @property
     def fixed_proposer(self) -> Proposer | None:

@@ -206,21 +206,18 @@ def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
     references: dict[str, Reference] = {}
     if model.tree is None or model.fixed_proposer is None:
         return references
+    loop = "the same decoding loop with"
     if model.dynamic is not None:
-        references[FIXED_TREE] = _same_tree(model.fixed_proposer, model.tree)
-        equal = model.dynamic.equal_latency
-        if equal is not None and equal != model.tree:
-            references[EQUAL_LATENCY_TREE] = _same_tree(model.fixed_proposer, equal)
-    if model.draft is not None and model.lookup is not None:
-        references[HEADS_ALONE] = _same_tree(model.draft, model.tree)
-        references[LOOKUP_ALONE] = Reference(
-            model.lookup, None, "the same decoding loop with the draft without training alone"
-        )
+        trees = {FIXED_TREE: model.tree, EQUAL_LATENCY_TREE: model.dynamic.equal_latency}
+        for name, tree in trees.items():
+            if tree is not None and (name == FIXED_TREE or tree != model.tree):
+                what = f"{loop} the same tree of {tree.size} nodes in every step"
+                references[name] = Reference(model.fixed_proposer, tree, what)
+    if model.heads is not None and model.lookup is not None:
+        trees_of = "dynamic trees" if model.dynamic is not None else f"a tree of {model.tree.size} nodes"
+        references[HEADS_ALONE] = Reference(model.heads, model.tree, f"{loop} the heads alone, {trees_of}")
+        references[LOOKUP_ALONE] = Reference(model.lookup, None, f"{loop} the draft without training alone")
     return references
-
-
-def _same_tree(proposer: Proposer, tree: Tree) -> Reference:
-    return Reference(proposer, tree, f"the same decoding loop with the same tree of {tree.size} nodes in every step")
 
 
 def extra_baselines(

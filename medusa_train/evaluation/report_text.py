@@ -165,7 +165,7 @@ def _tokens_per_step_note(report: Report) -> str:
     if report.meta.get("draft") is not None:
         note = f"Tokens per step: measured on this bench with the draft {report.meta['draft']}."
         parts = " The heads alone and the lookup alone were measured in turns with it."
-        return note + parts if "heads_alone" in report.meta["baselines"] else note
+        return note + parts if "heads_alone" in report.overall["baselines"] else note
     if report.meta.get("dynamic_trees") is not None:
         return (
             "Tokens per step: measured on this bench, with a tree of its own in every step. The fixed trees of the "

@@ -94,9 +94,9 @@ def test_drafts_without_training_are_timed_like_heads(
         assert f"the speed of {name.replace('_', ' ')} (" in shown.replace("\n", " ")
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(("batch_size", "draft"), [(1, None), (2, None), (1, "medusa+prompt_lookup")])
 def test_dynamic_trees_are_timed_beside_fixed_ones(
-    batch_size: int, run_dir: Path, bench_file: Path, tmp_path: Path
+    batch_size: int, draft: str | None, run_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:
     run_copy = tmp_path / "run"
     shutil.copytree(run_dir, run_copy)
@@ -106,13 +106,13 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
     sizes = (StepSize(0, 10.0, 1.0), StepSize(8, 10.1, 2.0))
     dynamic = DynamicTrees((0.2, 0.2), sizes, Tree.chain(3))
     Tree.cartesian([2, 2]).save(run_copy / "tree.json", dynamic=dynamic.record())
-    report, _ = run(bench_file, run_copy, tmp_path / "out", **keys)
+    report, _ = run(bench_file, run_copy, tmp_path / "out", draft=draft, **keys)
     overall, meta = report["overall"], report["meta"]
     assert isinstance(overall, dict)
     assert isinstance(meta, dict)
     assert overall["acceleration_rate"] >= 1.0
     assert overall["equal_answers"] + overall["tie_answers"] == 4
-    fixed = {"fixed_tree", "fixed_tree_of_equal_latency"}
+    fixed = {"fixed_tree", "fixed_tree_of_equal_latency", *({"heads_alone", "lookup_alone"} if draft else ())}
     assert set(report["baselines"]) == {"plain", "generate", *fixed}  # type: ignore[arg-type]
     for name in fixed:
         baseline = report["baselines"][name]  # type: ignore[index]
@@ -120,6 +120,7 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
         assert baseline["equal_to_plain"] == 4
         assert len(baseline["speedup_interval"]) == 2
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
+    assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"
     assert meta["dynamic_trees"]["temperatures"] == [0.2, 0.2]
     assert "tree" not in report
