@@ -87,8 +87,9 @@ def _ratio(first: Mapping[str, Sequence[int]], second: Mapping[str, Sequence[int
 
 
 def _explanation(args: argparse.Namespace, base_model: str, reference: str) -> str:
+    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs:g} epochs"
     return (
-        f"{backbone_note(base_model)} {args.epochs:g} epoch{'' if args.epochs == 1 else 's'} for every draft, answers of at most "
+        f"{backbone_note(base_model)} {epochs} for every draft, answers of at most "
         f"{args.max_new_tokens} tokens{', compiled passes' if args.compile else ''}. *chain*: three first guesses. *N "
         "nodes*: as many nodes for all, fitted to held-out answers, always filled; greedy counts of chain and N nodes "
         "are simulated along the tree's answers. *own*: the run's tree, sized by measured latency, in brackets its "
