@@ -123,7 +123,7 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             raise BackboneError(
                 f"base_model {name}: no such directory, and no such model on the Hugging Face hub{advice}"
             ) from error
-        if Path(name).parts[0] == "models":  # where the README and the shipped configurations keep models
+        if name.startswith("models/"):  # where the README and the shipped configurations keep models
             raise BackboneError(
                 f"base_model {name}: no such directory. `make smollm2-model` writes the model of "
                 f"configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"

@@ -13,8 +13,9 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+from medusa_train.evaluation.records import TimedAnswer, TurnLog, TurnRecord
 from medusa_train.evaluation.run import evaluate
+from medusa_train.evaluation.run_metadata import measurement_settings
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.progress import RunProgress
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
@@ -92,6 +93,19 @@ def test_drafts_without_training_are_timed_like_heads(
         assert report["baselines"][name]["tokens_per_step"] >= 1.0  # type: ignore[index]
         assert report["baselines"][name]["equal_to_plain"] == 4  # type: ignore[index]
         assert f"the speed of {name.replace('_', ' ')} (" in shown.replace("\n", " ")
+
+
+def test_turns_that_lack_the_parts_of_a_merged_draft_are_not_resumed(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    """As a version wrote them that did not measure the parts."""
+    cfg = EvalConfig(bench=str(bench_file), draft="medusa+prompt_lookup")
+    paths = resolve_model(str(run_dir), None, None, lookup=cfg.lookup_choice)
+    settings = measurement_settings(cfg, load_bench(str(bench_file)), paths)
+    log = TurnLog(tmp_path / "turns.jsonl", {name: settings[name] for name in settings if name != "list of decoders"})
+    log.start("float32", {}, compiled=False)
+    log.close()
+    assert TurnLog(tmp_path / "turns.jsonl", settings).differing == ["list of decoders"]
 
 
 @pytest.mark.parametrize(("batch_size", "draft"), [(1, None), (2, None), (1, "medusa+prompt_lookup")])
