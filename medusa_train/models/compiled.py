@@ -20,7 +20,9 @@ from torch import Tensor
 from medusa_train.errors import BackboneError
 from medusa_train.trees.static_cache import SlotCache
 
-BLOCK = 128
+#: Positions by which the part of the cache that attention reads grows. Larger blocks are read for nothing: with 128 a
+#: step of 32 rows of a 135M model took a fifth longer.
+BLOCK = 32
 _COUNTER = itertools.count()
 
 

@@ -178,7 +178,7 @@ def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.Mo
     plain_steps = [plain.step(tree) for tree in trees]
     own.compile_passes()
     compiled = Context(own, 123, 8)
-    assert (plain.cache.capacity, compiled.cache.capacity) == (132, 2 * BLOCK + 1)
+    assert (plain.cache.capacity, compiled.cache.capacity) == (132, 5 * BLOCK + 1)
     assert plain.cache._storage is not None
     assert compiled.cache._storage is not None
     before = plain.cache._storage[..., :123, :].clone()

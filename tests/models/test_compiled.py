@@ -42,9 +42,9 @@ class Compiled:
 
 def compile_backbone(family: str, dtype: torch.dtype) -> Compiled:
     """Compile a random backbone; its answers cross the end of a block of the cache."""
-    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=2 * BLOCK)
+    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=256)
     draft = MedusaDraft.from_backbone(backbone, 3)
-    prompt = torch.randint(3, 60, (BLOCK - 20,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompt = torch.randint(3, 60, (108,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [prompt, prompt[:3]]
     answers = [[Decoder(backbone, draft, tree).generate(one, 40).tokens for one in prompts] for tree in TREES]
     with torch._inductor.config.patch("cpp.enable_kernel_profile", True):
@@ -119,7 +119,7 @@ def check_batches(backbone: Backbone) -> None:
     """Batches of several sizes, whose rows end at different times, past the end of a block."""
     draft = MedusaDraft.from_backbone(backbone, 3)
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, BLOCK - 20, 40, 7, 90, 5)]
+    prompts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 108, 40, 7, 90, 5)]
     free = [Decoder(backbone).generate(prompt, 30, ()).tokens for prompt in prompts]
     eos = [free[0][4], free[3][11]]
     alone = [Decoder(backbone).generate(prompt, 30, eos).tokens for prompt in prompts]
@@ -138,7 +138,7 @@ def check_batches(backbone: Backbone) -> None:
 def test_traced_passes_of_batches_give_the_tokens_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, options: compile_(function, backend="eager"))
-    backbone = random_backbone("llama", max_position_embeddings=3 * BLOCK)
+    backbone = random_backbone("llama", max_position_embeddings=384)
     backbone.compile_passes(rows=6)
     graphs = counters["stats"]["unique_graphs"]
     check_batches(backbone)
@@ -151,7 +151,7 @@ def test_traced_passes_of_batches_give_the_tokens_of_single_rows(monkeypatch: py
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_compiled_batches_give_the_tokens_of_single_rows(family: str) -> None:
     torch.compiler.reset()
-    backbone = random_backbone(family, max_position_embeddings=3 * BLOCK)
+    backbone = random_backbone(family, max_position_embeddings=384)
     backbone.compile_passes(rows=6)
     graphs = counters["stats"]["unique_graphs"]
     check_batches(backbone)
@@ -185,11 +185,11 @@ def test_both_programs_have_few_guards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_there_are_two_programs_for_all_trees_and_lengths() -> None:
     torch.compiler.reset()
-    backbone = random_backbone("llama", max_position_embeddings=8 * BLOCK)
+    backbone = random_backbone("llama", max_position_embeddings=1024)
     draft = MedusaDraft.from_backbone(backbone, 3)
     backbone.compile_passes()
     graphs = counters["stats"]["unique_graphs"]
-    for length in (3, BLOCK - 10, 3 * BLOCK):
+    for length in (3, BLOCK - 10, 118, 384):
         for tree in TREES:
             decoder = Decoder(backbone, draft, tree)  # each with its own cache, large or small
             decoder.generate(torch.arange(length).remainder(60).tolist(), 30)
