@@ -56,7 +56,6 @@ from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.progress import RunProgress  # noqa: E402
 
 LK, DPACE, DECAY = "head_loss=lk", "head_weights=dpace", "head_weights=decay"
-MARKOV = "medusa_markov_rank=64"
 HYDRA = ("hydra.prefix_layer=false", "hydra.num_layers=1", "hydra.soft_targets=0.0")
 
 #: name: title, configuration, overrides. Hydra is Hydra++ without its prefix layer, deeper heads and soft targets.
@@ -75,8 +74,7 @@ VARIANTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "medusa1-lk": ("Medusa-1, LK", "m1", (LK,)),
     "medusa1-dpace": ("Medusa-1, D-PACE", "m1", (DPACE,)),
     "medusa1-lk-dpace": ("Medusa-1, LK and D-PACE", "m1", (LK, DPACE)),
-    "medusa1-markov": ("Medusa-1, one Markov bias", "m1", (MARKOV,)),
-    "medusa1-markov-each": ("Medusa-1, a Markov bias each", "m1", (MARKOV, "medusa_markov_shared=false")),
+    "medusa1-markov": ("Medusa-1, Markov bias", "m1", ("medusa_markov_rank=64",)),
     "hydra++-lk": ("Hydra++, LK", "hydra", (LK,)),
     "hydra++-dpace": ("Hydra++, D-PACE", "hydra", (DPACE,)),
     "hydra++-lk-dpace": ("Hydra++, LK and D-PACE", "hydra", (LK, DPACE)),
@@ -90,7 +88,7 @@ VARIANTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 GROUPS = {
     "drafts": tuple(VARIANTS)[:6],
     "embeddings": ("hydra", "hydra-plain", "hydra++", "hydra++-plain", "amphista", "amphista-plain"),
-    "markov": ("medusa1", "medusa1-markov", "medusa1-markov-each"),
+    "markov": ("medusa1", "medusa1-markov"),
     "recipes": ("medusa1", "medusa2", "medusa2-ce"),
     "losses": tuple(
         f"{draft}{loss}" for draft in ("medusa1", "hydra++") for loss in ("", "-lk", "-dpace", "-lk-dpace")

@@ -155,7 +155,6 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         shared=lm_head if heads.shared else None,
         token_map=heads.token_map,
         markov_rank=heads.markov_rank,
-        markov_shared=heads.markov_shared,
         dtype=dtype or backbone.dtype,
     )
     draft.load_state_dict(heads.state)
@@ -194,7 +193,7 @@ def write_heads(
     if heads.token_map is not None:
         keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
     if heads.markov_rank:
-        keys |= {"medusa_markov_rank": heads.markov_rank, "medusa_markov_shared": heads.markov_shared}
+        keys["medusa_markov_rank"] = heads.markov_rank
     try:
         replace_file(directory / SAFETENSORS, lambda path: write_tensors(path, tensors))
         if pickled:

@@ -5,8 +5,8 @@
 {i}.{n}.bias                 [V], only if the backbone's lm_head has a bias; other readers ignore it
 
 Heads that share the backbone's lm_head ("version 2") have no {i}.{n}.weight. Heads with a reduced vocabulary have
-matrices [N, d] and `token_map` [N], which only this program reads. So it is with a Markov bias, one for all or one
-for each head: `markov.embeddings.{p}.weight` [V, r] and `markov.outputs.{p}.weight` [V, r] or [N, r].
+matrices [N, d] and `token_map` [N], which only this program reads. So it is with a Markov bias:
+`markov.embedding.weight` [V, r] and `markov.output.weight` [V, r] or [N, r].
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from medusa_train.errors import CheckpointError
 TOKEN_MAP = "token_map"
 """Name of the tensor [N] with the token id of each row of a reduced vocabulary, in our files and in vLLM's."""
 
+_EMBEDDING, _OUTPUT = "markov.embedding.weight", "markov.output.weight"
+#: Names that are the same in the file and in the state dict.
+_UNCHANGED = {TOKEN_MAP, _EMBEDDING, _OUTPUT}
+
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _HEAD = re.compile(r"(\d+)\.(\d+)\.(weight|bias)")
-_MARKOV = re.compile(r"markov\.(embeddings|outputs)\.(\d+)\.weight")
 _OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)\.(weight|bias)")
 
 
@@ -68,7 +71,7 @@ class HeadTensors:
     def vocab_size(self) -> int | None:
         """Vocabulary size V of the backbone; None if unknown because its lm_head is shared."""
         if self.markov_rank:
-            return self.state["markov.embeddings.0.weight"].shape[0]
+            return self.state[_EMBEDDING].shape[0]
         if self.token_map is not None:
             return self.backbone_tokens
         return None if self.shared else self.state["lm_heads.0.weight"].shape[0]
@@ -76,12 +79,7 @@ class HeadTensors:
     @property
     def markov_rank(self) -> int:
         """Rank of the Markov bias, 0 without one."""
-        return self.state["markov.outputs.0.weight"].shape[-1] if "markov.outputs.0.weight" in self.state else 0
-
-    @property
-    def markov_shared(self) -> bool:
-        """Whether all heads have the same Markov bias."""
-        return "markov.outputs.1.weight" not in self.state
+        return self.state[_EMBEDDING].shape[-1] if _EMBEDDING in self.state else 0
 
     def with_base_model(self, name: str | None) -> HeadTensors:
         """Return the same heads with `name` as their backbone."""
@@ -96,7 +94,7 @@ def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tens
     """
     renamed = {}
     for name, tensor in state.items():
-        if name == TOKEN_MAP or _MARKOV.fullmatch(name):
+        if name in _UNCHANGED:
             renamed[name] = tensor
             continue
         match = _OURS.fullmatch(name)
@@ -128,7 +126,7 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
         name = _PREFIX.sub("", full_name)
         if match := _BLOCK.fullmatch(name):
             state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
-        elif name == TOKEN_MAP or _MARKOV.fullmatch(name):
+        elif name in _UNCHANGED:
             state[name] = tensor
         elif match := _HEAD.fullmatch(name):
             if lm_head_index.setdefault(match[1], int(match[2])) != int(match[2]):
@@ -194,9 +192,8 @@ def _check_complete(heads: HeadTensors, source: str) -> None:
     for i in range(heads.num_heads):
         for j in range(heads.num_layers):
             expected |= {f"blocks.{i}.{j}.linear.weight", f"blocks.{i}.{j}.linear.bias"}
-    if any(name.startswith("markov.") for name in heads.state):
-        pairs = 1 if heads.markov_shared else heads.num_heads
-        expected |= {f"markov.{matrix}.{pair}.weight" for matrix in ("embeddings", "outputs") for pair in range(pairs)}
+    if _EMBEDDING in heads.state or _OUTPUT in heads.state:
+        expected |= {_EMBEDDING, _OUTPUT}
     missing = list(to_reference(dict.fromkeys(sorted(expected - set(heads.state)), torch.empty(0)), heads.num_layers))
     if missing:
         raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
@@ -213,7 +210,7 @@ def _check_shapes(heads: HeadTensors, source: str) -> None:
         raise CheckpointError(f"{source}: {key} is not a matrix: shape {list(first.shape)}")
     vocab, width = first.shape
     for name, tensor in heads.state.items():
-        if name == TOKEN_MAP or _MARKOV.fullmatch(name):
+        if name in _UNCHANGED:
             continue
         rows = vocab if name.startswith("lm_heads.") else width
         shape = (rows,) if name.endswith(".bias") else (rows, width)
@@ -226,16 +223,14 @@ def _check_markov(heads: HeadTensors, source: str) -> None:
     """Check the weights of a Markov bias: matrices of one rank, over the backbone's tokens and over the heads'."""
     if not heads.markov_rank:
         return
-    tokens = heads.state["markov.embeddings.0.weight"].shape[0]
-    predicted = heads.token_map
-    if predicted is None:
-        predicted = heads.state.get("lm_heads.0.weight")
-    rows = {"embeddings": tokens, "outputs": tokens if predicted is None else len(predicted)}
-    for name, tensor in heads.state.items():
-        if match := _MARKOV.fullmatch(name):
-            shape = (rows[match[1]], heads.markov_rank)
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(f"{source}: {name} is {list(tensor.shape)}, expected {list(shape)}")
+    tokens = len(heads.state[_EMBEDDING])
+    if heads.token_map is None and not heads.shared:
+        tokens = len(heads.state["lm_heads.0.weight"])
+    predicted = tokens if heads.token_map is None else len(heads.token_map)
+    for name, rows in ((_EMBEDDING, tokens), (_OUTPUT, predicted)):
+        shape = (rows, heads.markov_rank)
+        if tuple(heads.state[name].shape) != shape:
+            raise CheckpointError(f"{source}: {name} is {list(heads.state[name].shape)}, expected {list(shape)}")
 
 
 def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:

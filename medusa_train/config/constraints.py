@@ -31,7 +31,6 @@ _HEAD_KEYS = (
     "medusa_share_lm_head",
     "medusa_vocab_size",
     "medusa_markov_rank",
-    "medusa_markov_shared",
 )
 _JOINT_KEYS = (
     "adapter",
@@ -47,8 +46,6 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others; `cfg` must be resolved."""
     if cfg.draft != "medusa":
         yield from _HEAD_KEYS
-    elif not cfg.medusa_markov_rank:
-        yield "medusa_markov_shared"
     if cfg.head_weights == "dpace" or (cfg.draft != "medusa" and cfg.head_weights is None):
         yield "medusa_decay_coefficient"
     if cfg.head_loss != "lk":

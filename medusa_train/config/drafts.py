@@ -89,15 +89,8 @@ class MedusaConfig(DraftConfig):
     share_lm_head: Bool
     vocab_size: Int | None
     markov_rank: Int
-    markov_shared: Bool
     decay_coefficient: Float
     soft_targets: Float
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of the draft's class; one head's Markov bias counts as shared, and so does none."""
-        shared = self.markov_shared or not self.markov_rank or self.num_heads == 1
-        return {**super().settings, "markov_shared": shared}
 
     @property
     def blocks_per_head(self) -> int:
@@ -111,8 +104,7 @@ class MedusaConfig(DraftConfig):
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
-        each = "" if self.settings["markov_shared"] else " each"
-        markov = f" with a Markov bias of rank {self.markov_rank}{each}" if self.markov_rank else ""
+        markov = f" with a Markov bias of rank {self.markov_rank}" if self.markov_rank else ""
         return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}{markov}"
 
 

@@ -187,7 +187,6 @@ class TrainConfig(Config):
         ge=0,
         le=1024,
     )
-    medusa_markov_shared: Bool = key(True, "one such bias for all heads; false: one for each head")
     calibration_tokens: Int = key(
         6000, "number of tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0
     )

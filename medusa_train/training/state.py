@@ -159,8 +159,7 @@ def _matching(where: str) -> Iterator[None]:
         raise CheckpointError(
             f"{where}: does not fit this run ({reason}).\n"
             "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size, "
-            "medusa_markov_rank, medusa_markov_shared; other drafts: their section), adapter and optimizer of the run "
-            "that saved it."
+            "medusa_markov_rank; other drafts: their section), adapter and optimizer of the run that saved it."
         ) from error
 
 

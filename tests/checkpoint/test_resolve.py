@@ -227,7 +227,7 @@ def test_dynamic_trees_need_heads_that_guess_all_at_once(tmp_path: Path) -> None
 def test_dynamic_trees_refuse_heads_with_a_markov_bias_by_their_tensors(tmp_path: Path) -> None:
     """The kind is medusa, and fitting the tree again, as a missing entry advises, would never give one."""
     run = fake_run(tmp_path / "run")
-    bias = {f"markov.{name}.0.weight": torch.ones(11, 2) for name in ("embeddings", "outputs")}
+    bias = {f"markov.{name}.weight": torch.ones(11, 2) for name in ("embedding", "output")}
     write(run / "heads", {**reference_tensors(), **bias}, {}, "medusa_lm_head.safetensors")
     lookup = LookupChoice.from_keys("medusa+prompt_lookup", None)
     for added in (None, lookup):

@@ -26,7 +26,6 @@ def test_medusas_flat_keys_are_its_section() -> None:
         "share_lm_head": False,
         "vocab_size": None,
         "markov_rank": 0,
-        "markov_shared": True,
     }
     assert section.heads_loss == HeadsLoss(0.8, 0.5)
     section = train("medusa_vocab_size=1024").draft_config
@@ -35,15 +34,10 @@ def test_medusas_flat_keys_are_its_section() -> None:
 
 
 def test_medusas_markov_bias() -> None:
-    section = train("medusa_markov_rank=8", "medusa_markov_shared=false").draft_config
-    assert (section.settings["markov_rank"], section.settings["markov_shared"]) == (8, False)
-    assert section.describe() == "5 Medusa heads x 1 layer with a Markov bias of rank 8 each"
-    assert train("medusa_markov_rank=8").draft_config.describe().endswith("with a Markov bias of rank 8")
-    off = train("medusa_markov_rank=null", "medusa_markov_shared=false")
-    assert off.draft_config.settings == train().draft_config.settings
-    assert off.ignored == ("medusa_markov_shared",)
-    single = train("medusa_markov_rank=8", "medusa_markov_shared=false", "medusa_num_heads=1").draft_config
-    assert single.settings["markov_shared"]  # as its file tells
+    section = train("medusa_markov_rank=8").draft_config
+    assert section.settings["markov_rank"] == 8
+    assert section.describe() == "5 Medusa heads x 1 layer with a Markov bias of rank 8"
+    assert train("medusa_markov_rank=null").draft_config.settings == train().draft_config.settings
     assert train("draft=hydra", "medusa_markov_rank=8").ignored == ("medusa_markov_rank",)
 
 

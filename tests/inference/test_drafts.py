@@ -25,7 +25,7 @@ from tests.inference.chi_square import check_lossless, five_token_backbone
 #: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on the token before.
 SETTINGS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 3, "num_layers": 1, "share_lm_head": False},
-    "medusa-markov": {"num_heads": 3, "num_layers": 1, "share_lm_head": True, "markov_rank": 4, "markov_shared": False},
+    "medusa-markov": {"num_heads": 3, "num_layers": 1, "share_lm_head": True, "markov_rank": 4},
     "hydra": {"num_heads": 3, "num_layers": 2, "prefix_layer": False, "dropout": 0.1},
     "hydra++": {"num_heads": 3, "num_layers": 1, "prefix_layer": True, "dropout": 0.0},
     "amphista": {"num_heads": 4, "auto_blocks": 1, "adaptation_layers": 2, "sampled_token": True},

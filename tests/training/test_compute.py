@@ -58,9 +58,8 @@ def test_a_shared_lm_head_is_multiplied_with_but_not_trained() -> None:
     assert kangaroo == pytest.approx(PASS + LM_HEAD + (6 * adapter + shared) * 600)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_markov_bias_is_a_product_per_head_after_a_lookup(shared: bool) -> None:
-    added = operations(medusa_markov_rank=4, medusa_markov_shared=shared) - operations()
+def test_a_markov_bias_is_a_product_per_head_after_a_lookup() -> None:
+    added = operations(medusa_markov_rank=4) - operations()
     assert added == pytest.approx(6 * 2 * 4 * VOCAB * 600)
     reduced = {"medusa_vocab_size": 20}
     added = operations(**reduced, medusa_markov_rank=4) - operations(**reduced)

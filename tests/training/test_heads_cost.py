@@ -55,7 +55,7 @@ def test_a_quantized_backbone_makes_the_heads_larger_beside_it() -> None:
         ({"medusa_vocab_size": 20}, 2 * (BLOCK + 20 * HIDDEN)),
         ({"medusa_share_lm_head": True}, 2 * BLOCK + VOCAB * HIDDEN),
         ({"medusa_share_lm_head": True, "medusa_vocab_size": 20}, 2 * BLOCK + 20 * HIDDEN),
-        ({"medusa_markov_rank": 8, "medusa_markov_shared": False}, 2 * (BLOCK + VOCAB * HIDDEN)),  # a few rows
+        ({"medusa_markov_rank": 8}, 2 * (BLOCK + VOCAB * HIDDEN)),  # a few rows
     ],
 )
 def test_heads_read_a_matrix_each_or_a_shared_one_once(keys: dict[str, Any], weights: int) -> None:

@@ -25,8 +25,8 @@ HEADS = "heads/medusa_lm_head.safetensors"
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"medusa_markov_shared": False, "medusa_share_lm_head": True, "medusa_vocab_size": 24}],
-    ids=["one", "each, shared lm_head, reduced"],
+    [{}, {"medusa_share_lm_head": True, "medusa_vocab_size": 24}],
+    ids=["plain", "shared lm_head, reduced"],
 )
 def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbone_dir, keys) -> None:
     cfg = make_config(**MARKOV, **keys, calibration_tokens=60)
@@ -34,7 +34,7 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     out = tmp_path / "run"
     assert "with a Markov bias of rank 4" in console.file.getvalue()
     learnt = load_file(out / HEADS)
-    rows = learnt["markov.outputs.0.weight"]
+    rows = learnt["markov.output.weight"]
     assert rows.shape == (24 if keys else 300, 4)
     assert float(rows.abs().max()) > 1e-3  # 0 before training
     logged = [line["loss"] for line in metrics(out) if line["kind"] == "train"]
@@ -79,5 +79,5 @@ def test_stage_two_goes_on_with_the_bias_of_stage_one(make_config, console, tmp_
         train(make_config(**start), console, console)
     train(make_config(**start, **MARKOV, max_steps=1, learning_rate=1e-6), console, console)
     first, second = (load_file(tmp_path / name / HEADS) for name in ("one", "two"))
-    for name in ("markov.embeddings.0.weight", "markov.outputs.0.weight"):
+    for name in ("markov.embedding.weight", "markov.output.weight"):
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)

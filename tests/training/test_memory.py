@@ -153,11 +153,11 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     assert joint.parts[ACTIVATIONS] == joint_part.parts[ACTIVATIONS]
 
 
-def test_a_markov_bias_has_a_pair_of_matrices_for_all_heads_or_for_each() -> None:
+def test_a_markov_bias_has_two_matrices_for_all_heads() -> None:
     plain = estimate()
     assert estimate(medusa_markov_rank=4).trained - plain.trained == 4 * (61 + 61)
-    each = estimate(medusa_markov_rank=4, medusa_markov_shared=False, medusa_vocab_size=20)
-    assert each.trained - estimate(medusa_vocab_size=20).trained == 3 * 4 * (61 + 20)
+    reduced = estimate(medusa_markov_rank=4, medusa_vocab_size=20)
+    assert reduced.trained - estimate(medusa_vocab_size=20).trained == 4 * (61 + 20)
     assert estimate(medusa_markov_rank=4).parts[ACTIVATIONS] - plain.parts[ACTIVATIONS] == 2 * 64 * (32 + 4) * 2
 
 

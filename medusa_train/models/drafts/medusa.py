@@ -15,7 +15,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
 from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
-from medusa_train.models.drafts.markov import MarkovBias, count_markov_parameters
+from medusa_train.models.drafts.markov import MarkovBias
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import CANDIDATES, LMHead
@@ -39,7 +39,6 @@ class MedusaDraft(Draft):
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
             tokens are never guessed. With `shared` the rows are copied once.
         markov_rank: r of a bias that depends on the token before, see `MarkovBias`; 0: none.
-        markov_shared: one bias for all heads; False: one for each.
     """
 
     independent_heads = True
@@ -59,7 +58,6 @@ class MedusaDraft(Draft):
         shared: LMHead | None = None,
         token_map: Tensor | None = None,
         markov_rank: int = 0,
-        markov_shared: bool = True,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -81,8 +79,7 @@ class MedusaDraft(Draft):
         )
         self.markov: MarkovBias | None = None
         if markov_rank:
-            pairs = 1 if markov_shared else num_heads
-            self.markov = MarkovBias(vocab_size, self.draft_vocab_size, markov_rank, pairs, dtype)
+            self.markov = MarkovBias(vocab_size, self.draft_vocab_size, markov_rank, dtype)
         self.guesses_at_once = self.markov is None
         self._prepacked: Prepacked | None = None
         self._stack()
@@ -100,14 +97,13 @@ class MedusaDraft(Draft):
         vocab_size: int | None = None,
         token_map: Tensor | None = None,
         markov_rank: int = 0,
-        markov_shared: bool = True,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
         """Create heads that predict what `backbone` predicts, on its device; by default in its dtype.
 
         Args:
             vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these rows of lm_head.
-            markov_rank, markov_shared: see the class.
+            markov_rank: see the class.
 
         Raises:
             ValueError: `vocab_size` and `token_map` do not fit each other.
@@ -125,7 +121,6 @@ class MedusaDraft(Draft):
             shared=lm_head if share_lm_head else None,
             token_map=token_map,
             markov_rank=markov_rank,
-            markov_shared=markov_shared,
             dtype=dtype or backbone.dtype,
         ).to(backbone.device)
         if token_map is not None and draft.lm_heads:
@@ -142,7 +137,6 @@ class MedusaDraft(Draft):
             "share_lm_head": self.shared is not None,
             "vocab_size": None if self.token_map is None else len(self.token_map),
             "markov_rank": 0 if self.markov is None else self.markov.rank,
-            "markov_shared": self.markov is None or self.markov.shared,
         }
 
     @classmethod
@@ -155,12 +149,11 @@ class MedusaDraft(Draft):
         share_lm_head: bool,
         vocab_size: int | None = None,
         markov_rank: int = 0,
-        markov_shared: bool = True,
     ) -> int:
-        """`d x d` and a bias per block; a copy of lm_head, or of N rows of it, per head; r x (V + N) per bias."""
+        """`d x d` and a bias per block; a copy of lm_head, or of N rows, per head; r x (V + N) for the Markov bias."""
         rows, hidden = model.get_output_embeddings().weight.shape
         output = 0 if share_lm_head else count_lm_head(model, vocab_size)
-        markov = count_markov_parameters(rows, vocab_size or rows, markov_rank, 1 if markov_shared else num_heads)
+        markov = markov_rank * (rows + (vocab_size or rows))
         return num_heads * (num_layers * (hidden * hidden + hidden) + output) + markov
 
     def check_fits(self, backbone: Backbone) -> None:
@@ -206,7 +199,7 @@ class MedusaDraft(Draft):
     def lm_head(self, k: int) -> LMHead:
         """Return head k's W2, or the shared one, with the backbone's logit transform and the Markov bias."""
         head = self._lm_head(k)
-        return head if self.markov is None else replace(head, token_bias=self.markov.output(k))
+        return head if self.markov is None else replace(head, token_bias=self.markov.output.weight)
 
     def _lm_head(self, k: int) -> LMHead:
         """`lm_head(k)` without the Markov bias."""

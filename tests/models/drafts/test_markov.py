@@ -22,10 +22,10 @@ TREE = Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 3), (1, 0), (4, 2), (0, 3,
 
 
 def random_heads(
-    *, shared: bool = True, reduced: bool = False, lm_head: LMHead | None = None, dtype: torch.dtype = torch.float64
+    *, reduced: bool = False, lm_head: LMHead | None = None, dtype: torch.dtype = torch.float64
 ) -> MedusaDraft:
     token_map = KEPT if reduced else None
-    draft = MedusaDraft(D, V, 3, shared=lm_head, token_map=token_map, markov_rank=4, markov_shared=shared, dtype=dtype)
+    draft = MedusaDraft(D, V, 3, shared=lm_head, token_map=token_map, markov_rank=4, dtype=dtype)
     torch.manual_seed(1)
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -39,12 +39,10 @@ def start(draft: MedusaDraft, hidden: Tensor) -> MedusaState:
 
 def expected_tokens(draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, candidates: int) -> list[int]:
     """Node by node: the parent's token adds `R E[token]` to the logits of the head's best `candidates`."""
-    assert draft.markov is not None
     state, tokens = dict(draft.named_parameters()), [root]
+    e, r = state["markov.embedding.weight"], state["markov.output.weight"]
     for node, path in enumerate(tree.paths, start=1):
         k = len(path)
-        pair = 0 if draft.markov.shared else k - 1
-        e, r = state[f"markov.embeddings.{pair}.weight"], state[f"markov.outputs.{pair}.weight"]
         logits = draft.head_logits(hidden, k)
         kept = logits.topk(candidates).indices
         biased = logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]
@@ -54,14 +52,13 @@ def expected_tokens(draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, c
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["all", "reduced"])
-@pytest.mark.parametrize("shared", [True, False], ids=["one", "each"])
 @pytest.mark.parametrize("candidates", [8, 64])
 def test_each_level_is_ranked_by_its_parents_tokens(
-    candidates: int, shared: bool, reduced: bool, monkeypatch: pytest.MonkeyPatch
+    candidates: int, reduced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (lm_head_module, medusa_module):
         monkeypatch.setattr(module, "CANDIDATES", candidates)
-    draft = random_heads(shared=shared, reduced=reduced)
+    draft = random_heads(reduced=reduced)
     hidden = torch.randn(3, D, dtype=torch.float64)
     roots = torch.tensor([42, 7, 60])
     best = min(candidates, len(KEPT) if reduced else V)
@@ -71,7 +68,7 @@ def test_each_level_is_ranked_by_its_parents_tokens(
     others = draft.propose(start(draft, hidden), torch.tensor([41, 8, 59]), TREE).tokens
     assert others[:, 1:].tolist() != [row[1:] for row in wanted]  # guesses depend on the root
     # the ranks that traces and validation find are those of proposals
-    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embed(roots, 1)], dim=1)  # type: ignore[union-attr]
+    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embedding(roots)], dim=1)  # type: ignore[union-attr]
     guesses = draft.lm_head(1).guesses(states, draft.lm_head(1).logits(states), 5)
     if reduced:
         guesses = KEPT[guesses]
@@ -98,12 +95,11 @@ def test_prepacked_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(draft.propose(start(draft, hidden), roots, TREE).tokens, plain)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one", "each"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_untrained_it_changes_nothing_to_the_bit(family: str, shared: bool) -> None:
+def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     plain = MedusaDraft.from_backbone(backbone, 3)
-    draft = MedusaDraft.from_backbone(backbone, 3, markov_rank=4, markov_shared=shared)
+    draft = MedusaDraft.from_backbone(backbone, 3, markov_rank=4)
     torch.manual_seed(1)
     for (name, parameter), (other, theirs) in zip(draft.named_parameters(), plain.named_parameters(), strict=False):
         assert name == other
@@ -129,18 +125,17 @@ def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     rows = Rows(tokens, torch.tensor([[0, 1, 2, 0, 1]]), segments)
     read = [state[0, :, D:] for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
-        assert torch.equal(read[k - 1], draft.markov.embed(torch.tensor(ahead), k))
+        assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize(("shared", "pairs"), [(True, 1), (False, 3)])
-def test_parameters_are_counted(shared: bool, pairs: int, reduced: bool) -> None:
+def test_parameters_are_counted(reduced: bool) -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
     token_map = KEPT if reduced else None
     draft = MedusaDraft.from_backbone(
-        backbone, 3, vocab_size=16 if reduced else None, token_map=token_map, markov_rank=5, markov_shared=shared
+        backbone, 3, vocab_size=16 if reduced else None, token_map=token_map, markov_rank=5
     )
     numel = sum(parameter.numel() for parameter in draft.parameters())
     assert numel == MedusaDraft.count_parameters(backbone.model, **draft.settings)
     without = MedusaDraft.count_parameters(backbone.model, **{**draft.settings, "markov_rank": 0})
-    assert numel - without == pairs * 5 * (61 + (16 if reduced else 61))
+    assert numel - without == 5 * (61 + (16 if reduced else 61))
