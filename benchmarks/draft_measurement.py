@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draft_counts import Counted, count, count_answers, simulate
 from rich.console import Console
 from shared import cached
 
@@ -18,7 +19,7 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_base_model
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import DatasetConfig, EvalConfig, TrainConfig
-from medusa_train.data.conversation import Message, is_looping
+from medusa_train.data.conversation import Message
 from medusa_train.data.dataset import BatchLoader, EncodedDataset, load_datasets
 from medusa_train.data.draft_vocabulary import coverage, token_counts
 from medusa_train.data.tokenize import ChatEncoder
@@ -59,9 +60,9 @@ def cells_of(args: argparse.Namespace, benches: Sequence[Bench]) -> list[tuple[B
     return [(bench, temperature) for bench in benches for temperature in args.temperatures]
 
 
-def cell_name(bench: Bench, temperature: float) -> str:
+def cell_name(args: argparse.Namespace, bench: Bench, temperature: float) -> str:
     """Return the file name of a measured bench."""
-    return f"{bench.name}-t{temperature:g}.json"
+    return f"{'counts-' if args.counts_only else ''}{bench.name}-t{temperature:g}.json"
 
 
 def trained_tokens(run: Path) -> tuple[int, float]:
@@ -108,10 +109,13 @@ class Measurement:
         about = {**fitted, "gsm8k": str(self._args.gsm8k), "problems": self._args.problems}
         cached(self._cells / "training.json", about, self._describe)
         for bench, temperature in cells_of(self._args, self._benches):
+            if self._args.counts_only:
+                self._count(bench, temperature, shapes)
+                continue
             cfg = self._config(bench, temperature)
             # the run's tree may just have been fitted again: its file is part of these settings
             settings = {**measurement_settings(cfg, bench, self._paths), "trees": trees}
-            path = self._cells / cell_name(bench, temperature)
+            path = self._cells / cell_name(self._args, bench, temperature)
             cached(path, settings, partial(self._time, bench, cfg, shapes, settings, path))
 
     def _config(self, bench: Bench, temperature: float) -> EvalConfig:
@@ -156,6 +160,24 @@ class Measurement:
         trees |= {str(nodes): fitted[nodes] for nodes in self._args.nodes}
         return {"trees": {name: [list(path) for path in tree.paths] for name, tree in trees.items()}}
 
+    def _count(self, bench: Bench, temperature: float, trees: Mapping[str, Tree]) -> None:
+        """Count tokens per step of the equal trees in batches, without a clock; see `count_answers`."""
+        asked = [question.turns for question in bench.questions]
+        shapes = {name: [list(path) for path in tree.paths] for name, tree in trees.items()}
+        limit = self._args.max_new_tokens
+        settings = {
+            **model_settings(self._paths),
+            "dtype": self._dtype,
+            "asked": asked,
+            "tokens": limit,
+            "trees": shapes,
+        }
+        mode = DecodingMode.from_config(self._config(bench, temperature))
+        path = self._cells / cell_name(self._args, bench, temperature)
+        cached(
+            path, settings, lambda: count_answers(self._model, self._chat, bench, mode, limit, trees, self._progress)
+        )
+
     def _time(
         self, bench: Bench, cfg: EvalConfig, trees: Mapping[str, Tree], settings: Mapping[str, Any], path: Path
     ) -> Record:
@@ -170,13 +192,13 @@ class Measurement:
         if is_greedy:
             trace_records(records, model, self._progress)
         assert model.tree is not None
-        counted = {OWN: count(records, [_decoded(record.tree) for record in records])}
+        counted = {OWN: count([_decoded(record, record.tree) for record in records])}
         for name, tree in trees.items():
             lengths = AcceptedLength(tree)
-            counted[name] = count(
-                records,
-                [_simulated(record, lengths) if is_greedy else _decoded(record.others[name]) for record in records],
-            )
+            counted[name] = count([
+                _simulated(record, lengths) if is_greedy else _decoded(record, record.others[name])
+                for record in records
+            ])  # fmt: skip
         result = {
             "nodes": model.tree.size,
             "answers": len(records),
@@ -276,44 +298,16 @@ def gsm8k_chats(path: Path, limit: int) -> Iterator[Record]:
         yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-# --- Figures of decoded or simulated answers --------------------------------------------------------------------------
-
-
-def count(records: Sequence[TurnRecord], decoded: Sequence[tuple[int, Sequence[int]]]) -> Record:
-    """Count tokens and steps of a tree by question, in all answers and in those that do not loop, and CTAR.
-
-    Args:
-        decoded: of every answer, its tokens after the prefill, and the accepted guesses of its steps.
-    """
-    totals: dict[bool, list[int]] = {True: [0, 0], False: [0, 0]}  # by whether the answer loops
-    questions: dict[str, list[int]] = {}
-    lengths: list[int] = []
-    for record, (tokens, accepted) in zip(records, decoded, strict=True):
-        for sums in (questions.setdefault(str(record.question_id), [0, 0]), totals[is_looping(record.answer.tokens)]):
-            sums[0] += tokens
-            sums[1] += len(accepted)
-        lengths += accepted
-    (loop_tokens, loop_steps), (tokens, steps) = totals[True], totals[False]
-    ctar = [
-        sum(length >= w for length in lengths) / max(len(lengths), 1) for w in range(1, max(lengths, default=0) + 1)
-    ]
-    return {
-        "rate": (tokens + loop_tokens) / max(steps + loop_steps, 1),
-        "rate_without_loops": tokens / steps if steps else None,
-        "ctar": ctar,
-        "questions": questions,
-    }
-
-
-def _decoded(answer: TimedAnswer | None) -> tuple[int, Sequence[int]]:
+def _decoded(record: TurnRecord, answer: TimedAnswer | None) -> Counted:
     assert answer is not None
-    return len(answer.tokens) - answer.prefill_tokens, answer.accepted
+    steps_tokens = len(answer.tokens) - answer.prefill_tokens
+    return Counted(record.question_id, record.answer.tokens, steps_tokens, answer.accepted)
 
 
-def _simulated(record: TurnRecord, lengths: AcceptedLength) -> tuple[int, Sequence[int]]:
+def _simulated(record: TurnRecord, lengths: AcceptedLength) -> Counted:
     if record.trace is None:
         raise CheckpointError("the heads' guesses could not be traced: not enough memory")
-    return len(record.trace.ranks) - 1, [lengths[record.trace.path(start)] for start in record.trace.simulate(lengths)]
+    return simulate(record.question_id, record.answer.tokens, record.trace, lengths)
 
 
 def _brief(figures: Mapping[str, Any]) -> Record:

@@ -38,10 +38,16 @@ def write_pages(args: argparse.Namespace, machine: Record, cases: Sequence[Case]
         }
         parts = list(about)
         for temperature in args.temperatures:
-            cells = {case.name: _read(args, case, cell_name(bench, temperature)) for case in cases}
-            rows = {name: _row(cell, cells[cases[0].name]) for name, cell in cells.items()}
-            record[f"t{temperature:g}"] = rows
+            cells = {case.name: _read(args, case, cell_name(args, bench, temperature)) for case in cases}
+            first = cells[cases[0].name]
             parts.append(f"## {bench.name}, {f'sampling at {temperature:g}' if temperature else 'greedy'}")
+            if args.counts_only:
+                counts = {name: _counts(cell, first) for name, cell in cells.items()}
+                record[f"t{temperature:g}"] = counts
+                parts.append(_counts_table(titles, counts, args.nodes))
+                continue
+            rows = {name: _row(cell, first) for name, cell in cells.items()}
+            record[f"t{temperature:g}"] = rows
             parts.append(_decoding_table(titles, rows, args.nodes))
             if not temperature:
                 parts.append(_category_table(titles, rows))
@@ -58,17 +64,22 @@ def _read(args: argparse.Namespace, case: Case, name: str) -> Record:
     return cell
 
 
-def _row(cell: Record, reference: Record) -> Record:
-    """Reduce a cell to the figures of the page: every tree with its ratio to the reference's."""
+def _counts(cell: Record, reference: Record) -> Record:
+    """Reduce a cell to the counts of its trees, each with its ratio to the reference's."""
     trees = {}
     for name, one in cell["trees"].items():
         ratio = None if cell is reference else _ratio(reference["trees"][name]["questions"], one["questions"])
         trees[name] = {"rate": one["rate"], "without_loops": one["rate_without_loops"], "over": ratio}
+    counts = {key: cell[key] for key in ("answers", "loops") if key in cell}
+    return {**counts, "trees": trees, "ctar": cell["trees"][CHAIN]["ctar"]}
+
+
+def _row(cell: Record, reference: Record) -> Record:
+    """Reduce a cell to the figures of the page."""
     return {
+        **_counts(cell, reference),
         **{key: cell[key] for key in ("nodes", "answers", "skipped", "equal")},
         **cell["own"],
-        "trees": trees,
-        "ctar": cell["trees"][CHAIN]["ctar"],
         "categories": {
             name: [one[key][0] for key in ("rate", "speedup", "over_lookup") if key in one]
             for name, one in cell["categories"].items()
@@ -88,6 +99,16 @@ def _ratio(first: Mapping[str, Sequence[int]], second: Mapping[str, Sequence[int
 
 def _explanation(args: argparse.Namespace, base_model: str, reference: str) -> str:
     epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs:g} epochs"
+    if args.counts_only:
+        return (
+            f"{backbone_note(base_model)} {epochs} for every draft, answers of at most {args.max_new_tokens} tokens, "
+            "generated in batches: tokens per step, which do not depend on the clock. *chain*: three first guesses. *N "
+            "nodes*: as many nodes for all, fitted to held-out answers, always filled; greedy counts are simulated "
+            f"along plain answers, sampled ones decoded. *over*: those of {reference}. CTAR(w): share of the chain's "
+            "steps that accept w guesses or more. *loops*: answers that repeat eight tokens three times (chain, or all "
+            "of greedy decoding), and the largest tree's count without them. Brackets: 95 % bootstrap over questions, "
+            "paired."
+        ).strip()
     return (
         f"{backbone_note(base_model)} {epochs} for every draft, answers of at most "
         f"{args.max_new_tokens} tokens{', compiled passes' if args.compile else ''}. *chain*: three first guesses. *N "
@@ -119,6 +140,24 @@ def _decoding_table(titles: Mapping[str, str], rows: Mapping[str, Record], nodes
         line += [with_interval([trees[tree]["without_loops"], None]) for tree in (OWN, str(nodes[-1]))]
         line += [with_interval([row["speedup_without_loops"], None])]
         line += ["-" if row["equal"] is None else f"{row['equal']}/{row['answers']}"]
+        lines.append(line)
+    return table(heads, lines)
+
+
+def _counts_table(titles: Mapping[str, str], rows: Mapping[str, Record], nodes: Sequence[int]) -> str:
+    heads = ["draft", "chain", "over"]
+    for count in nodes:
+        heads += [f"{count} nodes", "over"]
+    heads += ["CTAR(1) (2) (3)", "loops", f"without: {nodes[-1]} nodes"]
+    lines = []
+    for name, row in rows.items():
+        trees = row["trees"]
+        line = [titles[name]]
+        for tree in (CHAIN, *map(str, nodes)):
+            line += [f"{trees[tree]['rate']:.3f}", with_interval(trees[tree]["over"], ".3f")]
+        line += [" ".join(f"{share:.3f}" for share in row["ctar"])]
+        line += [f"{row['loops'][CHAIN]}/{row['answers'][CHAIN]}"]
+        line += [with_interval([trees[str(nodes[-1])]["without_loops"], None], ".3f")]
         lines.append(line)
     return table(heads, lines)
 

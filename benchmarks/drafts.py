@@ -5,6 +5,7 @@
     python benchmarks/drafts.py                                  # trains and measures them; run again, it continues
     python benchmarks/drafts.py --compare embeddings --name embeddings
     python benchmarks/drafts.py --compare losses --name losses   # head_loss x head_weights on Medusa-1 and Hydra++
+    python benchmarks/drafts.py --compare losses --name losses --counts-only    # tokens per step alone, without a clock
     python benchmarks/drafts.py --compare recipes --name recipes --gsm8k gsm8k.jsonl
     python benchmarks/drafts.py --compare medusa1 --draft-vocab 1024 4096 --name draft_vocab
     python benchmarks/drafts.py --quick                          # tiny backbone, a minute or two: does it run here?
@@ -149,6 +150,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled decoding passes (yes)")
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 32], help="of the equal trees (16 32)")
     parser.add_argument("--tree-tokens", type=int, help="greedy tokens that equal trees are fitted to (6000)")
+    parser.add_argument("--counts-only", action="store_true", help="tokens per step of equal trees alone, in batches")
     parser.add_argument("--dry-run", action="store_true", help="print what is left to do and its hours, and stop")
     parser.add_argument("--quick", action="store_true", help="tiny backbone, a few steps and questions: no results")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # one trained draft: what the process of its own does
@@ -282,7 +284,7 @@ class Plan:
         work = [Work(f"train {one.name}", self._operations(one) / self._operations_per_hour) for one in left]
         for case in self._cases:
             for bench, temperature in cells_of(self._args, self._benches):
-                if not (out / "cells" / case.name / cell_name(bench, temperature)).is_file():
+                if not (out / "cells" / case.name / cell_name(self._args, bench, temperature)).is_file():
                     # plain, generate, prompt lookup and the tree; or plain, generate, three and more trees
                     decoders = 4 if not temperature else 4 + len(self._args.nodes)
                     turns = sum(len(question.turns) for question in bench.questions)

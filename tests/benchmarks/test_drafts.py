@@ -13,8 +13,10 @@ import drafts
 import pytest
 import torch
 import yaml
-from draft_measurement import FilledTree, count
+from draft_counts import Counted, count, count_answers
+from draft_measurement import FilledTree
 from drafts import Plan, benches_of, cases_of, parse_arguments, train
+from rich.console import Console
 from shared import cached
 
 from medusa_train.checkpoint.heads import save_draft
@@ -22,11 +24,14 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.cli.common import split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.decoding_mode import DecodingMode
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+from medusa_train.evaluation.questions import Bench, Question
+from medusa_train.evaluation.records import TimedAnswer
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.training.conftest import backbone_dir, chats, sentence
@@ -214,6 +219,44 @@ def test_the_whole_command(
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
+def test_counts_without_a_clock(tmp_path: Path, words: list[str], trainings: list[Sequence[str]]) -> None:
+    words = [*words, "--compare", "medusa1", "kangaroo"]
+    assert drafts.main(words) == 0
+    timed = read(tmp_path / "out" / "drafts-small.json")["t0"]
+    trained = len(trainings)
+    assert drafts.main([*words, "--counts-only", "--name", "counts"]) == 0
+    assert len(trainings) == trained
+    record = read(tmp_path / "out" / "counts-small.json")
+    for name, row in record["t0"].items():  # the same answers, since float32 has no near ties here
+        assert row["trees"] == {tree: timed[name]["trees"][tree] for tree in ("chain", "3", "5")}
+        assert row["answers"] == {"chain": 4, "3": 4, "5": 4}
+    for row in record["t0.7"].values():
+        assert all(one["rate"] >= 1.0 for one in row["trees"].values())
+    page = (tmp_path / "out" / "counts-small.md").read_text()
+    assert "speedup" not in page
+    assert page.count("| Kangaroo with our MLP |") == 1 + 2
+
+
+def test_conversations_that_outgrow_the_context_are_left_out(backbone_dir: Path) -> None:
+    backbone = load_backbone(str(backbone_dir), dtype="float32")
+    draft = DRAFTS["medusa"].from_backbone(backbone, num_heads=2)
+    turns = ("one " * 5, "two " * (backbone.max_context - 40))
+    bench = Bench(
+        "b", Path("b"), (Question(1, "general", (*turns, "more"), "b:1"), Question(2, "general", turns[:1], "b:2"))
+    )
+    chat = ChatEncoder(backbone.tokenizer)
+    counted = count_answers(
+        LoadedModel(backbone, draft, None),
+        chat,
+        bench,
+        DecodingMode(),
+        16,
+        {"chain": Tree.chain(2)},
+        RunProgress(Console()),
+    )
+    assert counted["answers"] == {"chain": 2}
+
+
 def test_hours_follow_operations_and_the_measured_rate(
     words: list[str], trainings: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,12 +319,9 @@ def test_filled_chains_never_stop_early() -> None:
 
 
 def test_counts_by_question_with_and_without_loops() -> None:
-    def record(question: int, tokens: Sequence[int], accepted: tuple[int, ...]) -> TurnRecord:
-        answer = TimedAnswer(tuple(tokens), 1.0, 0.1, len(accepted), accepted)
-        return TurnRecord(question, "general", 1, (1,), answer, answer, answer)
-
-    records = [record(1, range(7), (2, 1, 0)), record(2, [1] * 31, (4,) * 6), record(1, range(3), (0, 0))]
-    counted = count(records, [(len(one.answer.tokens) - 1, one.answer.accepted) for one in records])
+    counted = count([
+        Counted(1, range(7), 6, (2, 1, 0)), Counted(2, [1] * 31, 30, (4,) * 6), Counted(1, range(3), 2, (0, 0))
+    ])  # fmt: skip
     assert counted["questions"] == {"1": [8, 5], "2": [30, 6]}
     assert counted["rate"] == pytest.approx(38 / 11)
     assert counted["rate_without_loops"] == pytest.approx(8 / 5)
