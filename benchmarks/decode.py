@@ -159,7 +159,7 @@ class Shape:
             if not any([backbone.prepack_weights(), *(draft.prepack_weights() for draft in drafts.values())]):
                 raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
         elif setting == "static":
-            backbone.step_runner = StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model, 1)
+            backbone.step_runner = StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
             if backbone.step_runner is None:
                 raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")
         elif setting == "compiled":

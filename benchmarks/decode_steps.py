@@ -27,16 +27,14 @@ LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays 
 PASSES, STATIC, GRAPHS = "passes", "static buffers", "CUDA graphs"  # how the steps of a backbone run
 
 
-def filled_cache(backbone: Backbone, length: int, capacity: int, *, static: bool = False) -> TreeCache:
-    """Return a cache with `length` positions of random keys and values, which take no prefill."""
-    cache = backbone.new_cache(capacity, static=static)
+def write_random(backbone: Backbone, cache: TreeCache, length: int) -> None:
+    """Write `length` positions of random keys and values to a cache, which takes no prefill."""
     config = backbone.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     states = torch.randn(1, config.num_key_value_heads, length, size, device=backbone.device, dtype=backbone.dtype)
     for layer in range(backbone.num_layers):
         cache.write(layer, states, states)
     cache.commit(length)
-    return cache
 
 
 class Context:
@@ -49,7 +47,8 @@ class Context:
     @torch.inference_mode()
     def __init__(self, backbone: Backbone, length: int, max_nodes: int) -> None:
         self.backbone, self.length = backbone, length
-        self.cache = filled_cache(backbone, length, length + max_nodes + 1)
+        self.cache = backbone.new_cache(length + max_nodes + 1)
+        write_random(backbone, self.cache, length)
 
     @torch.inference_mode()
     def step(self, tree: Tree) -> Callable[[], None]:
@@ -98,9 +97,8 @@ class StaticContext:
     def __init__(self, backbone: Backbone, runner: StepRunner, length: int, max_nodes: int) -> None:
         self.backbone, self.length = backbone, length
         self._runner = runner
-        cache = filled_cache(backbone, length, length + max_nodes + 1, static=True)
-        assert isinstance(cache, StaticCache)
-        self.cache = cache
+        self.cache = backbone.new_static_cache(length + max_nodes + 1)
+        write_random(backbone, self.cache.prompt_cache(0, 1), length)
 
     @torch.inference_mode()
     def step(self, tree: Tree) -> StaticStep:
@@ -115,14 +113,15 @@ class StaticStep:
 
     def __init__(self, steps: StaticSteps, backbone: Backbone, length: int) -> None:
         self.steps = steps
-        self._last = torch.zeros(1, 1, dtype=torch.long, device=backbone.device)
+        self._prompt = torch.zeros(1, length, dtype=torch.long, device=backbone.device)
         hidden = torch.zeros(1, 1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
-        self._feats, self._lengths = Features(hidden), [length]
+        self._feats, self._lengths = Features(hidden.expand(-1, length, -1)), [length]
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Start at the end of the context."""
-        self.steps.start(self._feats, self._last, self._lengths)
+        self.steps.select_rows([])
+        self.steps.append_rows(self._feats, self._prompt, self._lengths)
 
     @torch.inference_mode()
     def __call__(self) -> None:

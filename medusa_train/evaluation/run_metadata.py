@@ -23,6 +23,7 @@ from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+from medusa_train.models.drafts.fixed_shape import has_fixed_shape
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
@@ -43,6 +44,7 @@ def collect_metadata(
     tree = model.tree if model.dynamic is None else None
     greedy = mode.acceptance == "greedy"
     extra_baselines, references = records[0].others if records else {}, reference_decoders(model)
+    has_static_steps = model.backbone.step_runner is not None and has_fixed_shape(model.proposer)
     equal = sum(first_difference(record.plain.tokens, record.generate.tokens) is None for record in records)
     return {
         "model": None if paths.name is None else short_path(paths.name),
@@ -63,7 +65,7 @@ def collect_metadata(
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "datastore": model.lookup.datastore.describe() if isinstance(model.lookup, RestDraft) else None,
         "heads": None if draft is None else draft.num_heads,
-        "early_stop": 0.0 if cfg.batch_size == 1 and model.backbone.step_runner else getattr(draft, "threshold", 0.0),
+        "early_stop": 0.0 if has_static_steps else getattr(draft, "threshold", 0.0),
         "tree_nodes": "dynamic" if model.dynamic is not None else None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
         "dynamic_trees": None if model.dynamic is None else model.dynamic.record(),

@@ -14,15 +14,17 @@ from medusa_train.inference.generate import (
     DecodingSession,
     Generation,
     check_tree,
+    effective_draft,
     finish_reason,
     max_answer_length,
     proposal_limits,
     truncate_at_stop,
 )
+from medusa_train.inference.static_steps import StaticSteps, new_static_steps, supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import compiled_capacity
 from medusa_train.models.drafts.base import Limits, Proposer
-from medusa_train.trees.kv_cache import BatchCache
+from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Tree
 
 REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
@@ -66,6 +68,8 @@ class BatchDecoder:
         self.tree = check_tree(backbone, draft, tree)
         self.passes = 0
         self._single = Decoder(backbone, draft, tree)
+        self._static: bool | None = None
+        self._idle_steps: StaticSteps | None = None
 
     @torch.inference_mode()
     def generate_batch(
@@ -116,14 +120,32 @@ class BatchDecoder:
     @property
     def can_refill(self) -> bool:
         """Whether rows may join a running batch: they may share passes, and a draft takes further rows."""
-        if self.draft is None or not self.limits.size:  # nothing to verify, so the draft is not used
-            return self.can_batch
-        return self.can_batch and self.draft.can_append_rows
+        draft = effective_draft(self.draft, self.tree)
+        return self.can_batch and (draft is None or draft.can_append_rows)
 
     @property
     def limits(self) -> Limits:
         """The limits of a step's guesses."""
         return proposal_limits(self.draft, self.tree)
+
+    def lend_steps(self) -> StaticSteps | None:
+        """Return static steps without rows, for a batch that gives them back when it is empty; None: it needs none."""
+        draft = effective_draft(self.draft, self.tree)
+        if self._static is None:
+            self._static = supports_static_steps(self.backbone, draft)
+        if not self._static:
+            return None
+        steps, self._idle_steps = self._idle_steps, None
+        if steps is None:
+            # the last token of an answer may lie one position past the context, see `max_answer_length`
+            cache = self.backbone.new_static_cache(self.backbone.max_context + self.limits.size + 2)
+            return new_static_steps(self.backbone, draft, self.tree, cache)
+        steps.reset()
+        return steps
+
+    def take_back(self, steps: StaticSteps | None) -> None:
+        """Keep what `lend_steps` lent for the next batch."""
+        self._idle_steps = steps
 
     def _one_by_one(
         self,
@@ -173,6 +195,7 @@ class Batch:
         self._rule = rule
         self._finished: list[tuple[int, Generation]] = []
         self._session: DecodingSession | None = None
+        self._steps: StaticSteps | None = None
 
     @torch.inference_mode()
     def add_requests(self, requests: Sequence[PendingRequest]) -> None:
@@ -201,7 +224,11 @@ class Batch:
         prompts = [one.prompt for one in requests]
         total = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         capacity = total + self._decoder.limits.size + 1
-        if self._decoder.backbone.compiled is not None:
+        if not self.active:
+            self._steps = self._decoder.lend_steps()
+        if self._steps is not None:
+            self._steps.make_room(len(self.active) + len(rows), capacity)
+        elif self._decoder.backbone.compiled is not None:
             capacity = compiled_capacity(capacity)
         lengths = [len(prompt) for prompt in prompts]
         for group in group_prompts(lengths) if can_refill else [list(range(len(rows)))]:
@@ -217,9 +244,12 @@ class Batch:
     def _prefill(
         self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int, cache_rows: int = 0
     ) -> DecodingSession:
-        decoder = self._decoder
-        cache = BatchCache(decoder.backbone.num_layers, capacity, cache_rows)
-        session = DecodingSession(decoder.backbone, decoder.draft, decoder.tree, cache, self._rule)
+        decoder, steps = self._decoder, self._steps
+        if steps is None:
+            cache: TreeCache = BatchCache(decoder.backbone.num_layers, capacity, cache_rows)
+        else:
+            cache = steps.prompt_cache(len(rows))
+        session = DecodingSession(decoder.backbone, decoder.draft, decoder.tree, cache, self._rule, steps)
         first = session.prefill(prompts, _generators(rows))
         now = time.perf_counter()
         for row, token in zip(rows, first, strict=True):
@@ -265,6 +295,9 @@ class Batch:
         if self.active:
             assert self._session is not None
             self._session.select_rows(order)
+        else:
+            self._decoder.take_back(self._steps)
+            self._session = self._steps = None
 
 
 def plain_step_seconds(

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
-from medusa_train.inference.static_steps import StaticSteps, supports_static_steps
+from medusa_train.inference.static_steps import StaticSteps, new_static_steps, supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
-from medusa_train.models.drafts.fixed_shape import fixed_shape_draft
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
@@ -85,7 +84,7 @@ class Decoder:
         backbone: Backbone,
         draft: Proposer | None = None,
         tree: Tree | None = None,
-        cache: TreeCache | None = None,
+        cache: TreeCache | StaticCache | None = None,
     ) -> None:
         self.backbone = backbone
         self.draft = draft
@@ -144,59 +143,48 @@ class Decoder:
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
         limit = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
-        largest = proposal_limits(self.draft, self.tree).size
-        cache = self._empty_cache(len(prompt) + limit + largest + 1)
-        session = DecodingSession(self.backbone, self.draft, self.tree, cache, rule, self._static_steps(cache))
+        session = self._new_session(len(prompt) + limit + proposal_limits(self.draft, self.tree).size + 1, rule)
         answer = self._answers = self._answers + 1
 
         (root,) = session.prefill([prompt], generators)
         yield Step([root], 0)
-        session.start_draft()
 
         count = 1
         while root not in stops and count < limit:
             if answer != self._answers:
                 raise MedusaError("another answer was started on this decoder; it holds one at a time")
+            if count == 1:
+                session.start_draft()
             ((path, tokens),) = session.step([root], generators)
             tokens = truncate_at_stop(tokens[1:], stops, limit - count)
             count += len(tokens)
             root = tokens[-1]
             yield Step(tokens, min(len(path) - 1, len(tokens)))
 
-    def _empty_cache(self, capacity: int) -> TreeCache:
-        """The previous answer's cache if it is large enough, else a new one."""
+    def _new_session(self, capacity: int, rule: Rule) -> DecodingSession:
+        """Return a session on the previous answer's memory if it is large enough, else on new memory."""
+        draft = effective_draft(self.draft, self.tree)
         if self._cache is None or self._cache.capacity < capacity:
-            self._cache = self.backbone.new_cache(
-                capacity, static=supports_static_steps(self.backbone, self._effective_draft)
-            )
-        self._cache.reset()
-        return self._cache
-
-    def _static_steps(self, cache: TreeCache) -> StaticSteps | None:
-        """The steps on fixed memory for this cache, kept between answers; None for a cache of another kind."""
-        runner = self.backbone.step_runner
-        if runner is None or not isinstance(cache, StaticCache):
-            return None
-        if self._steps is None or self._steps.cache is not cache:
-            draft = self._effective_draft
-            fixed = None if draft is None else fixed_shape_draft(draft, self.backbone, self.tree, cache)
-            self._steps = StaticSteps(self.backbone, runner, fixed, self.tree, cache)
-        return self._steps
-
-    @property
-    def _effective_draft(self) -> Proposer | None:
-        """The draft; None where it has nothing to propose, which is plain decoding."""
-        return self.draft if proposal_limits(self.draft, self.tree).size else None
+            static = supports_static_steps(self.backbone, draft)
+            self._cache = self.backbone.new_static_cache(capacity) if static else self.backbone.new_cache(capacity)
+        if not isinstance(self._cache, StaticCache):
+            self._cache.reset()
+            return DecodingSession(self.backbone, self.draft, self.tree, self._cache, rule)
+        if self._steps is None or self._steps.cache is not self._cache:
+            self._steps = new_static_steps(self.backbone, draft, self.tree, self._cache)
+        self._steps.reset()
+        return DecodingSession(self.backbone, self.draft, self.tree, self._steps.prompt_cache(1), rule, self._steps)
 
 
 class DecodingSession:
     """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `Batch` share.
 
-    `Decoder` and `Batch` differ in two things: the class of the cache, and how the mask is built.
+    `Decoder` and `Batch` differ in two things: the class of the cache, and how the mask is built. With static steps
+    they do not differ.
 
     Args:
         tree: from `check_tree`. cache: empty; a `BatchCache` where there may be several rows.
-        steps: runs the steps on fixed memory, for a single row.
+        steps: runs the steps on fixed memory; `cache` is its `prompt_cache` then.
     """
 
     def __init__(
@@ -211,7 +199,7 @@ class DecodingSession:
         self.cache = cache
         self._backbone = backbone
         self._limits = proposal_limits(draft, tree)
-        self._draft = draft if self._limits.size else None  # plain decoding computes no head
+        self._draft = effective_draft(draft, tree)
         self._tree = tree
         self._root_only = Tree.empty().to(backbone.device) if tree.size else tree
         self._needs = PLAIN if self._draft is None else self._draft.needs
@@ -239,7 +227,7 @@ class DecodingSession:
         """Give the draft the prompts. Apart from `prefill`, so that the first token does not wait for it."""
         assert self._prompts is not None
         if self._steps is not None:
-            self._steps.start(*self._prompts)
+            self._steps.append_rows(*self._prompts)
         elif self._draft is not None:
             self._draft_state = self._draft.start(*self._prompts, self.cache)
         self._prompts = None
@@ -261,6 +249,9 @@ class DecodingSession:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; see `BatchCache.select_rows`."""
+        if self._steps is not None:
+            self._steps.select_rows(rows)
+            return
         assert isinstance(self.cache, BatchCache)
         self.cache.select_rows(rows)
         if self._draft is not None:
@@ -272,6 +263,8 @@ class DecodingSession:
         Args:
             capacity: see `BatchCache.append_rows`.
         """
+        if self._steps is not None:
+            return  # they joined when `other`, on the same steps, gave the draft its prompts
         assert isinstance(self.cache, BatchCache)
         assert isinstance(other.cache, BatchCache)
         self.cache.append_rows(other.cache, capacity)
@@ -361,6 +354,11 @@ def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) ->
 def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
     """Return the limits of what `draft` proposes for `tree`; of size 0 without a draft."""
     return Limits(0, 0) if draft is None else draft.limits(tree)
+
+
+def effective_draft(draft: Proposer | None, tree: Tree) -> Proposer | None:
+    """Return the draft; None where it has nothing to propose: plain decoding computes no head."""
+    return draft if proposal_limits(draft, tree).size else None
 
 
 def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:

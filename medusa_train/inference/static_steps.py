@@ -2,12 +2,13 @@
 
     host                       device, replayed
     ----                       ----------------
-    root, accepted path  --->  compact the cache by the path; the draft reads the path and proposes a tree below the
-                               root; the backbone verifies it; argmax
-    tokens of all nodes  <---  and their successors
+    roots, accepted paths --->  compact the cache by the paths; the draft reads them and proposes trees below the roots;
+                                the backbone verifies them; argmax
+    tokens of all nodes  <---   and their successors
 
 The acceptance rule runs on the host's copy (greedy), or on the logits, which stay in a static buffer. There is one
-graph per tree and number of columns that attention reads (see `StaticCache`). Without a GPU the same steps run eagerly.
+graph per tree, number of rows (1, or 2, 4, 8, ...) and number of columns that attention reads (see `StaticCache`).
+Without a GPU the same steps run eagerly.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from medusa_train.inference.accept import Accepted, Rule, accept, accept_matching, next_tokens_of
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal, Proposer
-from medusa_train.models.drafts.fixed_shape import AcceptedNodes, FixedShapeDraft, has_fixed_shape
+from medusa_train.models.drafts.base import Proposal, Proposer, at_positions
+from medusa_train.models.drafts.fixed_shape import AcceptedNodes, FixedShapeDraft, fixed_shape_draft, has_fixed_shape
 from medusa_train.models.features import Features
 from medusa_train.models.graphs import Replayable, StepRunner
 from medusa_train.models.slot_pass import SlotPass, run_slots
+from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import MaskTable
 from medusa_train.trees.static_cache import StaticCache, move_columns
 from medusa_train.trees.tree import Tree
@@ -46,10 +48,18 @@ def supports_static_steps(backbone: Backbone, draft: Proposer | None) -> bool:
     return False
 
 
-class StaticSteps:
-    """The steps of a single row with one tree, with buffers and graphs that are reused from answer to answer.
+def new_static_steps(backbone: Backbone, draft: Proposer | None, tree: Tree, cache: StaticCache) -> StaticSteps:
+    """Return the steps of a draft that `supports_static_steps`, None for plain decoding; see `StaticSteps`."""
+    fixed = None if draft is None else fixed_shape_draft(draft, backbone, tree, cache)
+    return StaticSteps(backbone, backbone.step_runner or StepRunner(), fixed, tree, cache)
 
-    The last token of the prompt counts as a verified tree, so that the first step is like all others.
+
+class StaticSteps:
+    """The steps of one or several rows with one tree, with buffers and graphs that are kept between answers.
+
+    The active rows are the first ones of all buffers. A step runs over 2, 4, 8, ... of the allocated rows, so that few
+    graphs are captured; rows that are not active read their first position, and what they write is ignored. A pass over
+    a single row needs memory for a single row, which the programs compiled for it expect.
 
     Args:
         runner: runs or replays the steps. draft: for this tree and this cache; None for plain decoding.
@@ -71,54 +81,112 @@ class StaticSteps:
             )
             for kind in sorted(backbone.layer_types)
         }
-        device, nodes = backbone.device, tree.size + 1
-        # pinned, so that the copy to the device is asynchronous
-        self._host = torch.zeros(1, _PATH + tree.max_depth + 1, dtype=torch.long, pin_memory=device.type == "cuda")
-        self._inputs = torch.zeros_like(self._host, device=device)
-        self._nodes = torch.arange(nodes, device=device)
-        self._hidden = torch.zeros(1, nodes, backbone.hidden_size, dtype=backbone.dtype, device=device)
-        reads_early = self._draft is not None and self._draft.exit_layer is not None
-        self._early = torch.zeros_like(self._hidden) if reads_early else None
-        self._logits = torch.zeros(1, nodes, backbone.vocab_size, dtype=backbone.dtype, device=device)
-        self._choices = torch.zeros(1, 2, nodes, dtype=torch.long, device=device)  # see `accept_matching`
-        self._start = 0
-        self._path: list[int] = [0]
+        self._nodes = torch.arange(tree.size + 1, device=backbone.device)
+        self._starts: list[int] = []  # of each active row: position of the root of its last tree
+        self._paths: list[list[int]] = []  # and its accepted nodes
+        self._allocate(cache.rows)
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int]) -> None:
-        """Begin an answer after the prefill, see `Proposer.start`."""
+    def _allocate(self, rows: int) -> None:
+        backbone, nodes = self._backbone, self._tree.size + 1
+        device, dtype = backbone.device, backbone.dtype
+        reads_early = self._draft is not None and self._draft.exit_layer is not None
+        # pinned, so that the copy to the device is asynchronous
+        self._host = torch.zeros(
+            rows, _PATH + self._tree.max_depth + 1, dtype=torch.long, pin_memory=device.type == "cuda"
+        )
+        self._inputs = torch.zeros_like(self._host, device=device)
+        self._hidden = torch.zeros(rows, nodes, backbone.hidden_size, dtype=dtype, device=device)
+        self._early = torch.zeros_like(self._hidden) if reads_early else None
+        self._logits = torch.zeros(rows, nodes, backbone.vocab_size, dtype=dtype, device=device)
+        self._choices = torch.zeros(rows, 2, nodes, dtype=torch.long, device=device)  # see `accept_matching`
+
+    def reset(self) -> None:
+        """Drop all rows, and keep the memory."""
+        self._starts, self._paths = [], []
+        for cache in self._caches:
+            cache.reset()
+
+    def make_room(self, rows: int, positions: int) -> None:
+        """Allocate memory for `rows` active rows of up to `positions` positions, and move what there is."""
+        before = self._row_states
+        if self._starts and rows > len(self._host):
+            rows = _power_of_two(rows)  # rows that join one by one move the others a few times only
+        for cache in self._caches:
+            cache.make_room(rows, positions)
+        if rows > len(self._host):
+            self._graphs.clear()
+            self._allocate(rows)
+            for new, old in zip(self._row_states, before, strict=True):
+                new[: len(old)] = old
+
+    def prompt_cache(self, rows: int) -> TreeCache:
+        """Return the cache for the prefill of further rows; `append_rows` follows. There must be room for them."""
+        return self.cache.prompt_cache(len(self._starts), rows)
+
+    def append_rows(self, feats: Features, tokens: Tensor, lengths: Sequence[int]) -> None:
+        """Add the rows of `prompt_cache` after their prefill, see `Proposer.start`.
+
+        The last token of a prompt counts as a verified tree, so that the first step is like all others.
+        """
+        first = len(self._starts)
         if self._draft is not None:
-            self._draft.start(feats, tokens)
-        self._hidden[:, 0] = feats.hidden[:, -1]
-        self._choices[:, 1, 0] = tokens[:, -1]
+            self._draft.start(feats, tokens, first)
+        rows, last = slice(first, first + len(lengths)), [length - 1 for length in lengths]
+        self._hidden[rows, 0] = at_positions(feats.hidden, last)
+        self._choices[rows, 1, 0] = at_positions(tokens, last)
         if self._early is not None and feats.early is not None:
-            self._early[:, 0] = feats.early[:, -1]
-        self._start, self._path = lengths[0] - 1, [0]
+            self._early[rows, 0] = at_positions(feats.early, last)
+        self._starts += last
+        self._paths += [[0] for _ in last]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, where row i becomes the former row `rows[i]` >= i, see `BatchCache.select_rows`."""
+        for row, source in enumerate(rows):
+            if source == row:
+                continue
+            for state in self._row_states:
+                state[row] = state[source]
+            for cache in self._caches:
+                cache.copy_row(source, row, self._starts[source] + self._tree.size + 1)
+        self._starts = [self._starts[row] for row in rows]
+        self._paths = [self._paths[row] for row in rows]
 
     def step(self, roots: Sequence[int], rule: Rule, generators: Sequence[torch.Generator] | None) -> list[Accepted]:
-        """Verify a tree below the root and accept a path by `rule`, see `accept`."""
-        count = len(self._path)
-        padding = [0] * (self._tree.max_depth + 1 - count)
-        self._host.copy_(torch.tensor([[roots[0], self._start, count, *self._path, *padding]]))
-        self._inputs.copy_(self._host, non_blocking=True)
-        self._start += count
-        key_length = self.cache.key_length(self._start + self._tree.size + 1)
+        """Verify a tree below the root of each row and accept a path by `rule`, see `accept`."""
+        count = len(roots)
+        rows = min(_power_of_two(max(count, 2)), len(self._host))
+        unused = [[0, 0, 1, *[0] * (self._tree.max_depth + 1)]] * (rows - count)
+        self._host[:rows].copy_(torch.tensor([*map(self._pack, roots, self._starts, self._paths), *unused]))
+        self._inputs[:rows].copy_(self._host[:rows], non_blocking=True)
+        self._starts = [start + len(path) for start, path in zip(self._starts, self._paths, strict=True)]
+        key_length = self.cache.key_length(max(self._starts) + self._tree.size + 1)
         columns = [cache.storage(key_length).shape[4] for cache in self._caches]
-        self._runner.run(self._graphs, (key_length, *columns), lambda: self._run(key_length))
+        self._runner.run(self._graphs, (rows, key_length, *columns), lambda: self._run(rows, key_length))
         if rule is None:
-            accepted = accept_matching(self._choices, self._tree)
+            accepted = accept_matching(self._choices[:count], self._tree)
         else:
-            accepted = accept(rule, self._choices[:, 1], self._logits, self._tree, generators)
-        self._path = accepted[0].path
+            accepted = accept(rule, self._choices[:count, 1], self._logits[:count], self._tree, generators)
+        self._paths = [one.path for one in accepted]
         return accepted
 
     @property
     def _caches(self) -> list[StaticCache]:
         return [self.cache, *(() if self._draft is None else self._draft.caches)]
 
-    def _run(self, key_length: int) -> None:
-        """Run the part on the device, in which no shape or address depends on the length or on the path."""
-        roots, starts, counts = self._inputs[:, _ROOT], self._inputs[:, _START], self._inputs[:, _COUNT]
-        path, lengths = self._inputs[:, _PATH:], starts + counts
+    @property
+    def _row_states(self) -> list[Tensor]:
+        """What a step reads of the step before, by row."""
+        return [self._hidden, self._choices, *(() if self._early is None else (self._early,))]
+
+    def _pack(self, root: int, start: int, path: list[int]) -> list[int]:
+        return [root, start, len(path), *path, *[0] * (self._tree.max_depth + 1 - len(path))]
+
+    def _run(self, rows: int, key_length: int) -> None:
+        """Run the part on the device, in which no shape or address depends on the lengths or on the paths."""
+        inputs, hidden, choices = self._inputs[:rows], self._hidden[:rows], self._choices[:rows]
+        early = None if self._early is None else self._early[:rows]
+        roots, starts, counts, path = inputs[:, _ROOT], inputs[:, _START], inputs[:, _COUNT], inputs[:, _PATH:]
+        lengths = starts + counts
         storage = self.cache.storage(key_length)
         if self._tree.size:
             move_columns(storage, starts, path)
@@ -132,14 +200,17 @@ class StaticSteps:
         )
         proposal, exit_layer = Proposal(roots[:, None], self._tree), None
         if self._draft is not None:
-            accepted = AcceptedNodes(
-                Features(self._hidden, self._early), self._choices[:, 1], path, counts=counts, starts=starts
-            )
+            accepted = AcceptedNodes(Features(hidden, early), choices[:, 1], path, counts=counts, starts=starts)
             proposal, exit_layer = self._draft.propose(accepted, roots, nodes), self._draft.exit_layer
         feats, logits = run_slots(self._backbone, proposal.tokens, nodes, proposal.early, exit_layer)
-        self._hidden.copy_(feats.hidden)
-        if self._early is not None and feats.early is not None:
-            self._early.copy_(feats.early)
-        self._logits.copy_(logits)
-        self._choices[:, 0] = next_tokens_of(logits)
-        self._choices[:, 1] = proposal.tokens
+        hidden.copy_(feats.hidden)
+        if early is not None and feats.early is not None:
+            early.copy_(feats.early)
+        self._logits[:rows].copy_(logits)
+        choices[:, 0] = next_tokens_of(logits)
+        choices[:, 1] = proposal.tokens
+
+
+def _power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()

@@ -120,7 +120,8 @@ def measure_step_latency(
             f"{backbone.max_context}"
         )
     capacity = len(prompt) + _LATENCY_TOKENS + max(tree.size for tree in trees) + 1
-    cache = backbone.new_cache(capacity, static=supports_static_steps(backbone, draft))
+    static = supports_static_steps(backbone, draft)
+    cache = backbone.new_static_cache(capacity) if static else backbone.new_cache(capacity)
     decoders = [Decoder(backbone, draft, tree, cache) for tree in trees]
     times: list[list[float]] = [[] for _ in trees]
     for round_ in range(LATENCY_ROUNDS + 1):

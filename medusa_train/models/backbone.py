@@ -218,11 +218,13 @@ class Backbone:
             )
         return layers[index]
 
-    def new_cache(self, capacity: int, *, static: bool = False) -> TreeCache:
-        """Return an empty cache for at least `capacity` positions of a single row; `static` for a `StaticCache`."""
-        if static:
-            return StaticCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
+    def new_cache(self, capacity: int) -> TreeCache:
+        """Return an empty cache for at least `capacity` positions of a single row."""
         return TreeCache(self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity))
+
+    def new_static_cache(self, capacity: int) -> StaticCache:
+        """Return an empty cache for static steps of at least `capacity` positions."""
+        return StaticCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
         """Convert the model in place and return it as a new backbone."""
@@ -361,7 +363,7 @@ class Backbone:
             BackboneError: the model has sliding windows or longrope, or torch.compile fails on this machine; not where
                 CUDA graphs work without it.
         """
-        self.step_runner = graph_runner(self.device, self.model, rows)
+        self.step_runner = graph_runner(self.device, self.model)
         if self.step_runner is not None and (self.compile_obstacle is not None or not has_compiler(self.device)):
             return
         if self.compile_obstacle is not None:

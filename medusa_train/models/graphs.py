@@ -84,6 +84,7 @@ class CudaGraphRunner(GraphRunner):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def _warm_up(self, step: Step) -> None:
         """Run the step on the stream of the captures, so that lazily created kernels and workspaces exist."""
@@ -102,22 +103,17 @@ class CudaGraphRunner(GraphRunner):
                 step()
         finally:
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream as the current one
+        self._first = self._first or graph  # nothing can be captured to a pool all of whose graphs are gone
         return graph
 
 
-def graph_runner(device: torch.device, model: Any, rows: int) -> CudaGraphRunner | None:
-    """Return a runner that captures the steps of a transformers model on a GPU; None if they cannot be captured.
-
-    Args:
-        rows: decoded at a time. Steps of several rows are not captured, which a warning says.
-    """
+def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
+    """Return a runner that captures the steps of a transformers model on a GPU; None if they cannot be captured."""
     if device.type != "cuda":
         return None
     if (obstacle := graph_obstacle(model)) is not None:
         _log.warning("compile: no CUDA graphs, since the model %s", obstacle)
         return None
-    if rows > 1:
-        _log.warning("compile: CUDA graphs serve single rows; batches of %d are decoded without", rows)
     return CudaGraphRunner(device)
 
 

@@ -21,7 +21,8 @@ class SlotPass:
         positions: position ids, long [B, n + 1].
         masks: by layer type, sliding windows applied, additive [B, 1, n + 1, key_length].
         slots: columns of the cache that the nodes are written to, long [B, n + 1].
-        storage: of the backbone's cache, [layers, 2, B, kv_heads, columns, head_dim] with columns > key_length.
+        storage: of the backbone's cache, [layers, 2, rows, kv_heads, columns, head_dim] with columns > key_length, of
+            which the first B rows are used.
         key_length: number of columns that attention reads.
     """
 
@@ -37,8 +38,8 @@ class SlotPass:
 
 
 def slot_cache(storage: Tensor, slots: Tensor, key_length: int) -> SlotCache:
-    """Return a cache that writes to `slots`, long [B, q], of a storage [layers, 2, B, kv_heads, columns, head_dim]."""
-    return SlotCache(storage.unbind(), slots[0] if len(slots) == 1 else slots, key_length)
+    """Return a cache that writes to `slots`, long [B, q], of the first B rows of a storage, see `SlotPass`."""
+    return SlotCache(storage.unbind(), slots[0] if storage.shape[2] == 1 else slots, key_length)
 
 
 def run_slots(
@@ -56,7 +57,7 @@ def run_slots(
     same_everywhere = len(nodes.masks) == 1 or backbone.window is None
     mask = next(iter(nodes.masks.values()))
     if backbone.compiled is not None and same_everywhere and backbone.compiled.covers(*tokens.shape):
-        slots = nodes.slots[0] if len(tokens) == 1 else nodes.slots
+        slots, mask = (nodes.slots[0], mask) if len(tokens) == 1 else (nodes.slots, mask.contiguous())
         # a view of the inputs has strides that the program was not compiled for
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         hidden, logits = backbone.compiled(tokens, nodes.positions, mask, slots, nodes.storage)

@@ -15,6 +15,14 @@ from medusa_train.errors import MedusaError
 _GROWTH = 256
 
 
+def check_shapes(keys: Tensor, values: Tensor) -> None:
+    """Raise `MedusaError` unless keys and values, which share one tensor, have the same shape."""
+    if keys.shape != values.shape:
+        raise MedusaError(
+            f"keys and values of different shapes are not supported: {list(keys.shape)} and {list(values.shape)}"
+        )
+
+
 class TreeCache(Cache):
     """Keys and values of all layers in one tensor `[layers, 2, batch, kv_heads, capacity, head_dim]`.
 
@@ -43,10 +51,7 @@ class TreeCache(Cache):
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the storage for `keys` and `values` [batch, kv_heads, q, head_dim] of the first layer."""
-        if keys.shape != values.shape:
-            raise MedusaError(
-                f"keys and values of different shapes are not supported: {list(keys.shape)} and {list(values.shape)}"
-            )
+        check_shapes(keys, values)
         batch, heads, _, dim = keys.shape
         # zeros, since masked positions may be read before they are written, and 0 * NaN is NaN
         self._storage = keys.new_zeros(self._num_layers, 2, batch, heads, self.capacity, dim)

@@ -16,52 +16,73 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa_train.errors import MedusaError
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.kv_cache import TreeCache, check_shapes
 
 #: Passes read a multiple of this number of columns; there is one graph for each multiple.
 KEY_BLOCK = 256
 
 
-class StaticCache(TreeCache):
-    """A `TreeCache` whose storage is one of several buckets, of 1, 2, 4, ... blocks; together less than twice the last.
+class StaticCache:
+    """Keys and values in one of several buckets, of 1, 2, 4, ... blocks of columns; together less than twice the last.
 
-    Passes may write as in a `TreeCache` (prefill), or to slots of `storage` (steps of fixed shape).
+    Prompts are written through `prompt_cache`, steps of fixed shape write to slots of `storage`. How many positions of
+    a row are filled is counted by the caller.
 
     Args:
         num_layers: decoder layers. capacity: maximum number of positions; memory is allocated only as needed.
         block: columns in the first bucket.
+
+    Attributes:
+        rows: for which memory is allocated.
     """
 
     def __init__(self, num_layers: int, capacity: int, block: int = KEY_BLOCK) -> None:
-        super().__init__(num_layers, -(-capacity // block) * block)
+        self.capacity = -(-capacity // block) * block
         self.block = block
+        self.rows = 1
+        self._num_layers = num_layers
+        self._reserved = 0
+        self._storage: Tensor | None = None
         self._buckets: dict[int, Tensor] = {}
 
-    def allocate(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate the bucket for the first q positions, see `TreeCache.allocate`; buckets are kept by `reset`."""
-        capacity, self.capacity = self.capacity, self._bucket_length(keys.shape[2]) + 1
-        super().allocate(keys, values)
-        assert self._storage is not None
-        self._buckets[self.capacity - 1] = self._storage
-        self.capacity = capacity
+    def make_room(self, rows: int, positions: int) -> None:
+        """Make room for `rows` rows, and take no bucket with less than `positions` positions until `reset`.
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write pending positions, see `TreeCache.write`, in the bucket that has room for them."""
+        For more rows than before memory moves, so that what was captured on the old one is invalid.
+        """
+        self._reserved = max(self._reserved, positions)
+        if rows <= self.rows:
+            return
+        self.rows = rows
         if self._storage is not None:
-            self.storage(self.length + self.pending_offset + keys.shape[2])
-        return super().write(layer, keys, values)
+            before = self._storage
+            self._storage = self._new_bucket(before, before.shape[4])
+            self._storage[:, :, : before.shape[2]] = before
+            self._buckets = {before.shape[4] - 1: self._storage}
 
-    def reserve(self, count: int) -> Tensor:
-        """Mark positions as pending, see `TreeCache.reserve`, in the bucket that has room for them."""
-        if self._storage is not None:
-            self.storage(self.length + count)
-        return super().reserve(count)
+    def prompt_cache(self, first: int, count: int) -> TreeCache:
+        """Return an empty cache for the prompts of `count` rows from row `first` on; its memory is part of this one."""
+        return _PromptCache(self, self._num_layers, first, count)
+
+    def allocate(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the storage for prompts with these keys and values, [B, kv_heads, q, head_dim], in each layer."""
+        check_shapes(keys, values)
+        if self._storage is None:
+            length = self._bucket_length(max(keys.shape[2], self._reserved))
+            like = keys.new_empty(self._num_layers, 2, 0, keys.shape[1], 0, keys.shape[3])
+            self._storage = self._buckets[length] = self._new_bucket(like, length + 1)
+        return self.storage(keys.shape[2])
 
     def reset(self) -> None:
-        """Drop all positions and return to the first bucket."""
-        super().reset()
+        """Return to the first bucket."""
+        self._reserved = 0
         if self._buckets:
             self._storage = self._buckets[min(self._buckets)]
+
+    def copy_row(self, source: int, target: int, positions: int) -> None:
+        """Copy the first `positions` positions of row `source` to row `target`."""
+        if self._storage is not None:
+            self._storage[:, :, target, :, :positions] = self._storage[:, :, source, :, :positions]
 
     def key_length(self, positions: int) -> int:
         """Return how many columns a pass reads that needs `positions`: a multiple of the block."""
@@ -75,6 +96,7 @@ class StaticCache(TreeCache):
         Raises:
             MedusaError: the capacity is exceeded, or nothing was written yet.
         """
+        positions = max(positions, self._reserved)
         if self._storage is None or positions > self.capacity:
             capacity = 0 if self._storage is None else self.capacity
             raise MedusaError(f"the cache holds {capacity} positions, {positions} are needed")
@@ -83,12 +105,15 @@ class StaticCache(TreeCache):
             return self._storage
         length = self._bucket_length(positions)
         if length not in self._buckets:
-            # zeros, since masked columns are read before they are written, and 0 * NaN is NaN
-            shape = *self._storage.shape[:4], length + 1, self._storage.shape[5]
-            self._buckets[length] = self._storage.new_zeros(shape)
+            self._buckets[length] = self._new_bucket(self._storage, length + 1)
         self._buckets[length][:, :, :, :, :columns] = self._storage
         self._storage = self._buckets[length]
         return self._storage
+
+    def _new_bucket(self, like: Tensor, columns: int) -> Tensor:
+        """Return zeros, since masked columns are read before they are written, and 0 * NaN is NaN."""
+        layers, two, _, heads, _, dim = like.shape
+        return like.new_zeros(layers, two, self.rows, heads, columns, dim)
 
     def _bucket_length(self, positions: int) -> int:
         length = self.block
@@ -97,18 +122,36 @@ class StaticCache(TreeCache):
         return min(length, self.capacity)
 
 
+class _PromptCache(TreeCache):
+    """The prompts of some rows of a `StaticCache`, in one pass; shorter ones are padded behind."""
+
+    def __init__(self, cache: StaticCache, num_layers: int, first: int, count: int) -> None:
+        super().__init__(num_layers, cache.capacity)
+        self._cache = cache
+        self._rows = slice(first, first + count)
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Take the rows' part of the static cache."""
+        self._storage = self._cache.allocate(keys, values)[:, :, self._rows]
+        self.capacity = self._storage.shape[4] - 1
+
+    def commit_rows(self, lengths: Sequence[int]) -> None:
+        """Commit the longest prompt; the padding of the others is masked later, and overwritten."""
+        self.commit(max(lengths))
+
+
 def move_columns(storage: Tensor, starts: Tensor, path: Tensor) -> None:
-    """Move the columns starts + path[i] of each row to starts + i: the compaction of an accepted path.
+    """Move the columns starts + path[i] of the first rows to starts + i: the compaction of an accepted path.
 
     Shapes and addresses are fixed, so paths are padded at the end; what their padding copies must be overwritten later.
 
     Args:
         storage: [layers, 2, rows, kv_heads, columns, head_dim], changed in place.
-        starts: long [rows]. path: long [rows, D + 1], increasing from 0; the first column is not moved.
+        starts: long [B], B <= rows. path: long [B, D + 1], increasing from 0; the first column is not moved.
     """
     targets = torch.arange(1, path.shape[1], device=path.device) + starts[:, None]
     sources = path[:, 1:] + starts[:, None]
-    if len(starts) == 1:  # index_select copies first, so source and target may overlap
+    if storage.shape[2] == 1:  # index_select copies first, so source and target may overlap
         storage.index_copy_(4, targets[0], storage.index_select(4, sources[0]))
         return
     rows = torch.arange(len(starts), device=path.device)[:, None]

@@ -14,6 +14,7 @@ from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
+from medusa_train.models.graphs import StepRunner
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +143,13 @@ def mode_test(subject: LoadedModel, mode: DecodingMode, max_new_tokens: int = 24
     return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens, None, mode)
 
 
-def test_batches_give_the_answers_of_single_rows_and_share_their_time(subject: LoadedModel) -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_batches_give_the_answers_of_single_rows_and_share_their_time(
+    subject: LoadedModel, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     questions = bench_questions(5)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
+    monkeypatch.setattr(subject.backbone, "step_runner", StepRunner() if static else None)
     test = mode_test(subject, DecodingMode(batch_size=3))
     assert test.names == ["generate", "plain", "tree"]
     test.warm_up(questions)

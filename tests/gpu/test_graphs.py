@@ -8,11 +8,13 @@ import torch
 from decode import Setup, Shape
 from shapes import Rates, Sizes, llama_config
 
+from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.graphs import CudaGraphRunner, StepRunner
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
 from tests.inference.test_static_steps import PROMPTS, answers, paths
 
@@ -34,6 +36,46 @@ def test_graphs_give_the_tokens_of_steps(kind: str, family: str) -> None:
     runner = backbone.step_runner = CudaGraphRunner(backbone.device)
     assert paths(answers(backbone, draft, tree)) == paths(expected)
     assert runner.works
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_graphs_of_batches_give_the_tokens_of_steps(kind: str, family: str) -> None:
+    """Rows end and join; with five rows all buffers grow and graphs are captured again."""
+    backbone = backbone_on_gpu(family)
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
+    backbone.step_runner = StepRunner()
+    expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
+    runner = backbone.step_runner = CudaGraphRunner(backbone.device)
+    decoder = BatchDecoder(backbone, draft, tree)
+    for rows, first in ((3, None), (5, None), (5, 1)):
+        replayed, _ = streamed(decoder, 24, [7, 9], rows=rows, first=first)
+        assert paths(replayed) == paths(expected)
+    assert runner.works
+
+
+def test_graphs_are_captured_after_all_earlier_ones_are_gone() -> None:
+    backbone = backbone_on_gpu("llama")
+    runner = backbone.step_runner = CudaGraphRunner(backbone.device)
+    first = answers(backbone)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert paths(answers(backbone)) == paths(first)
+    assert runner.works
+
+
+@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
+def test_compiled_batches_are_captured(tree: Tree) -> None:
+    backbone = backbone_on_gpu("llama")
+    draft = random_draft("medusa", backbone)
+    expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
+    backbone.compile_passes(rows=4)
+    assert isinstance(backbone.step_runner, CudaGraphRunner)
+    decoder = BatchDecoder(backbone, draft, tree)
+    for _ in range(2):
+        replayed, _ = streamed(decoder, 24, [7, 9], rows=4)
+        assert paths(replayed) == paths(expected)
+    assert backbone.step_runner.works
 
 
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
@@ -62,6 +104,23 @@ def test_replays_reserve_no_memory(tree: Tree) -> None:
     before = torch.cuda.memory_stats()
     for _ in range(4):
         next(steps)
+    after = torch.cuda.memory_stats()
+    for name in ("reserved_bytes.all.allocated", "allocation.all.allocated"):
+        assert after[name] == before[name], name
+
+
+@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
+def test_replays_of_batches_reserve_no_memory(tree: Tree) -> None:
+    backbone = backbone_on_gpu("gemma3")
+    draft = random_draft("medusa", backbone)
+    backbone.step_runner = CudaGraphRunner(backbone.device)
+    batch = BatchDecoder(backbone, draft, tree).begin(40, ())
+    batch.add_requests([PendingRequest(n, prompt) for n, prompt in enumerate(PROMPTS)])
+    for _ in range(3):
+        batch.step()
+    before = torch.cuda.memory_stats()
+    for _ in range(4):
+        batch.step()
     after = torch.cuda.memory_stats()
     for name in ("reserved_bytes.all.allocated", "allocation.all.allocated"):
         assert after[name] == before[name], name

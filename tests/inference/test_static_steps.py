@@ -232,10 +232,10 @@ def test_models_that_cannot_be_captured(family: str, obstacle: str | None, caplo
     assert found is None if obstacle is None else obstacle in str(found)
     backbone.config.num_experts = 4
     assert graph_obstacle(backbone.model) is not None
-    assert graph_runner(torch.device("cpu"), backbone.model, 1) is None
+    assert graph_runner(torch.device("cpu"), backbone.model) is None
     assert "no CUDA graphs" not in caplog.text
     with caplog.at_level(logging.WARNING):
-        assert graph_runner(torch.device("cuda"), backbone.model, 1) is None
+        assert graph_runner(torch.device("cuda"), backbone.model) is None
     assert "no CUDA graphs" in caplog.text
     backbone.config.num_experts = None
     backbone.model.is_quantized = True

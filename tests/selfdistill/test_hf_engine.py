@@ -32,6 +32,7 @@ from medusa_train.selfdistill.hf_engine import (
 from medusa_train.selfdistill.local_model import LocalModel
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
+from tests.inference.test_static_batches import CountingRunner
 
 ERROR = torch.full((1, 1), 1e-3, dtype=torch.float64)
 
@@ -383,6 +384,23 @@ def test_batches_with_heads_are_refilled_once_they_were_compared(directory: Path
     assert any(joined[4:])
     assert batched.counts.compared == 3
     assert batched.counts.draft_tokens == sum(answer.completion_tokens - 1 for answer in plain)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_steps_on_fixed_memory_give_the_same_answers(directory: Path, temperature: float, batch_size: int) -> None:
+    backbone = mixed_lengths(directory)
+    draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([2, 2])
+
+    def both() -> list[list[Answer]]:
+        plain = engine(backbone, temperature, 24, batch_size=batch_size)
+        heads = engine(backbone, temperature, 24, batch_size=batch_size, draft=draft, tree=tree, compare=3)
+        return [all_answers(plain), all_answers(heads)]
+
+    expected = both()
+    runner = backbone.step_runner = CountingRunner()
+    assert both() == expected
+    assert {key[0] for key in runner.keys} >= ({1} if batch_size == 1 else {2, 3})
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

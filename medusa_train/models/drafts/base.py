@@ -236,7 +236,11 @@ class Draft(Proposer, nn.Module):
 
 def hidden_at_positions(feats: Features, positions: Sequence[int]) -> Tensor:
     """Return the hidden state of each row at its position, [B, d]."""
+    return at_positions(feats.hidden, positions)
+
+
+def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:
+    """Return the values [B, ...] of each row at its position, of [B, T, ...]."""
     if len(positions) == 1:
-        return feats.hidden[:, positions[0]]
-    device = feats.hidden.device
-    return feats.hidden[torch.arange(len(positions), device=device), torch.tensor(positions, device=device)]
+        return values[:, positions[0]]
+    return values[torch.arange(len(positions), device=values.device), torch.tensor(positions, device=values.device)]

@@ -62,7 +62,7 @@ class AcceptedNodes:
 
 
 class FixedShapeDraft:
-    """Proposes from static buffers; one instance decodes one answer after the other.
+    """Proposes from static buffers, for one answer or batch after the other.
 
     Args:
         draft: its heads are used. tree: the tree that is filled, with its tensors on the device.
@@ -82,8 +82,11 @@ class FixedShapeDraft:
         self._backbone_cache = cache
         self._levels = tree.by_level  # computed here: it copies from the host, which a graph can't
 
-    def start(self, feats: Features, tokens: Tensor) -> None:
-        """Read the prompts, [B, T, d] and long [B, T]. The last position is read again as the first accepted node."""
+    def start(self, feats: Features, tokens: Tensor, first: int) -> None:
+        """Read prompts, [B, T, d] and long [B, T], shorter ones padded behind, for the rows from `first` on.
+
+        The last position of each is read again as the first accepted node.
+        """
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
         """Read the accepted nodes and guess the tokens below `roots`, long [B]."""
@@ -91,6 +94,7 @@ class FixedShapeDraft:
 
     def _add_cache(self) -> StaticCache:
         cache = StaticCache(1, self._backbone_cache.capacity, self._backbone_cache.block)
+        cache.make_room(self._backbone_cache.rows, 0)
         self.caches.append(cache)
         return cache
 
@@ -117,11 +121,9 @@ class _LayerSteps:
         chain = self._offsets[:, None] >= self._offsets
         self._mask = MaskTable(chain, self._offsets, layer.window, parameter.dtype)
 
-    def prefill(self, states: Tensor) -> Tensor:
-        """Read the prompts, [B, T, d] -> [B, T, d]."""
-        self._cache.reset()
-        positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
-        return self._layer.extend(states, positions, self._cache)
+    def prefill(self, states: Tensor, first: int) -> Tensor:
+        """Read the prompts of the rows from `first` on, [B, T, d] -> [B, T, d]."""
+        return _read_prompts(self._layer, states, self._cache, first)
 
     def append(self, states: Tensor, starts: Tensor, key_length: int) -> Tensor:
         """Read D + 1 positions from `starts` on, [B, D + 1, d] -> [B, D + 1, d]."""
@@ -129,6 +131,12 @@ class _LayerSteps:
         cache = slot_cache(self._cache.storage(key_length), slots, key_length)
         positions = slots.clamp(max=self._max_position)
         return self._layer.run_slots(states, positions, self._mask.at(starts, key_length), cache)
+
+
+def _read_prompts(layer: DraftLayer, states: Tensor, cache: StaticCache, first: int) -> Tensor:
+    """Run a layer over prompts, [B, T, d] -> [B, T, d], of the rows from `first` on."""
+    positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+    return layer.extend(states, positions, cache.prompt_cache(first, len(states)))
 
 
 class _Hydra(FixedShapeDraft):
@@ -139,9 +147,9 @@ class _Hydra(FixedShapeDraft):
         if draft.prefix is not None:
             self._prefix = _LayerSteps(draft.prefix, self._add_cache(), tree.max_depth, self._max_position)
 
-    def start(self, feats: Features, tokens: Tensor) -> None:
+    def start(self, feats: Features, tokens: Tensor, first: int) -> None:
         if self._prefix is not None:
-            self._prefix.prefill(feats.hidden)
+            self._prefix.prefill(feats.hidden, first)
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
         states = accepted.along_path(accepted.feats.hidden)
@@ -160,9 +168,9 @@ class _Amphista(FixedShapeDraft):
             if isinstance(layer, DraftLayer)
         ]
 
-    def start(self, feats: Features, tokens: Tensor) -> None:
+    def start(self, feats: Features, tokens: Tensor, first: int) -> None:
         following = tokens.roll(-1, dims=1)  # the last position is read again with the root
-        self._draft.stages(feats.hidden, following, lambda i, x: self._layers[i].prefill(x))
+        self._draft.stages(feats.hidden, following, lambda i, x: self._layers[i].prefill(x, first))
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
         rows = torch.arange(len(roots), device=roots.device)
@@ -197,11 +205,9 @@ class _Kangaroo(FixedShapeDraft):
         self._offsets = torch.arange(len(inner) + 1, device=inner.device)
         self._mask = MaskTable(visible, self._depths, draft.adapter.window, next(draft.adapter.parameters()).dtype)
 
-    def start(self, feats: Features, tokens: Tensor) -> None:
+    def start(self, feats: Features, tokens: Tensor, first: int) -> None:
         assert feats.early is not None
-        self._adapter_cache.reset()
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self._draft.adapter.extend(self._draft.cast(feats.early), positions, self._adapter_cache)
+        _read_prompts(self._draft.adapter, self._draft.cast(feats.early), self._adapter_cache, first)
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
         draft, inputs = self._draft, self._draft.split.with_masks(nodes.positions, nodes.masks)
@@ -241,7 +247,7 @@ _FIXED_SHAPES: dict[type[Proposer], type[FixedShapeDraft]] = {
 }
 
 
-def has_fixed_shape(draft: Proposer) -> bool:
+def has_fixed_shape(draft: Proposer | None) -> bool:
     """Return whether a draft fills the tree that it is given, instead of choosing the shape itself."""
     return isinstance(draft, tuple(_FIXED_SHAPES))
 

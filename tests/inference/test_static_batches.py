@@ -1,0 +1,326 @@
+"""Batches on fixed memory give the tokens and accepted paths of each row alone; replayed as well as run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_train.errors import MedusaError
+from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.graphs import Replayable, Step, StepRunner
+from medusa_train.trees.static_cache import SlotCache, StaticCache
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.inference.tape import TapeRunner
+from tests.inference.test_batch import streamed
+from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+from tests.inference.test_refill import (
+    OTHERS,
+    QUEUE,
+    SCHEDULES,
+    answers_alone,
+    ends,
+    generator,
+    make_draft,
+    results,
+)
+
+BLOCK = 16  # of the cache: batches cross several of its borders
+ALL_KINDS = ["plain", *KINDS]
+#: Every kind of draft, and some with sliding windows in all layers or in some.
+CASES = [
+    *((kind, "llama") for kind in (*ALL_KINDS, *OTHERS)),
+    *((kind, family) for kind in ("plain", "hydra++", "kangaroo") for family in ("mistral-window", "gemma3")),
+]
+RULES = {"sample": Sampling(1.5), "top-p": Sampling(0.8, top_p=0.9), "typical": Typical(1.0)}
+
+
+class CountingRunner(StepRunner):
+    """Notes the shapes of steps: rows, columns that attention reads, columns of the caches."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[int, ...]] = []
+
+    def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
+        assert isinstance(key, tuple)
+        self.keys.append(key)
+        step()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_static_cache(self: Backbone, capacity: int) -> StaticCache:
+        return StaticCache(self.num_layers, capacity, BLOCK)
+
+    monkeypatch.setattr(Backbone, "new_static_cache", new_static_cache)
+
+
+def draft_of(kind: str, backbone: Backbone) -> tuple[Proposer | None, Tree | None]:
+    return (None, None) if kind == "plain" else (make_draft(kind, backbone), TREE)
+
+
+def alone(
+    backbone: Backbone, draft: Proposer | None, tree: Tree | None, length: int, eos: list[int], rule: Rule = None
+) -> list[Generation]:
+    """Answers to the queue, one by one, without fixed memory; trees are always whole, as on fixed memory."""
+    assert backbone.step_runner is None
+    with nullcontext() if draft is None else draft.no_early_exit():
+        return answers_alone(Decoder(backbone, draft, tree), length, eos, rule)
+
+
+def details(answers: list[Generation]) -> list[tuple[list[int], str, int, list[int]]]:
+    return [(out.tokens, out.finish, out.steps, out.accepted) for out in answers]
+
+
+@pytest.mark.parametrize(("kind", "family"), CASES)
+def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) -> None:
+    backbone = random_backbone(family)
+    draft, tree = draft_of(kind, backbone)
+    eos = ends(backbone, 14)
+    plain = answers_alone(Decoder(backbone), 14, eos)
+    expected = alone(backbone, draft, tree, 14, eos)
+    assert results(expected) == results(plain)
+    assert draft is None or sum(sum(out.accepted) for out in expected) > 3  # paths were compacted
+    runner = backbone.step_runner = CountingRunner()
+    decoder = BatchDecoder(backbone, draft, tree)
+    for schedule in SCHEDULES:
+        runner.keys.clear()
+        answers, sizes = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
+        assert details(answers) == details(expected)
+        assert len(runner.keys) == len(sizes)  # every step is one on fixed memory
+        assert max(sizes) == 3
+    whole = decoder.generate_batch(QUEUE, 14, eos)
+    assert details(whole) == details(expected)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)])
+def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
+    """What is replayed repeats the operations of the first step with its shapes, addresses and numbers."""
+    backbone = random_backbone(family)
+    draft, tree = draft_of(kind, backbone)
+    eos = ends(backbone, 14)
+    expected = alone(backbone, draft, tree, 14, eos)
+    runner = backbone.step_runner = TapeRunner()
+    decoder = BatchDecoder(backbone, draft, tree)
+    captures = []
+    schedules: list[dict[str, int]] = [{"wanted": 2}, {"first": 1, "rows": 5}, {"rows": 5}, {"rows": 5}]
+    for schedule in schedules:
+        answers, _ = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
+        assert details(answers) == details(expected)
+        captures.append(runner.captures)
+    assert captures[-1] == captures[-2]  # all steps of an equal batch are replayed
+
+
+@pytest.mark.parametrize("kind", ["plain", "medusa", "amphista", "kangaroo"])
+def test_steps_have_few_shapes(kind: str) -> None:
+    """Rows of a step are a power of two or all; columns depend on the longest row."""
+    backbone = random_backbone("llama")
+    draft, tree = draft_of(kind, backbone)
+    runner = backbone.step_runner = CountingRunner()
+    decoder = BatchDecoder(backbone, draft, tree)
+    decoder.generate_batch([[5] * n for n in (3, 4, 5, 6, 7, 8)], 20, ())
+    assert {key[0] for key in runner.keys} <= {2, 4, 6}
+    assert runner.keys[0][0] == 6
+    assert {key[1] for key in runner.keys} <= {16, 32, 48}
+    # one bucket from the start, which holds the longest prompt and answer
+    assert {key[2] for key in runner.keys} == {65 if draft else 33}
+
+
+@pytest.mark.parametrize("kind", ["plain", "medusa", "hydra++", "amphista", "kangaroo"])
+def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
+    """Rows join one by one, each with a longer prompt than the last, while the first ones go on."""
+    backbone = random_backbone("llama")
+    draft, tree = draft_of(kind, backbone)
+    prompts = [list(range(3, 3 + n)) for n in (2, 9, 17, 30, 44, 52, 1)]
+    with nullcontext() if draft is None else draft.no_early_exit():
+        expected = [Decoder(backbone, draft, tree).generate(prompt, 40, ()) for prompt in prompts]
+    for runner in (CountingRunner(), TapeRunner()):
+        backbone.step_runner = runner
+        batch = BatchDecoder(backbone, draft, tree).begin(40, ())
+        answers: dict[int, Generation] = {}
+        for n, prompt in enumerate(prompts):
+            batch.add_requests([PendingRequest(n, prompt)])
+            answers.update(batch.step())
+        while batch.active:
+            answers.update(batch.step())
+        assert details([answers[n] for n in range(len(prompts))]) == details(expected)
+        if isinstance(runner, CountingRunner):
+            assert {key[0] for key in runner.keys} == {1, 2, 4, 8}
+            assert len({key[2] for key in runner.keys}) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "sample") for kind in ALL_KINDS), ("plain", "top-p"), ("medusa", "typical")]
+)
+def test_samples_do_not_depend_on_other_rows(kind: str, name: str) -> None:
+    backbone, rule = random_backbone("mistral-window"), RULES[name]
+    draft, tree = draft_of(kind, backbone)
+    expected = alone(backbone, draft, tree, 12, [7, 9], rule)
+    backbone.step_runner = TapeRunner()
+    decoder = BatchDecoder(backbone, draft, tree)
+    for schedule in SCHEDULES[1:]:
+        answers, _ = streamed(decoder, 12, (7, 9), rule, **schedule, queue=QUEUE)
+        assert details(answers) == details(expected)
+    generators = [generator(n) for n in range(len(QUEUE))]
+    assert details(decoder.generate_batch(QUEUE, 12, (7, 9), rule, generators)) == details(expected)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_the_contexts_end(kind: str) -> None:
+    backbone = random_backbone("gemma3")
+    backbone.max_context = 24
+    draft, tree = draft_of(kind, backbone)
+    plain = answers_alone(Decoder(backbone), 17, ())
+    assert {out.finish for out in plain} == {"length", "context"}
+    backbone.step_runner = StepRunner()
+    for rows in (2, 5):
+        answers, sizes = streamed(BatchDecoder(backbone, draft, tree), 17, rows=rows, queue=QUEUE)
+        assert results(answers) == results(plain)
+        assert max(sizes) == rows
+
+
+@pytest.mark.parametrize("kind", ["plain", "amphista", "kangaroo"])
+def test_no_memory_is_allocated_for_further_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    backbone.step_runner = StepRunner()
+    decoder = BatchDecoder(backbone, *draft_of(kind, backbone))
+    expected = decoder.generate_batch(PROMPTS, 30, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
+        patch.setattr(torch, "zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
+        decoder.generate_batch(PROMPTS[1:], 20, ())
+        assert details(decoder.generate_batch(PROMPTS, 30, ())) == details(expected)
+
+
+def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    backbone.step_runner = TapeRunner()  # which fails where a step reads a number
+    lists: list[Tensor] = []
+    to_list = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
+    batch = BatchDecoder(backbone, random_draft("kangaroo", backbone), TREE).begin(20, ())
+    batch.add_requests([PendingRequest(n, prompt) for n, prompt in enumerate(PROMPTS)])
+    for _ in range(3):
+        lists.clear()
+        batch.step()
+        assert len(lists) == 1
+
+
+def test_batches_at_the_same_time_have_their_own_buffers() -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("amphista", backbone)
+    expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in PROMPTS]
+    backbone.step_runner = TapeRunner()
+    decoder = BatchDecoder(backbone, draft, TREE)
+    batches = [decoder.begin(16, ()) for _ in range(3)]  # the third one is abandoned
+    answers: dict[int, Generation] = {}
+    for batch, numbers in zip(batches, ((0, 1), (2, 3), (1, 2)), strict=True):
+        batch.add_requests([PendingRequest(n, PROMPTS[n]) for n in numbers])
+    while batches[0].active or batches[1].active:
+        for batch in batches[:2]:
+            answers.update(batch.step())
+    assert details([answers[n] for n in range(4)]) == details(expected)
+    assert details(decoder.generate_batch(PROMPTS, 16, ())) == details(expected)
+
+
+def test_prompts_of_similar_length_share_a_prefill_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("hydra++", backbone)
+    expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in QUEUE]
+    backbone.step_runner = StepRunner()
+    monkeypatch.setattr("medusa_train.inference.batch.PREFILL_PADDING", 3)
+    assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(expected)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup", "dynamic medusa"])
+def test_drafts_that_choose_their_trees_decode_without(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    backbone = random_backbone("llama")
+    draft = make_draft(name, backbone)
+    plain = answers_alone(Decoder(backbone), 14, ())
+    backbone.step_runner = TapeRunner()
+    decoder = BatchDecoder(backbone, draft, TREE)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert results(streamed(decoder, 14, (), queue=QUEUE)[0]) == results(plain)
+    assert caplog.text.count("chooses the shape of its trees") == 1
+    assert backbone.step_runner.captures == 0
+
+
+def test_answers_without_a_step_leave_the_buffers_to_the_next() -> None:
+    backbone = random_backbone("llama")
+    expected = [Decoder(backbone).generate(prompt, 1).tokens for prompt in PROMPTS]
+    backbone.step_runner = runner = CountingRunner()
+    decoder = BatchDecoder(backbone)
+    for _ in range(2):
+        assert [out.tokens for out in decoder.generate_batch(PROMPTS, 1)] == expected
+    assert not runner.keys
+    assert decoder.lend_steps() is not decoder.lend_steps()
+
+
+class Passes:
+    """Stands for passes compiled for several rows; notes what it is given, and computes the same."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.calls: list[tuple[torch.Size, torch.Size, torch.Size, bool]] = []
+        self._backbone = backbone
+
+    def covers(self, rows: int, count: int) -> bool:
+        return rows > 1
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        contiguous = all(tensor.is_contiguous() for tensor in (tokens, positions, mask, slots, storage))
+        self.calls.append((tokens.shape, slots.shape, storage.shape, contiguous))
+        cache = SlotCache(storage.unbind(), slots, mask.shape[3])
+        out = self._backbone.body(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return out.last_hidden_state, self._backbone.logits(out.last_hidden_state)
+
+
+@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
+def test_compiled_passes_get_contiguous_inputs_and_the_memory_of_all_rows(tree: Tree) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("medusa", backbone)
+    expected = alone(backbone, draft, tree, 14, [7])
+    backbone.step_runner, passes = StepRunner(), Passes(backbone)
+    backbone.compiled = passes  # type: ignore[assignment]
+    answers, sizes = streamed(BatchDecoder(backbone, draft, tree), 14, [7], queue=QUEUE, rows=4)
+    assert details(answers) == details(expected)
+    assert len(passes.calls) == len(sizes)
+    for tokens, slots, storage, contiguous in passes.calls:
+        assert tokens == slots
+        assert (tokens[0] in (2, 4), storage[2], contiguous) == (True, 4, True)
+
+
+def test_an_answer_started_before_the_other_ones_first_step_ends_it() -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("amphista", backbone)
+    expected = Decoder(backbone, draft, TREE).generate(PROMPTS[2], 20).tokens
+    backbone.step_runner = StepRunner()
+    decoder = Decoder(backbone, draft, TREE)
+
+    def tokens(steps: Iterator[tuple[list[int], int]], rest: Callable[[], None]) -> list[int]:
+        out = list(next(steps)[0])
+        rest()
+        return out + [token for step in steps for token in step[0]]
+
+    first = decoder.stream(PROMPTS[0], 20)
+    next(first)
+
+    def go_on() -> None:
+        with pytest.raises(MedusaError, match="another answer was started"):
+            next(first)
+
+    assert tokens(decoder.stream(PROMPTS[2], 20), go_on) == expected
