@@ -37,11 +37,7 @@ from tests.inference.test_refill import (
 
 BLOCK = 16  # of the cache: batches cross several of its borders
 ALL_KINDS = ["plain", *KINDS]
-#: Every kind of draft, and some with sliding windows in all layers or in some.
-CASES = [
-    *((kind, "llama") for kind in (*ALL_KINDS, *OTHERS)),
-    *((kind, family) for kind in ("plain", "hydra++", "kangaroo") for family in ("mistral-window", "gemma3")),
-]
+FAMILIES = ["llama", "mistral-window", "gemma3"]  # without sliding windows, with them in all layers, and in some
 RULES = {"sample": Sampling(1.5), "top-p": Sampling(0.8, top_p=0.9), "typical": Typical(1.0)}
 
 
@@ -82,7 +78,8 @@ def details(answers: list[Generation]) -> list[tuple[list[int], str, int, list[i
     return [(out.tokens, out.finish, out.steps, out.accepted) for out in answers]
 
 
-@pytest.mark.parametrize(("kind", "family"), CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", [*ALL_KINDS, *OTHERS])
 def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) -> None:
     backbone = random_backbone(family)
     draft, tree = draft_of(kind, backbone)
@@ -97,7 +94,7 @@ def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) 
         runner.keys.clear()
         answers, sizes = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
         assert details(answers) == details(expected)
-        assert len(runner.keys) == len(sizes)  # every step is one on fixed memory
+        assert len(runner.keys) == sum(size > 0 for size in sizes)  # every step is one on fixed memory
         assert max(sizes) == 3
     whole = decoder.generate_batch(QUEUE, 14, eos)
     assert details(whole) == details(expected)
