@@ -136,10 +136,10 @@ class Measurement:
 
     @cached_property
     def _model(self) -> LoadedModel:
-        """The model with its own tree, which is fitted again if it was fitted to another form of decoding."""
+        """The model with its own tree, fitted again if it was fitted to another form of decoding and is to be timed."""
         cfg = self._config(self._benches[0], 0.0)
         model = load_model(self._paths, self._dtype, self._progress, compiled=self._args.compile)
-        refitted = refit_tree(cfg, model, self._paths, self._progress)
+        refitted = None if self._args.counts_only else refit_tree(cfg, model, self._paths, self._progress)
         return model if refitted is None else refitted[0]
 
     @property
