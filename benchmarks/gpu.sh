@@ -9,5 +9,9 @@ if [ -n "${WHEELS:-}" ]; then
 	"$python" -m pip install --quiet --no-index --no-deps --upgrade --target runs/gpu/site "$WHEELS"/*.whl
 	export PYTHONPATH=$PWD/runs/gpu/site${PYTHONPATH:+:$PYTHONPATH}
 fi
+"$python" -c 'import torch, transformers' 2>/dev/null || {
+	echo "error: $python needs torch and transformers: activate the virtual environment, or set PYTHON to its python" >&2
+	exit 2
+}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 exec "$python" benchmarks/gpu.py "$@"

@@ -223,8 +223,8 @@ class Phase:
 
 
 def _columns(total: int | None) -> list[rich_progress.ProgressColumn]:
-    name = rich_progress.TextColumn("[bold]{task.description}")
-    detail = rich_progress.TextColumn("{task.fields[detail]}")
+    name = rich_progress.TextColumn("{task.description}", style="bold", markup=False)
+    detail = rich_progress.TextColumn("{task.fields[detail]}", markup=False)
     if total is None:
         return [name, detail, rich_progress.TimeElapsedColumn()]
     return [

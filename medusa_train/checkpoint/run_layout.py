@@ -34,6 +34,15 @@ RUN_FILES = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", 
 NEWEST = ("latest", "auto")
 
 
+def check_writable(out: Path) -> None:
+    """Check that `out` is a directory that can be written to, or can be created; raises ConfigError."""
+    existing = next((path for path in (out, *out.parents) if path.exists()), Path())
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir: {existing} is a file, not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir: {existing} cannot be written to: permission denied")
+
+
 def check_output_dir(cfg: TrainConfig) -> None:
     """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites the run in it.
 
@@ -42,11 +51,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
         CheckpointError: `resume_from_checkpoint` does not exist, or the run has results but no checkpoint.
     """
     out = Path(cfg.output_dir).expanduser()
-    existing = next((path for path in (out, *out.parents) if path.exists()), Path())
-    if not existing.is_dir():
-        raise ConfigError(f"output_dir: {existing} is a file; a run needs a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir: {existing} cannot be written to: permission denied")
+    check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(cfg)
     files = [name for name in RUN_FILES if (out / name).exists()]

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 usage or configuration error, 130 interrupte
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rich.console import Console
 
@@ -26,6 +27,9 @@ P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
 
 EXIT_INTERRUPTED = 130
+
+#: Errors of a write to an open file, which names no file: no space, quota exceeded, file too large, device failed.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
 _QUIET = {
@@ -39,15 +43,21 @@ _QUIET = {
 
 def error_console() -> Console:
     """Return a console on stderr, for errors, notes and progress."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return output_console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def output_console(**options: Any) -> Console:
+    """Return a console that prints names and paths as they are: `[x]` is no markup, and `:x:` no emoji."""
+    return Console(markup=False, emoji=False, **options)
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command function so that user errors print a message and exit with a code, without a stack trace.
 
     A `MedusaError` prints "error:" and its message to stderr and exits with its code. KeyboardInterrupt exits with 130,
-    `Terminated` with 143. An integer returned by the command is the exit code. Other exceptions are bugs and propagate.
-    The signature is kept for typer.
+    `Terminated` with 143. A file that cannot be read or written, or a full disk, prints a message and exits with 1. An
+    integer returned by the command is the exit code. Other exceptions are bugs and propagate. The signature is kept for
+    typer.
     """
 
     @functools.wraps(command)
@@ -68,6 +78,11 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
         except BrokenPipeError:
             # the reader of stdout has exited (`medusa-eval ... | head`)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the interpreter flushes it at exit)
+            code = 1
+        except OSError as error:
+            if _debugging() or (error.filename is None and error.errno not in _DISK_ERRORS):
+                raise
+            print_error(f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}")
             code = 1
         if code:
             sys.exit(code)

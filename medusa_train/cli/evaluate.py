@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
-from medusa_train.cli.common import error_console, read_arguments, run_command
+from medusa_train.checkpoint.run_layout import check_writable
+from medusa_train.cli.common import error_console, output_console, read_arguments, run_command
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
@@ -164,6 +165,8 @@ def evaluate(
     if calibrate and cfg.draft is not None:
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
+    if not interactive:
+        check_writable(Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval")
     console = _console()
     progress = RunProgress(console, started)
     progress.print(_first_line(cfg, questions, paths))
@@ -243,8 +246,8 @@ def _print_paths(console: Console, written: Sequence[Path]) -> None:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = output_console()
+    return console if console.is_terminal else output_console(width=PIPE_WIDTH)
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:

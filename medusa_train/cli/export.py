@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import error_console, read_arguments, run_command
+from medusa_train.cli.common import error_console, output_console, read_arguments, run_command
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
 
@@ -78,7 +78,7 @@ def export(
 
     target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
     exported = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
-    console = Console(highlight=False, soft_wrap=True)
+    console = output_console(highlight=False, soft_wrap=True)
     _print_export(exported, str(paths.home), console)
     if cfg.push_to_hub is not None:
         if (path := local_base_model(exported.target)) is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import EXIT_INTERRUPTED, error_console, read_arguments, run_command
+from medusa_train.cli.common import EXIT_INTERRUPTED, error_console, output_console, read_arguments, run_command
 from medusa_train.config.schema import SelfDistillConfig
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def selfdistill(
 
     part = resolve_shard(shard)
     # of several processes only the first prints to stdout; errors are printed by all
-    console = Console(quiet=shard is None and part is not None and part.index > 1)
+    console = output_console(quiet=shard is None and part is not None and part.index > 1)
     out = output_path(cfg)
     console.print(headline(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
     selected, skipped = load_prompts(cfg, error_console().print)
@@ -161,7 +161,7 @@ def _run(
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
     answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) for prompt in todo)
-    engine = open_engine(cfg, dtype, answers, partial(console.print, highlight=False))
+    engine = open_engine(cfg, dtype, answers, partial(console.print, highlight=False, soft_wrap=True))
     try:
         phase = RunProgress(console).phase(
             "conversations", len(prompts), completed=len(prompts) - len(todo), transient=False

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from medusa_train.cli.common import error_console, read_arguments, run_command, split_arguments
+from medusa_train.cli.common import error_console, output_console, read_arguments, run_command, split_arguments
 from medusa_train.cli.launch import check_and_launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.schema import TrainConfig
@@ -101,9 +100,9 @@ def train(
     for line in headline(cfg, str(path) if path else "command line"):
         console.print(line)
 
-    results = Console()
+    results = output_console()
     if not results.is_terminal:
-        results = Console(width=PIPE_WIDTH)
+        results = output_console(width=PIPE_WIDTH)
     from medusa_train.checkpoint.run_layout import check_inputs, check_output_dir
 
     if process is None or inspect:  # of several processes, all check after joining, or the others would wait

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.config.paths import resolve_path
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
 from medusa_train.evaluation.html_report.page import compare_page
 from medusa_train.io import replace_text
@@ -53,10 +53,11 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
         bench: which report of a run to read; None: the newest.
 
     Raises:
-        CheckpointError: fewer than two names, one of them has no such report, or they decoded in different modes.
+        ConfigError: fewer than two names.
+        CheckpointError: one of them has no such report, or they decoded in different modes.
     """
     if len(names) < 2:
-        raise CheckpointError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
+        raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
     reports = [_read(_find(name, bench)) for name in names]
     modes = [describe_settings(settings_of(report["meta"])) for report in reports]
     if len(set(modes)) > 1:

@@ -259,7 +259,7 @@ def _parse(raw: RawRecord) -> Question:
     reference = record.get("reference")
     answers = [reference] if isinstance(reference, str) else reference if isinstance(reference, list) else []
     texts = tuple(answer for answer in answers if isinstance(answer, str))
-    return Question(question_id, category.strip(), tuple(turns), source, texts)
+    return Question(question_id, " ".join(category.split()), tuple(turns), source, texts)
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:

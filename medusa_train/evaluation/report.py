@@ -171,7 +171,7 @@ def markdown(report: Report) -> str:
     """Return the content of report.md."""
     titles, rows = table_rows(report, terminal=False)
     table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
-    table += ["| " + " | ".join(row) + " |" for row in rows[:-1]]
+    table += ["| " + " | ".join([row[0].replace("|", r"\|"), *row[1:]]) + " |" for row in rows[:-1]]
     table.append("| " + " | ".join(f"**{cell}**" for cell in rows[-1]) + " |")
     run = [f"- {label}: {value}" for label, value in meta_rows(report.meta)]
     blocks = [

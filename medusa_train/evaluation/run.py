@@ -343,6 +343,7 @@ def _judge(
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
         concurrency=cfg.judge_concurrency,
+        note=progress.print,
     )
     judge = Judge(server, cfg.judge_model)
     name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)

@@ -67,7 +67,7 @@ class Counts:
             ratio = (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
             figures["faster than without heads"] = f"{ratio:.2f}x ({self.compared} answers)"
         if self.again:
-            figures["made again alone (rounding)"] = f"{self.again:,}"
+            figures["batched answers generated again in single rows (rounding)"] = f"{self.again:,}"
         return figures
 
 

@@ -156,12 +156,18 @@ def parse_answer(content: Mapping[str, Any], reasoning_tags: ReasoningTags, max_
     text = join_reasoning(reasoning_part(message), str(message.get("content") or ""), reasoning_tags)
     # replace lone surrogates, which JSON can escape and UTF-8 cannot encode
     text = text.encode("utf-8", "replace").decode("utf-8")
-    usage = content.get("usage") or {}
-    length = int(usage.get("completion_tokens") or 0)
+    length = _token_count(content, "completion_tokens")
     reason = _reason(choice.get("finish_reason"))
     if reason == "length" and 0 < length < max_new_tokens:
         reason = "context"
-    return Answer(text, reason, int(usage.get("prompt_tokens") or 0), length)
+    return Answer(text, reason, _token_count(content, "prompt_tokens"), length)
+
+
+def _token_count(content: Mapping[str, Any], name: str) -> int:
+    """Return a count of `usage`; 0 if the server names none."""
+    usage = content.get("usage")
+    count = usage.get(name) if isinstance(usage, Mapping) else None
+    return count if isinstance(count, int) else 0
 
 
 def _reason(finish: object) -> AnswerFinishReason:

@@ -92,14 +92,14 @@ def open_engine(
 
     Args:
         answers: number of answers to generate, by which `compile: auto` decides.
-        note: receives that decision, and the number of processes.
+        note: receives that decision, the number of processes, and lines about servers that do not answer.
 
     Raises:
         BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
         ConfigError: the server's address is invalid, or several processes are wanted on a GPU.
     """
     if cfg.engine == "openai":
-        return _openai_engine(cfg)
+        return _openai_engine(cfg, note)
     from medusa_train.selfdistill.local_model import LocalModel
     from medusa_train.selfdistill.process_engine import ProcessEngine
     from medusa_train.selfdistill.processes import choose_processes
@@ -154,7 +154,7 @@ def _is_run(name: str) -> bool:
     return path is not None and (path / "heads").is_dir() and (path / "config.yaml").is_file()
 
 
-def _openai_engine(cfg: SelfDistillConfig) -> Engine:
+def _openai_engine(cfg: SelfDistillConfig, note: Callable[[str], None]) -> Engine:
     from medusa_train.selfdistill.openai_engine import OpenAIEngine
     from medusa_train.servers.client import OpenAIClient
 
@@ -165,6 +165,7 @@ def _openai_engine(cfg: SelfDistillConfig) -> Engine:
         timeout=cfg.request_timeout,
         retry_seconds=cfg.retry_seconds,
         concurrency=cfg.concurrency,
+        note=note,
     )
     return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from medusa_train.errors import ServerError
@@ -27,6 +27,7 @@ class OpenAIClient:
         timeout: timeout of a request in seconds.
         retry_seconds: failed requests are retried for up to this many seconds.
         concurrency: maximum number of concurrent requests to each server.
+        note: called with a line when a server stops answering, and when it answers again; by any thread.
 
     Attributes:
         name: the URLs, for messages.
@@ -46,6 +47,7 @@ class OpenAIClient:
         timeout: float,
         retry_seconds: float,
         concurrency: int = CONCURRENCY,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         self._servers = [
@@ -56,6 +58,7 @@ class OpenAIClient:
         self.capacity = concurrency * len(urls)
         self.retries = 0
         self._retry_seconds = retry_seconds
+        self._note = note
         self._changed = threading.Condition()  # guards the slots and the fields below
         self._closed = threading.Event()
         self._failing_since: float | None = None  # first fault after the last answer of any server
@@ -114,6 +117,7 @@ class OpenAIClient:
         finally:
             now = time.monotonic()
             with self._changed:
+                was_down = slots.down
                 slots.give_back(ticket)
                 if isinstance(outcome, Fault):
                     self.retries += 1
@@ -126,7 +130,12 @@ class OpenAIClient:
                 elif outcome is not None:
                     self._failing_since = None
                     slots.answered(accepted=not isinstance(outcome, RequestRejected))
+                is_down = slots.down
                 self._changed.notify_all()
+        if is_down and not was_down and isinstance(outcome, Fault):
+            self._note(f"server {server.url}: {outcome.reason}; retrying for up to {self._retry_seconds:g} s")
+        elif was_down and not is_down:
+            self._note(f"server {server.url}: answers again")
         return outcome
 
     def _take_slot(self, deadline: float) -> tuple[int, Ticket]:

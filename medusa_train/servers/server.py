@@ -125,7 +125,7 @@ class OpenAIServer:
                     with self._models_lock:
                         self.shortened += 1
                 body["max_tokens"] = room
-        except httpx.ReadTimeout as error:
+        except (httpx.ReadTimeout, httpx.DecodingError) as error:
             return Fault(f"{type(error).__name__}: {error}", "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
             return Fault(f"{type(error).__name__}: {error}", "unreachable")
@@ -143,7 +143,7 @@ class OpenAIServer:
         """
         try:
             response = self._client.get(f"{self.url}/models", timeout=CONNECT_SECONDS)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerError(f"server {self.url}: cannot be reached ({error}); is it running?") from None
         if response.status_code in (401, 403):
             raise ServerError(f"server {self.url}: {self._reason(response)}{self._hint(response.status_code)}")
@@ -153,7 +153,7 @@ class OpenAIServer:
         """Return the text of `/metrics`, next to `/v1`; None if the server has none."""
         try:
             response = self._client.get(f"{self.url.removesuffix('/v1')}/metrics", timeout=CONNECT_SECONDS)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return None
         return response.text if response.status_code == 200 else None
 
@@ -264,7 +264,11 @@ class OpenAIServer:
 
 
 def _normalize_url(url: str, key_variable: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError above 65535
+    except ValueError as error:
+        raise ConfigError(f"server_url {url}: {error}; expected an address such as http://localhost:8000/v1") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"server_url {url}: expected an address such as http://localhost:8000/v1")
     if parts.password or parts.username or parts.query:
@@ -289,13 +293,13 @@ def _models(response: httpx.Response) -> dict[str, dict[str, Any]]:
 
 
 def _usable(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the response's JSON if it contains a message; else None (a proxy's error page, a truncated body)."""
+    """Return the response's JSON if it contains a text message; else None (a proxy's error page, a truncated body)."""
     try:
         answer = response.json()
-        answer["choices"][0]["message"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        content = answer["choices"][0]["message"].get("content")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
-    return answer if isinstance(answer, dict) else None
+    return answer if isinstance(answer, dict) and isinstance(content, str | None) else None
 
 
 def _error_message(response: httpx.Response) -> str:

@@ -49,11 +49,14 @@ def read_completion(
         chunk = _parse(data)
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            content = delta.get("content") or ""
-            message["content"] += content
-            message["reasoning_content"] += reasoning
+            try:
+                delta = choice.get("delta") or {}
+                reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                content = delta.get("content") or ""
+                message["content"] += content
+                message["reasoning_content"] += reasoning
+            except (AttributeError, TypeError):
+                raise StreamError(f"a part of the stream is no text message: {data[:80]}") from None
             if first_token is None and (content or reasoning):
                 first_token = now
             finish_reason = choice.get("finish_reason") or finish_reason

@@ -184,7 +184,7 @@ def _estimate_for_page(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoa
 def _memory_table(memory: Memory, cfg: TrainConfig) -> Table:
     table = _grid()
     table.add_column(justify="right")
-    table.add_row("memory", "[bold]needed on one device[/bold]", f"[bold]{_size(memory.total)}[/bold]")
+    table.add_row("memory", Text("needed on one device", "bold"), Text(_size(memory.total), "bold"))
     for name, size in memory.parts.items():
         table.add_row("", name, _size(size))
     table.add_row("", f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen", "")

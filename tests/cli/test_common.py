@@ -1,3 +1,5 @@
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -6,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from medusa_train.cli.common import quiet_libraries, read_arguments, run_command, split_arguments
+from medusa_train.cli.common import output_console, quiet_libraries, read_arguments, run_command, split_arguments
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError, DataError, Terminated
@@ -131,6 +134,41 @@ def test_a_bug_keeps_its_trace() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_command(command)()
+
+
+def test_a_file_that_cannot_be_written_is_named_without_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+
+    def command() -> None:
+        (tmp_path / "file" / "out.jsonl").open("wb")
+
+    assert exit_code(command) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'out.jsonl'}: Not a directory\n"
+
+
+def test_a_full_disk_prints_a_message_and_other_system_errors_keep_their_trace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    assert exit_code(lambda: fail(errno.ENOSPC)) == 1
+    assert capsys.readouterr().err == "error: No space left on device\n"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        run_command(lambda: fail(errno.EBADF))()
+
+
+def test_names_and_paths_are_printed_as_they_are() -> None:
+    console = output_console(file=io.StringIO(), width=80)
+    table = Table()
+    table.add_row("[/x] :b:")
+    console.print(table)
+    console.print("runs/[1]/[/x]:b:")
+    assert isinstance(console.file, io.StringIO)
+    assert "[/x] :b:" in console.file.getvalue()
+    assert "runs/[1]/[/x]:b:" in console.file.getvalue()
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------

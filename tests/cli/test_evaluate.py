@@ -92,10 +92,10 @@ def test_help_names_every_bench() -> None:
 def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     flags = ["--base-model", "backbone", "--bench", "small.jsonl", "--max-new-tokens", "4", "--limit", "1"]
-    for name in ("one", "two"):
+    for name in ("one", "two [/x]"):
         result = runner.invoke(app, [*flags, "--output-dir", name, "--dtype", "float32", "warmup=0"])
         assert result.exit_code == 0, result.output
-    result = runner.invoke(app, ["--compare", "one", "two", "--output-dir", "both"])
+    result = runner.invoke(app, ["--compare", "one", "two [/x]", "--output-dir", "both"])
     assert result.exit_code == 0, result.output
     assert "loops" in result.output
     assert "<h1>Comparison of runs</h1>" in (workplace / "both" / "compare.html").read_text(encoding="utf-8")
@@ -105,11 +105,16 @@ def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "code", "message"),
     [
         (["--compare", "--calibrate"], 2, "give one of them"),
-        (["--compare", "only-one"], 1, "two runs or more"),
+        (["--compare", "only-one"], 2, "two runs or more"),
         (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
         (["--bench", "no-such-bench"], 1, "no bench of that name"),
         (["--bench", "small.jsonl"], 1, "make demo"),
         (["--bench", "small.jsonl", "--model", "absent"], 1, "no such directory"),
+        (
+            ["--bench", "small.jsonl", "--base-model", "m", "--output-dir", "small.jsonl/x"],
+            2,
+            "is a file, not a directory",
+        ),
         (["--bench", "small.jsonl", "--judge-model", "alone"], 2, "belong together"),
         (["--bench", "small.jsonl", "assistant_model=./absent"], 1, "assistant_model ./absent: no such directory"),
     ],

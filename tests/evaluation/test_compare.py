@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.evaluation.compare import category_rows, differences, load_reports, rows, show, write
 from medusa_train.evaluation.report import write_report
 from medusa_train.evaluation.report_text import Report
@@ -143,5 +143,6 @@ def test_reports_that_cannot_be_compared_are_named(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "report.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(MedusaError, match=message) as raised:
         load_reports(names, "tiny")
+    assert isinstance(raised.value, ConfigError) == (len(names) < 2)  # wrong usage: exit code 2

@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,13 @@ def test_markdown_holds_a_well_formed_table_with_the_overall_row_last() -> None:
     assert "1.50x" in rows[-1]
     assert "0+2/2" in rows[-1]
     assert "1.10x the speed of the faster baseline" in text
+
+
+def test_a_bar_in_a_category_does_not_break_the_table() -> None:
+    odd = [replace(record, category="a|b") for record in records()]
+    rows = [line for line in markdown(Report.from_records(odd, meta())).splitlines() if line.startswith("|")]
+    assert len({row.replace(r"\|", "").count("|") for row in rows}) == 1
+    assert rows[2].startswith(r"| a\|b |")
 
 
 def shown(report: Report) -> str:

@@ -280,7 +280,7 @@ def test_an_answer_that_hangs_on_rounding_is_made_again_alone(
     monkeypatch.setattr(local, "is_certain", doubtful)
     batched = engine(backbone, max_new_tokens=10, batch_size=4)
     assert all_answers(batched) == all_answers(engine(backbone, max_new_tokens=10))
-    assert batched.stats() == {"made again alone (rounding)": "3"}
+    assert batched.stats() == {"batched answers generated again in single rows (rounding)": "3"}
     unchecked = engine(backbone, max_new_tokens=10, batch_size=4, exact=False)
     all_answers(unchecked)
     assert unchecked.stats() == {}

@@ -192,7 +192,7 @@ def test_requests_are_spread_and_go_to_the_process_with_the_fewest(fake_engine: 
     assert (len(ids(others[0])), len(ids(others[1]))) == (0, 2)
     others[0].send(Finished([], Counts(steps=1, again=1)))
     engine._receive()
-    assert engine.stats() == {"made again alone (rounding)": "3"}
+    assert engine.stats() == {"batched answers generated again in single rows (rounding)": "3"}
     others[0].close()
     with pytest.raises(BackboneError, match="ended with exit code 3"):
         engine.next()

@@ -52,9 +52,12 @@ def test_the_request_is_sent_unchanged_and_the_answer_returned() -> None:
         error(500, "oops"),
         (200, {}, b"<html>starting</html>"),
         (200, {}, b'{"choices": []}'),
+        (200, {}, b'{"choices": [{"message": null}]}'),
+        (200, {}, b'{"choices": [{"message": {"content": [{"type": "text", "text": "hi"}]}}]}'),
+        (200, {"content-encoding": "gzip"}, b"not compressed"),
     ],
 )
-def test_transient_errors_are_retried(fault: Reply) -> None:
+def test_answers_that_are_no_text_and_other_transient_errors_are_retried(fault: Reply) -> None:
     with serving(lambda n, body: fault if n < 3 else None) as server:
         assert ask(server) == "answer to hi"
         assert len(server.bodies) == 4
@@ -113,7 +116,7 @@ def test_a_wrong_url_is_reported() -> None:
         client = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, retry_seconds=5.0)
         with pytest.raises(ServerError, match=r"(?s)404 .*usually ends with /v1"):
             client.complete(BODY)
-    for url in ("localhost:8000", "ftp://host/v1", "http://"):
+    for url in ("localhost:8000", "ftp://host/v1", "http://", "http://[::1/v1", "http://host:99999/v1"):
         with pytest.raises(ConfigError, match="expected an address"):
             OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
@@ -204,6 +207,19 @@ def test_a_dead_server_gets_no_requests_until_it_answers_again() -> None:
             ask_many(client, 8)
     assert probes <= 10
     assert len(one.bodies) >= 30
+
+
+def test_a_server_that_stops_answering_is_named_once_and_when_it_answers_again() -> None:
+    lines: list[str] = []
+    replies = [error(502, "bad gateway")] * 3
+    with serving(lambda n, body: replies[n] if n < len(replies) else None) as server:
+        client = OpenAIClient(server.url, timeout=5.0, retry_seconds=20.0, note=lines.append)
+        client.complete(BODY)
+        client.close()
+    assert lines == [
+        f"server {server.url}: 502 Bad Gateway: bad gateway; retrying for up to 20 s",
+        f"server {server.url}: answers again",
+    ]
 
 
 def test_a_run_fails_only_when_all_servers_are_gone() -> None:
