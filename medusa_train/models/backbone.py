@@ -27,7 +27,7 @@ from medusa_train.models.hf_config import (
 from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
-from medusa_train.models.precision import parse_dtype
+from medusa_train.models.precision import exact_buffers, parse_dtype
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import TreeMask, additive_mask, document_mask, layer_masks
@@ -227,8 +227,10 @@ class Backbone:
         return StaticCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
-        """Convert the model in place and return it as a new backbone."""
-        return Backbone(self.model.to(parse_dtype(dtype, self.device)), self.tokenizer, self.name)
+        """Convert the weights in place and return the model as a new backbone."""
+        with exact_buffers(self.model):
+            self.model.to(parse_dtype(dtype, self.device))
+        return Backbone(self.model, self.tokenizer, self.name)
 
     def agrees(self, states: Tensor, expected: Tensor) -> bool:
         """Return whether two results of the same computation agree up to the rounding of this model.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 
 def default_device() -> torch.device:
@@ -82,6 +84,20 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) ->
     if isinstance(dtype, torch.dtype):
         return dtype
     return getattr(torch, auto_dtype(device) if dtype == "auto" else dtype)
+
+
+@contextmanager
+def exact_buffers(module: nn.Module) -> Iterator[None]:
+    """Within this context `.to()` moves the buffers of `module` to another device, but does not change their dtype.
+
+    transformers keeps rotary frequencies in float32 buffers. In bfloat16 the angles of late positions are off by
+    radians.
+    """
+    exact = dict(module.named_buffers(remove_duplicate=False))  # a tensor may be registered under two names
+    yield
+    for name, moved in list(module.named_buffers(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = exact[name].to(moved.device)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from medusa_train.models.hf_config import head_dim, layer_types
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec, read_adapter_config
 from medusa_train.models.partitioned import full_shape, gathered, to_float32
-from medusa_train.models.precision import Precision
+from medusa_train.models.precision import Precision, exact_buffers
 from medusa_train.training.hidden_states import HiddenStateCache
 
 ADAPTER_FILE = "adapter_config.json"
@@ -121,7 +121,9 @@ class BackboneRecipe:
         if self.adapter is not None:
             self.adapter.save(out / ADAPTER)
         elif self.joint:
-            self.backbone.model.to(self.precision.dtype).save_pretrained(out / MODEL, safe_serialization=True)
+            with exact_buffers(self.backbone.model):  # the tree is chosen with this model
+                self.backbone.model.to(self.precision.dtype)
+            self.backbone.model.save_pretrained(out / MODEL, safe_serialization=True)
             self.backbone.tokenizer.save_pretrained(out / MODEL)
 
     def _autocast(self) -> Any:

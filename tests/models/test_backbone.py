@@ -90,6 +90,16 @@ def test_a_backbone_is_frozen_and_has_the_models_sizes() -> None:
     assert (backbone.hidden_size, backbone.vocab_size, backbone.num_layers, backbone.max_context) == (32, 61, 3, 128)
 
 
+def test_angles_stay_exact_in_another_dtype() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    rotary, positions = backbone.body.rotary_emb, torch.tensor([[100_000]])
+    exact = rotary(torch.zeros(1), positions)[0]
+    converted = backbone.to_dtype("bfloat16")
+    assert converted.dtype == torch.bfloat16
+    assert {p.dtype for p in converted.model.parameters()} == {torch.bfloat16}
+    assert torch.equal(rotary(torch.zeros(1), positions)[0], exact)
+
+
 def test_a_stray_window_in_a_llama_config_is_ignored() -> None:
     config = LlamaConfig(
         vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

@@ -14,6 +14,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.document_attention import document_bounds, register_document_attention, separates_documents
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.partitioned import gathered
+from medusa_train.models.precision import exact_buffers
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.masks import apply_sliding_window, document_mask, mask_with_prefix
 from medusa_train.trees.static_cache import SlotCache
@@ -73,12 +74,9 @@ class DraftLayer(nn.Module):
         self.to(device=backbone.device, dtype=dtype or backbone.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
-        """Keep the rotary frequencies in float32 through `.to(dtype)`: in bfloat16 angles would be off by radians."""
-        exact = dict(self.body.named_buffers(remove_duplicate=False))  # a tensor may be registered under two names
-        super()._apply(fn, recurse)
-        for name, moved in list(self.body.named_buffers(remove_duplicate=False)):
-            owner, _, leaf = name.rpartition(".")
-            self.body.get_submodule(owner)._buffers[leaf] = exact[name].to(moved.device)
+        """Keep the rotary frequencies in float32 through `.to(dtype)`."""
+        with exact_buffers(self.body):
+            super()._apply(fn, recurse)
         return self
 
     def forward(self, states: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
