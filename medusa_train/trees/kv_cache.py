@@ -139,6 +139,7 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Drop all positions, and keep the storage."""
         self.length = 0
+        self.pending_offset = 0  # a pass that was interrupted leaves its own
         self._pending = 0
 
 

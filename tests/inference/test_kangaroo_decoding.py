@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -331,3 +332,20 @@ def test_no_state_is_shared_between_answers() -> None:
     decoder = Decoder(backbone, early_exit(backbone), TREES["sparse"])
     first = [decoder.generate(prompt, 20).accepted for prompt in PROMPTS]
     assert [decoder.generate(prompt, 20).accepted for prompt in PROMPTS] == first
+
+
+def test_an_interrupted_answer_leaves_no_trace() -> None:
+    backbone = settled("llama")
+    decoder = Decoder(backbone, early_exit(backbone), TREES["wide"])
+    expected = decoder.generate(PROMPTS[0], 20, ()).tokens
+    calls = count()
+
+    def interrupt(*args: object) -> None:
+        if next(calls) == 3:  # a pass over the second level of the first tree
+            raise KeyboardInterrupt
+
+    hook = backbone.layer(0).register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(PROMPTS[0], 20, ())
+    hook.remove()
+    assert decoder.generate(PROMPTS[0], 20, ()).tokens == expected
