@@ -79,6 +79,12 @@ def test_leading_spaces_survive_sentence_pieces() -> None:
     assert "世" in pieces
 
 
+def test_a_space_after_a_skipped_token_survives() -> None:
+    tokenizer = _sentence_pieces()
+    pieces, _ = _stream(tokenizer, [3, 0, 0, 4, 0, 9])
+    assert pieces == ["went", "", "", " up", "", " s", ""]
+
+
 def test_an_unfinished_character_comes_at_the_end() -> None:
     tokenizer = _byte_level()
     ids = _ids(tokenizer, "a世")[:-1]
