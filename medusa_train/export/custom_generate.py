@@ -168,13 +168,14 @@ class Heads:
         Scale and soft cap, which some models apply to logits, do not change the order of tokens.
         """
         best = []
+        hidden = hidden.to(self.blocks[0][0][0].device)  # a model may be spread over several devices
         for head in range(tree.depth):
             state = hidden
             for weight, bias in self.blocks[head]:
                 state = state + silu(linear(state, weight, bias))
             logits = linear(state, *self.matrices[head]) if self.matrices else lm_head(state)
             best.append(logits.topk(tree.width).indices)
-        tokens = torch.cat(best)[tree.guesses]
+        tokens = torch.cat(best)[tree.guesses.to(hidden.device)]
         return tokens if self.token_map is None else self.token_map[tokens]
 
 
