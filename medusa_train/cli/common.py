@@ -51,6 +51,11 @@ def output_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, **options)
 
 
+def join_lines(text: str) -> str:
+    """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width of the terminal."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command function so that user errors print a message and exit with a code, without a stack trace.
 

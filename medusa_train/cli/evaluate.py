@@ -17,7 +17,7 @@ from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_layout import check_writable
-from medusa_train.cli.common import error_console, output_console, read_arguments, run_command
+from medusa_train.cli.common import error_console, join_lines, output_console, read_arguments, run_command
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
@@ -57,7 +57,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(help=HELP)
+@app.command(help=join_lines(HELP))
 @run_command
 def evaluate(
     arguments: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import error_console, output_console, read_arguments, run_command
+from medusa_train.cli.common import error_console, join_lines, output_console, read_arguments, run_command
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
 
@@ -43,7 +43,7 @@ Each export has a model card. --push-to-hub OWNER/NAME uploads it; a new reposit
 """
 
 
-@app.command(help=HELP)
+@app.command(help=join_lines(HELP))
 @run_command
 def export(
     arguments: Annotated[

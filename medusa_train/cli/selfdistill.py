@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import EXIT_INTERRUPTED, error_console, output_console, read_arguments, run_command
+from medusa_train.cli.common import (
+    EXIT_INTERRUPTED,
+    error_console,
+    join_lines,
+    output_console,
+    read_arguments,
+    run_command,
+)
 from medusa_train.config.schema import SelfDistillConfig
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 """
 
 
-@app.command(help=HELP)
+@app.command(help=join_lines(HELP))
 @run_command
 def selfdistill(
     arguments: Annotated[

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import typer
 
-from medusa_train.cli.common import error_console, output_console, read_arguments, run_command, split_arguments
+from medusa_train.cli.common import (
+    error_console,
+    join_lines,
+    output_console,
+    read_arguments,
+    run_command,
+    split_arguments,
+)
 from medusa_train.cli.launch import check_and_launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.schema import TrainConfig
@@ -48,7 +55,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(help=HELP, no_args_is_help=True)
+@app.command(help=join_lines(HELP), no_args_is_help=True)
 @run_command
 def train(
     arguments: list[str] = typer.Argument(

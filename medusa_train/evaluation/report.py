@@ -158,8 +158,9 @@ def terminal_table(report: Report) -> Group:
     """Return title, table and summary for the terminal."""
     titles, rows = table_rows(report, terminal=True)
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(title.replace(" ", "\n"), justify="left" if index == 0 else "right", no_wrap=True)
+    table.add_column(titles[0], overflow="fold")  # gives way to the figures
+    for title in titles[1:]:
+        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows[:-1]:
         table.add_row(*row)
     table.add_section()

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from medusa_train.cli.common import output_console, quiet_libraries, read_arguments, run_command, split_arguments
+from medusa_train.cli.common import (
+    join_lines,
+    output_console,
+    quiet_libraries,
+    read_arguments,
+    run_command,
+    split_arguments,
+)
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError, DataError, Terminated
@@ -158,6 +165,10 @@ def test_a_full_disk_prints_a_message_and_other_system_errors_keep_their_trace(
     assert capsys.readouterr().err == "error: No space left on device\n"
     with pytest.raises(OSError, match="Bad file descriptor"):
         run_command(lambda: fail(errno.EBADF))()
+
+
+def test_the_lines_of_a_paragraph_are_joined() -> None:
+    assert join_lines("\none\ntwo\n\n  a command\n\nthree\nfour\n") == "\none two\n\n  a command\n\nthree four\n"
 
 
 def test_names_and_paths_are_printed_as_they_are() -> None:

@@ -227,6 +227,14 @@ def test_the_terminal_table_shows_categories_and_overall() -> None:
     assert "tree of 16 nodes, 5 heads" in text
 
 
+def test_long_names_of_categories_do_not_cut_off_the_figures() -> None:
+    long = [replace(record, category="mathematical_reasoning") for record in records()]
+    console = Console(width=80, file=io.StringIO())
+    console.print(terminal_table(Report.from_records(long, meta())))
+    assert isinstance(console.file, io.StringIO)
+    assert "…" not in console.file.getvalue()
+
+
 def test_a_baseline_only_report_shows_no_tree_columns() -> None:
     report = Report.from_records(records(with_tree=False), meta(model=None, heads=None, tree_nodes=None))
     text = shown(report)
