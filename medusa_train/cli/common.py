@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
 import os
 import re
@@ -68,6 +69,8 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         quiet_libraries()
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="replace")  # a name that the terminal's encoding lacks is no error
         try:
             code = command(*args, **kwargs) or 0
         except MedusaError as error:

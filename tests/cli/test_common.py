@@ -79,6 +79,11 @@ def test_a_good_configuration_runs_and_lists_what_it_ignores() -> None:
     assert done.stderr == "ignored keys (no effect): strict\n"
 
 
+def test_characters_that_the_output_cannot_encode_are_replaced() -> None:
+    done = run_program("configs/tiny_m1.yaml", "base_model=modèle", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "mod?le None\nheavy: []\n")
+
+
 def test_debugging_shows_the_trace() -> None:
     done = run_program("absent.yaml", MEDUSA_DEBUG="1")
     assert done.returncode == 1
