@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from medusa_train.config.load import dump_config
-from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
@@ -36,7 +37,7 @@ NEWEST = ("latest", "auto")
 
 def check_writable(out: Path) -> None:
     """Check that `out` is a directory that can be written to, or can be created; raises ConfigError."""
-    existing = next((path for path in (out, *out.parents) if path.exists()), Path())
+    existing = next((path for path in (out, *out.parents) if os.path.exists(path)), Path())
     if not existing.is_dir():
         raise ConfigError(f"output_dir: {existing} is a file, not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -50,11 +51,11 @@ def check_output_dir(cfg: TrainConfig) -> None:
         ConfigError: it cannot be created or written to, or holds a run that is neither resumed nor overwritten.
         CheckpointError: `resume_from_checkpoint` does not exist, or the run has results but no checkpoint.
     """
-    out = Path(cfg.output_dir).expanduser()
+    out = expand_user(cfg.output_dir)
     check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(cfg)
-    files = [name for name in RUN_FILES if (out / name).exists()]
+    files = [name for name in RUN_FILES if os.path.exists(out / name)]
     if not files or cfg.overwrite_output_dir:
         return
     if resume is None:
@@ -84,7 +85,7 @@ def named_checkpoint(cfg: TrainConfig) -> Path | None:
         return None
     path = resolve_path(resume)
     if path is None or not path.is_dir():
-        others = _list_checkpoints(Path(cfg.output_dir).expanduser())
+        others = _list_checkpoints(expand_user(cfg.output_dir))
         raise CheckpointError(
             f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
             "`resume_from_checkpoint=auto` takes the newest one in output_dir"
@@ -103,7 +104,7 @@ def check_nothing_is_lost(cfg: TrainConfig) -> None:
     Raises:
         CheckpointError: `output_dir` holds heads, an adapter or a model.
     """
-    out = Path(cfg.output_dir).expanduser()
+    out = expand_user(cfg.output_dir)
     if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
             f"resume_from_checkpoint: no checkpoint to resume from: {out} holds {', '.join(results)} but no complete "
@@ -122,7 +123,7 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
     Raises:
         CheckpointError: the directory cannot be written to.
     """
-    out = Path(cfg.output_dir).expanduser()
+    out = expand_user(cfg.output_dir)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         stale = [out / name for name in RUN_FILES] if step == 0 else _stale_checkpoints(out, step)
@@ -143,7 +144,13 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
     update = {
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
-        "datasets": [source.model_copy(update={"path": _absolute(source.path)}) for source in cfg.datasets],
+        "datasets": [
+            source.model_copy(
+                update={"path": _absolute(source.path), "conversation": _absolute_template(source.conversation)}
+            )
+            for source in cfg.datasets
+        ],
+        "chat_template": _absolute_template(cfg.chat_template),
         "deepspeed": _absolute(cfg.deepspeed) if isinstance(cfg.deepspeed, str) else cfg.deepspeed,
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
@@ -164,6 +171,11 @@ def writing(out: Path) -> Iterator[None]:
 def _absolute(name: str) -> str:
     local = resolve_path(name)
     return name if local is None else str(local.resolve())
+
+
+def _absolute_template(name: str | None) -> str | None:
+    """Return the path of a template's file; names of built-in templates are unchanged."""
+    return _absolute(name) if name is not None and name.endswith(TEMPLATE_SUFFIX) else name
 
 
 def _stale_checkpoints(out: Path, step: int) -> list[Path]:

@@ -102,9 +102,9 @@ def _apply_override(source: YamlSource, override: str) -> None:
         return
     try:
         value = yaml.load(text, StringDateLoader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         value = text  # text that is not valid YAML, such as some file names
-    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in keys)
+    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in keys)
     _set_value(source, path, value, location)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
+
+from medusa_train.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Directory that holds `configs/` and `data/`: the parent of the package, or `shipped/` inside it in a wheel.
@@ -21,11 +24,29 @@ def looks_like_path(name: str) -> bool:
 def resolve_path(name: str | Path) -> Path | None:
     """Return the file or directory `name`, as given or below the project's root; None if neither exists.
 
-    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory.
+    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. What cannot be looked up (a name that is
+    too long) does not exist.
+
+    Raises:
+        ConfigError: `~USER` with an unknown user.
     """
-    path = Path(name).expanduser()
+    path = expand_user(name)
     candidates = [path] if path.is_absolute() else [path, PROJECT_ROOT / path]
-    return next((candidate for candidate in candidates if candidate.exists()), None)
+    return next((candidate for candidate in candidates if os.path.exists(candidate)), None)
+
+
+def expand_user(name: str | Path) -> Path:
+    """Replace a leading `~` or `~USER` by the home directory.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{name}: the home directory of {Path(name).parts[0]} is not known; write the whole path"
+        ) from None
 
 
 def nearest_path(name: str) -> str | None:

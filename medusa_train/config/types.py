@@ -38,6 +38,8 @@ def format_value(value: object) -> str:
         return "a list"
     if isinstance(value, float) and value.is_integer():
         return f"{value:g}"
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        return "a number of many digits"
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -52,12 +54,10 @@ def _type_error(expected: str, value: object) -> PydanticCustomError:
 
 def _as_float(value: object) -> object:
     number: float | None = None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    elif isinstance(value, str):
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             number = None
     if number is None or not math.isfinite(number):
         raise _type_error("a number", value)
@@ -65,16 +65,20 @@ def _as_float(value: object) -> object:
 
 
 def _as_int(value: object) -> object:
+    number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, (float, str)):
+        number = value
+    elif isinstance(value, (float, str)):
         try:
-            number = float(value)
+            exact = float(value)
         except ValueError:
             raise _type_error("an integer", value) from None
-        if math.isfinite(number) and number.is_integer():
-            return int(number)
-    raise _type_error("an integer", value)
+        number = int(exact) if math.isfinite(exact) and exact.is_integer() else None
+    if number is None:
+        raise _type_error("an integer", value)
+    if abs(number) >= 1 << 63:  # torch takes 64 bits, random seeds included
+        raise _type_error("an integer of 64 bits", value)
+    return number
 
 
 def _as_bool(value: object) -> object:

@@ -79,6 +79,8 @@ def read_yaml(text: str, name: str) -> YamlSource:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid YAML: nested too deeply") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     return source

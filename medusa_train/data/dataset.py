@@ -6,9 +6,9 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
 from medusa_train.data.cache import encode_datasets, load_or_encode, open_datasets
@@ -116,7 +116,7 @@ def load_datasets(
     if cfg.dataset_prepared_path is None:
         encoded = encode_datasets(cfg, readers, on_encoded)
     else:
-        encoded = load_or_encode(cfg, readers, Path(cfg.dataset_prepared_path).expanduser(), on_encoded)
+        encoded = load_or_encode(cfg, readers, expand_user(cfg.dataset_prepared_path), on_encoded)
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))

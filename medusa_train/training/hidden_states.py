@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
@@ -167,7 +167,7 @@ def open_hidden_states(
     Raises:
         ConfigError: the disk has too little space for the states that are not stored yet, or cannot be written to.
     """
-    prepared = Path(cfg.dataset_prepared_path or ".").expanduser()
+    prepared = expand_user(cfg.dataset_prepared_path or ".")
     fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=cfg.tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     spec = _computed_format(backbone, need)

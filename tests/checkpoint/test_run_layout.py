@@ -34,6 +34,15 @@ def test_a_directory_without_permission_is_named_before_anything_loads(
     assert asked == [tmp_path]  # the nearest one that is there
 
 
+def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
+    cfg = config(tmp_path / ("a" * 300))
+    check_output_dir(cfg)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        prepare_output_dir(cfg, 0)
+    with pytest.raises(ConfigError, match="home directory of ~nosuchuser"):
+        check_output_dir(config(Path("~nosuchuser/x")))
+
+
 def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> None:
     write_config(config(tmp_path, seed=7), tmp_path)
     with (
@@ -48,14 +57,19 @@ def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> 
 def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "zero.json").write_text("{}")
+    (tmp_path / "mine.jinja").write_text("")
     monkeypatch.chdir(tmp_path)
-    keys = {"datasets": [{"path": "d.jsonl", "weight": 2.0}, {"path": "some/hub-name"}], "deepspeed": "zero.json"}
+    first = {"path": "d.jsonl", "weight": 2.0, "conversation": "mine.jinja"}
+    keys = {"datasets": [first, {"path": "some/hub-name", "conversation": "zephyr"}], "deepspeed": "zero.json"}
+    keys["chat_template"] = "mine.jinja"
     write_config(TrainConfig(base_model="m", output_dir=str(tmp_path), **keys).resolved(), tmp_path)
     monkeypatch.chdir("/")
     saved = load_config(TrainConfig, tmp_path / "config.yaml", [])
     assert [source.path for source in saved.datasets] == [str(tmp_path / "d.jsonl"), "some/hub-name"]
     assert saved.datasets[0].weight == 2.0
     assert saved.deepspeed == str(tmp_path / "zero.json")
+    assert [source.conversation for source in saved.datasets] == [str(tmp_path / "mine.jinja"), "zephyr"]
+    assert saved.chat_template == str(tmp_path / "mine.jinja")
 
 
 def test_a_directory_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:

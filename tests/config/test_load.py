@@ -177,6 +177,7 @@ def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
         ("datasets.1={path: x}", "datasets has 1 items, counted from 0"),
         ("datasets.path=x", "datasets has 1 items, counted from 0"),
         ("base_model.x=1", "cannot set base_model.x: base_model is not a mapping"),
+        ("datasets.².path=x", "cannot set datasets.².path: datasets.² is not a mapping"),
     ],
 )
 def test_an_override_that_leads_nowhere_says_so(tmp_path: Path, override: str, message: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT, nearest_path, resolve_path
+from medusa_train.errors import ConfigError
 
 
 def test_the_project_root_holds_the_shipped_configurations() -> None:
@@ -32,6 +33,16 @@ def test_an_absolute_path_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_a_name_of_the_hub_is_no_path() -> None:
     assert resolve_path("lmsys/vicuna-7b-v1.5") is None
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" + "c" * 5000, "a\0b"])
+def test_a_name_that_no_file_can_have_does_not_exist(name: str) -> None:
+    assert resolve_path(name) is None
+
+
+def test_the_home_of_an_unknown_user_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="~nosuchuser/x: the home directory of ~nosuchuser is not known"):
+        resolve_path("~nosuchuser/x")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_merged_keys_are_overridden_without_a_problem() -> None:
         ("? [1, 2]\n: 3\n", "x.yaml:1: keys must be plain names"),
         ("a: 0b_\n", "x.yaml:1: a: cannot be read as a value"),
         ("a: \x00\n", "x.yaml: not valid YAML"),
+        ("a: " + "[" * 2000, "x.yaml: not valid YAML: nested too deeply"),
     ],
 )
 def test_invalid_files_are_reported(text: str, message: str) -> None:
