@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
         data = (gzip.decompress(data) if path.suffix == ".gz" else data).removeprefix(b"\xef\xbb\xbf")
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if data.lstrip()[:1] == b"[":
         yield from _read_array(path, data)
@@ -103,8 +104,13 @@ def _decode(line: bytes) -> tuple[Any, str | None]:
         return None, f"not UTF-8 text (byte {error.start + 1} of the line)"
     except json.JSONDecodeError as error:
         return None, f"not valid JSON: {error.msg} (column {error.colno})"
-    except RecursionError:
-        return None, "not valid JSON: nested too deeply"
+    except (RecursionError, ValueError) as error:
+        return None, f"not valid JSON: {_limit(error)}"
+
+
+def _limit(error: Exception) -> str:
+    """Name Python's limit that valid JSON exceeds."""
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
 
 
 def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
@@ -124,6 +130,8 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
         except json.JSONDecodeError as error:
             where = f"{path}:{error.lineno}"
             raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{path}:{line}: not valid JSON: {_limit(error)}") from None
         number += 1
         yield RawRecord(f"{path}:{line}", number, value)
         position = _skip_space(text, position)

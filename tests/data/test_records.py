@@ -131,6 +131,8 @@ def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
         ('[{"a": 1},\n', "not valid JSON"),
         ("[]\nx", ":2: not valid JSON: text after"),
         ("[\n", "not valid JSON"),
+        ('[{"a": 1},\n' + "[" * 100_000, ":2: not valid JSON: nested too deeply"),
+        ('[{"a": 1},\n' + "9" * 5000 + "]", ":2: not valid JSON: a number has thousands of digits"),
     ],
 )
 def test_a_broken_array_is_refused_even_when_skipping(tmp_path: Path, text: str, reason: str) -> None:
@@ -223,3 +225,17 @@ def test_gzip_and_blank_lines(tmp_path: Path) -> None:
     records = list(read_file(path, skip_blank_lines=True))
     assert [(record.source, record.value) for record in records] == [(f"{path}:1", {"a": 1}), (f"{path}:3", {"a": 2})]
     assert [record.error for record in read_file(path)] == [None, "blank line", None]
+
+
+def test_a_number_that_python_does_not_read_is_an_invalid_record(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", json.dumps(GOOD) + '\n{"id": ' + "9" * 5000 + "}\n")
+    with pytest.raises(DataError, match=r"d\.jsonl:2: not valid JSON: a number has thousands of digits"):
+        read_conversations(path)
+    assert len(read_conversations(path, skip_bad=True).conversations) == 1
+
+
+def test_damaged_gzip_is_an_error(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b'{"a": 1}\n' * 50))
+    content[12] ^= 0xFF
+    with pytest.raises(DataError, match=r"d\.jsonl\.gz: cannot be read"):
+        list(read_file(write(tmp_path / "d.jsonl.gz", bytes(content))))
