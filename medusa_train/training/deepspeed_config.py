@@ -21,13 +21,15 @@ DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
 #: Sections set by other keys of the configuration: checked against them in `_contradictions`, then removed.
 _SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
 _STAGES = (0, 1, 2, 3)
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def read_deepspeed(cfg: TrainConfig) -> dict[str, Any] | None:
     """Return the mapping in `deepspeed`, or read the JSON file that it names; None if the key is not set.
 
     Raises:
-        ConfigError: the file does not exist or is not a JSON object, or the ZeRO stage is invalid.
+        ConfigError: the file does not exist or is not a JSON object, a section is not a mapping, or the ZeRO stage is
+            invalid.
     """
     config = cfg.deepspeed
     if config is None:
@@ -37,6 +39,12 @@ def read_deepspeed(cfg: TrainConfig) -> dict[str, Any] | None:
         if path is None or not path.is_file():
             raise ConfigError(f"deepspeed: {config}: no such file; configs/deepspeed/ has zero1.json to zero3.json")
         config = _read(path)
+    zero = config.get("zero_optimization", {})
+    sections = {name: config[name] for name in (*_SET_BY_KEYS, "zero_optimization") if name in config}
+    if isinstance(zero, Mapping):
+        sections |= {f"zero_optimization.{name}": zero[name] for name in _OFFLOADS if zero.get(name) is not None}
+    if wrong := [name for name, section in sections.items() if not isinstance(section, Mapping)]:
+        raise ConfigError([f"deepspeed: {name}: expected a mapping, got {sections[name]!r}" for name in wrong])
     stage = stage_of(config)
     if stage not in _STAGES:
         raise ConfigError(f"deepspeed: zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3")
@@ -64,7 +72,7 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> None:
         problems.append(
             "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
         )
-    for name in ("offload_optimizer", "offload_param"):
+    for name in _OFFLOADS:
         if _offload(config, name) == "nvme":
             problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
     if problems:

@@ -101,6 +101,22 @@ def test_what_can_not_work_is_refused():
     assert "offload_param" in found
 
 
+@pytest.mark.parametrize(
+    ("deepspeed", "section"),
+    [
+        ({"zero_optimization": 3}, "zero_optimization: expected a mapping, got 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            "zero_optimization.offload_optimizer: expected",
+        ),
+        ({"fp16": True}, "fp16: expected a mapping, got True"),
+    ],
+)
+def test_sections_that_are_no_mappings_are_named(deepspeed, section):
+    (found,) = problems(deepspeed)
+    assert found.startswith(f"deepspeed: {section}")
+
+
 def test_files_that_can_not_be_used_are_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 4}}')
