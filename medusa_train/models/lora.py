@@ -58,10 +58,11 @@ class Adapter:
 
         Raises:
             BackboneError: a target is not a linear layer, or is an lm_head tied to the input embeddings, which merging
-                would corrupt.
+                would corrupt; or there is no module of a name in `modules_to_save`.
         """
         from peft import LoraConfig, get_peft_model
 
+        _check_modules(backbone, spec.modules_to_save)
         config = LoraConfig(
             r=spec.r,
             lora_alpha=spec.alpha,
@@ -185,6 +186,13 @@ def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[s
             "out"
         )
     return list(targets)
+
+
+def _check_modules(backbone: Backbone, names: Sequence[str]) -> None:
+    """Raise BackboneError unless every name ends the path of a module: PEFT ignores others without a word."""
+    paths = [path for path, _ in backbone.model.named_modules()]
+    if unknown := [name for name in names if not any(path.endswith(name) for path in paths)]:
+        raise BackboneError(f"lora_modules_to_save: {', '.join(unknown)}: this backbone has no module of that name")
 
 
 def _trainable_in_float32(peft: Any) -> Any:

@@ -77,6 +77,11 @@ def test_a_tied_lm_head_is_left_out_or_rejected() -> None:
     assert backbone.lm_head().low_rank is None
 
 
+def test_unknown_modules_to_save_are_refused() -> None:
+    with pytest.raises(BackboneError, match="lora_modules_to_save: embed_token: this backbone has no module"):
+        Adapter.attach(random_backbone("llama"), LoraSpec(modules_to_save=("lm_head", "embed_token")))
+
+
 def test_modules_to_save_are_trained_in_float32(tmp_path: Path) -> None:
     """PEFT copies them in the backbone's dtype, in which small updates would round to nothing."""
     spec = LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
