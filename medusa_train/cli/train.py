@@ -96,7 +96,7 @@ def train(
     process, only_print = process_info_from_env(), inspect or print_config
     if process is not None and process.rank > 0:
         return 0 if only_print else run_worker(process, arguments or [], flags)
-    if process is None and not only_print and (hostfile is not None or (num_gpus or 1) > 1):
+    if process is None and not only_print and (hostfile is not None or num_gpus not in (None, 1)):
         return check_and_launch(arguments or [], flags, num_gpus, hostfile)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from medusa_train.cli.launch import launcher_command
+from medusa_train.cli.train import app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError
 from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
@@ -43,9 +45,14 @@ def test_a_hostfile_names_the_machines(tmp_path):
     assert not any(part.startswith("--num_gpus") for part in command)
 
 
-def test_no_processes_are_refused():
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_processes_are_refused(count, tmp_path):
     with pytest.raises(ConfigError, match="at least one"):
-        launcher_command([], 0, None)
+        launcher_command([], count, None)
+    keys = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]", f"output_dir={tmp_path}"]
+    result = CliRunner().invoke(app, [*keys, "--num-gpus", str(count)])
+    assert result.exit_code == 2
+    assert "--num-gpus: must be at least one" in result.output
 
 
 @pytest.fixture
