@@ -175,16 +175,21 @@ def _unfreeze(backbone: Backbone, layers: int | None) -> None:
     Raises:
         BackboneError: the architecture has no `layers` or no `norm`.
     """
-    body = backbone.body
-    if layers is None:
-        modules: list[nn.Module] = [backbone.model]
-    elif hasattr(body, "layers") and hasattr(body, "norm"):
-        modules = [*body.layers[-layers:], body.norm, backbone.output_embeddings]
-    else:
-        raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
-    for module in modules:
+    for module in [backbone.model] if layers is None else unfrozen_modules(backbone.model, layers):
         to_float32(module)
         module.requires_grad_(True)
+
+
+def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
+    """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head.
+
+    Raises:
+        BackboneError: the architecture has no `layers` or no `norm`.
+    """
+    body = model.base_model
+    if not (hasattr(body, "layers") and hasattr(body, "norm")):
+        raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
+    return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]
 
 
 def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:

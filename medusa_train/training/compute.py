@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
@@ -35,7 +36,8 @@ def estimate_operations(
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=cfg.trust_remote_code)
     text = model_config.get_text_config()
     lm_head = model.get_output_embeddings().weight.numel()
-    layers = sum(parameter.numel() for parameter in model.base_model.layers.parameters())
+    lists = [module for module in model.base_model.children() if isinstance(module, nn.ModuleList)]
+    layers = sum(parameter.numel() for parameter in max(lists, key=len).parameters())  # `layers`, Falcon's `h`
     attention = 4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
     body = tokens * (2 * layers + attention)  # one pass forward
     heads = _count_multiplied(cfg, model)

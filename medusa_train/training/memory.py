@@ -17,6 +17,7 @@ from medusa_train.losses.chunks import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lora import LM_HEAD, linear_names
+from medusa_train.training.backbone_recipe import unfrozen_modules
 from medusa_train.training.deepspeed_config import DEFAULT, read_deepspeed, stage_of
 from medusa_train.training.optim import EIGHT_BIT
 
@@ -126,9 +127,7 @@ def _count_unfrozen(cfg: TrainConfig, model: Any) -> int:
     count = cfg.medusa_num_unfreeze_layers
     if not count:
         return _count(model.parameters())
-    chosen = {id(p): p for layer in model.base_model.layers[-count:] for p in layer.parameters()}
-    for module in (model.base_model.norm, model.get_output_embeddings()):
-        chosen.update({id(p): p for p in module.parameters()})
+    chosen = {id(p): p for module in unfrozen_modules(model, count) for p in module.parameters()}
     return _count(chosen.values())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.compute import UTILIZATION, estimate_hours, estimate_operations
@@ -68,3 +69,16 @@ def test_a_markov_bias_is_a_product_per_head_after_a_lookup() -> None:
 
 def test_hours_are_operations_over_the_assumed_share_of_the_rate() -> None:
     assert estimate_hours(3600 * UTILIZATION * 1e12, 1e12) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type)
+def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
+    """Falcon's list of layers is called `h`."""
+    family.update({"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64})
+    family.update({"intermediate_size": 64, "ffn_hidden_size": 64})
+    cfg = TrainConfig(base_model="x", datasets=[{"path": "y"}])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family)
+    layers = sum(p.numel() for name, p in model.named_parameters() if ".h." in name or ".layers." in name)
+    total = estimate_operations(cfg, family, tokens=10, supervised=0, width=8, epochs=1)
+    assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import FalconConfig
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import ConfigError
+from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.training.memory import _NF4, Memory, check_8bit_states, estimate_memory
@@ -193,3 +194,17 @@ def test_8bit_states_that_would_be_partitioned_are_refused(
 )
 def test_states_that_are_whole_or_float32_are_not_refused(keys: dict[str, Any], processes: int) -> None:
     check_8bit_states(config(**keys), None, processes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"draft": "hydra"}, "a draft can't use a layer of FalconModel: it has no `layers`"),
+        ({"draft": "kangaroo"}, "a draft can't use a layer of FalconModel: it has no `layers`"),
+        ({"medusa_num_unfreeze_layers": 1}, "FalconModel has no `layers` and `norm` to unfreeze"),
+    ],
+)
+def test_what_the_architecture_lacks_is_named_as_in_training(keys: dict[str, Any], words: str) -> None:
+    falcon = FalconConfig(alibi=False, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64)
+    with pytest.raises(BackboneError, match=words):
+        estimate_memory(config(**keys), falcon, rows=2, width=8, dtype=torch.bfloat16, device="cpu")

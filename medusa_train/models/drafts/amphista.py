@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, concat_rows, gather_paths
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, concat_rows, gather_paths, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
@@ -137,7 +137,7 @@ class AmphistaDraft(LMHeadsDraft):
         """Per head `d x d` and its lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
         d = model.get_output_embeddings().weight.shape[1]
         heads = num_heads * (d * d + d + count_lm_head(model, vocab_size))
-        layer = sum(p.numel() for p in model.base_model.layers[0].parameters())
+        layer = sum(p.numel() for p in layer_to_copy(model).parameters()) if adaptation_layers else 0
         fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
         attention, head_dim = _attention_shape(model.config.get_text_config(), d)
         auto = num_heads * d + auto_blocks * (4 * d * attention * head_dim + d) if auto_blocks else 0

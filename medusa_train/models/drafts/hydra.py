@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm, silu
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, hidden_at_positions
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.trees.kv_cache import TreeCache
@@ -117,7 +117,7 @@ class HydraDraft(LMHeadsDraft):
         d = model.get_output_embeddings().weight.shape[1]
         per_head = count_lm_head(model, vocab_size) + (num_layers - 1) * (d * d + d)
         first_blocks = sum(2 * d * ((k + 1) * d + 1) for k in range(1, num_heads + 1))
-        prefix = sum(p.numel() for p in model.base_model.layers[0].parameters()) + d if prefix_layer else 0
+        prefix = sum(p.numel() for p in layer_to_copy(model).parameters()) + d if prefix_layer else 0
         return num_heads * per_head + first_blocks + prefix
 
     # Training

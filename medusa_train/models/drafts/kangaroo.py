@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.drafts.layers import DraftLayer, gather_paths, init_from_layer
+from medusa_train.models.drafts.layers import DraftLayer, gather_paths, init_from_layer, layer_to_copy
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerInputs, LayerRunner
 from medusa_train.models.lm_head import LMHead
@@ -98,7 +98,8 @@ class KangarooDraft(Draft):
         cls, model: Any, *, num_heads: int, exit_layer: int, threshold: float, mlp_size: int = 0
     ) -> int:
         """The attention of one layer and two norms; with an MLP its share of the layer's MLP, and a third norm."""
-        layer, width = model.base_model.layers[0], model.get_output_embeddings().weight.shape[1]
+        layer: Any = layer_to_copy(model)
+        width = model.get_output_embeddings().weight.shape[1]
         attention = sum(parameter.numel() for parameter in layer.self_attn.parameters()) + 2 * width
         if not mlp_size:
             return attention

@@ -188,6 +188,19 @@ class _NoMLP(nn.Module):
         return torch.zeros_like(states)
 
 
+def layer_to_copy(model: Any) -> nn.Module:
+    """Return a decoder layer of a transformers model; a `DraftLayer` of it has one of this kind.
+
+    Raises:
+        BackboneError: a `DraftLayer` needs a part that its decoder lacks.
+    """
+    body = model.base_model
+    if missing := [name for name in ("layers", "embed_tokens") if not hasattr(body, name)]:
+        raise BackboneError(f"a draft can't use a layer of {type(body).__name__}: it has no `{missing[0]}`")
+    layer: nn.Module = body.layers[0]
+    return layer
+
+
 def _remove_mlp(body: Any, hidden_size: int) -> None:
     """Remove the MLP and the norms before and after it: the modules that a probe's gradient no longer reaches."""
     layer = body.layers[0]
