@@ -62,6 +62,10 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
         yield "lora_target_modules"
     if cfg.lr_scheduler != "cosine":
         yield "cosine_min_lr_ratio"
+    if cfg.lr_scheduler == "constant":
+        yield from (name for name in ("warmup_steps", "warmup_ratio") if getattr(cfg, name))
+    if cfg.val_set_size == 0:
+        yield from ("eval_steps", "evals_per_epoch")
     if cfg.wandb_project is None:
         yield from ("wandb_entity", "wandb_run_id")
 

@@ -23,7 +23,7 @@ from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.workers import OnEncoded
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.layer_split import check_exit_layer
@@ -109,8 +109,14 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: O
     check_initial_weights(cfg)
     text_config = config.get_text_config()
     check_vocabulary(cfg, text_config.vocab_size)
+    layers = text_config.num_hidden_layers
+    if cfg.medusa_num_unfreeze_layers > layers:
+        raise ConfigError(
+            f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers} layers of "
+            f"{cfg.base_model}; 0 trains the whole model"
+        )
     if cfg.draft == "kangaroo":
-        check_exit_layer(cfg.draft_config.settings["exit_layer"], text_config.num_hidden_layers, cfg.base_model)
+        check_exit_layer(cfg.draft_config.settings["exit_layer"], layers, cfg.base_model)
     context = context_length(text_config)
     if cfg.sequence_len > context:
         console.print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_layout import prepare_output_dir, write_config, writing
 from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
@@ -76,10 +78,12 @@ def build_trainer(
             recipe.cache = open_hidden_states(cfg, documents, draft.needs, recipe.backbone, world, console)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
-    warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
+    warmup = 0
+    if cfg.lr_scheduler != "constant":
+        warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
     _describe_run(cfg, data, recipe, draft, plan, warmup, console, world.size)
 
-    store = CheckpointStore(Path(cfg.output_dir).expanduser(), cfg.save_total_limit)
+    store = CheckpointStore(expand_user(cfg.output_dir), cfg.save_total_limit)
     checkpoint = find_checkpoint(cfg, store, world, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
         restore_weights(checkpoint.snapshot, draft, recipe, str(checkpoint.path))
@@ -94,6 +98,14 @@ def build_trainer(
         if (before := len(rng_states(checkpoint.snapshot))) != world.size:
             processes = "1 process" if world.size == 1 else f"{world.size} processes"
             console.print(f"note: resuming on {processes} (was {before}): dropout masks will differ")
+        if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+            console.print(
+                f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
+                f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
+                "gradient_accumulation_steps along with the number of processes",
+                style="yellow",
+                soft_wrap=True,
+            )
 
     loggers = MetricLoggers([])
     out = world.run_on_main(lambda: prepare_output_dir(cfg, state.step))

@@ -225,8 +225,12 @@ class Plan:
         if every:
             return step % every == 0
         if per_epoch:
-            return math.floor(self.epoch(step) * per_epoch) > math.floor(self.epoch(step - 1) * per_epoch)
+            return self._parts(step, per_epoch) > self._parts(step - 1, per_epoch)
         return False
+
+    def _parts(self, step: int, per_epoch: int) -> int:
+        """Return the completed parts of epochs; one that ends with a step is complete in spite of rounding."""
+        return math.floor(self.epoch(step) * per_epoch + 1e-9)
 
 
 def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:

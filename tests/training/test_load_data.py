@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from medusa_train.data import cache
-from medusa_train.errors import BackboneError, DataError
+from medusa_train.errors import BackboneError, ConfigError, DataError
 from medusa_train.training import load_data as prepare
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data, load_tokenizer
@@ -101,6 +101,11 @@ def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare)
     path.write_text(json.dumps({"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 32}))
     with pytest.raises(BackboneError, match="max_position_embeddings"):
         load_data(make_config(base_model=bare), console)
+
+
+def test_more_unfrozen_layers_than_the_backbone_has_are_refused(make_config, console):
+    with pytest.raises(ConfigError, match="medusa_num_unfreeze_layers: 3 exceeds the 2 layers"):
+        load_data(make_config(recipe="medusa2", medusa_num_unfreeze_layers=3), console)
 
 
 @pytest.mark.parametrize("offline", [True, False])

@@ -6,6 +6,7 @@ import pytest
 
 from medusa_train.progress import RunProgress
 from medusa_train.training.load_data import load_data
+from medusa_train.training.run import train
 from medusa_train.training.setup import build_trainer
 
 
@@ -38,3 +39,20 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
     assert trainer.strategy.max_grad_norm == 0.3
     assert (trainer.loader.seed, trainer.loader.shuffle) == (7, True)
     assert (trainer.loader.micro_batch_size, trainer.accumulation) == (4, 2)
+
+
+def test_a_constant_schedule_has_no_warmup(make_config, console):
+    cfg = make_config(lr_scheduler="constant", warmup_steps=5, learning_rate=1e-3)
+    trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
+    assert trainer.strategy.lr == pytest.approx(1e-3)
+    assert "after 0 warmup steps, constant schedule" in " ".join(console.file.getvalue().split())
+
+
+def test_a_resumed_run_names_another_batch(make_config, console):
+    keys = {"max_steps": 4, "gradient_accumulation_steps": 2}
+    train(make_config(**keys), console, console)
+    more = {**keys, "max_steps": 5, "resume_from_checkpoint": "auto"}
+    train(make_config(**more), console, console)
+    assert "the batch differs" not in console.file.getvalue()
+    train(make_config(**{**more, "max_steps": 6, "gradient_accumulation_steps": 1}), console, console)
+    assert "note: the batch differs from that of the checkpoint: its 5 steps were" in console.file.getvalue()

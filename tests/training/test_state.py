@@ -113,6 +113,13 @@ def test_by_epochs_of_broken_length():
     assert due(plan.saves, 10) == [2, 3, 4, 5, 7, 8, 9, 10]
 
 
+@pytest.mark.parametrize(("micro", "accumulation"), [(9, 7), (7, 3), (7, 6)])
+def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumulation):
+    plan = Plan(1000, micro / accumulation, evals_per_epoch=1)
+    ends = [step for step in range(1, 100) if step * accumulation // micro > (step - 1) * accumulation // micro]
+    assert due(plan.evaluates, 99) == ends
+
+
 def test_silent_plan_acts_at_the_end():
     plan = Plan(6, 3.0)
     assert due(plan.evaluates, 6) == due(plan.saves, 6) == [6]
