@@ -19,6 +19,9 @@ FOLDED_HEADS = "sdpa_folded_heads"
 #: batch of 32 with one query takes twice as long; with fewer rows or more queries it is faster.
 _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 
+#: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens, 3 times at 2,000.
+_PROMPT_BLOCK = 128
+
 # torch's memory-efficient kernel on a GPU copies a mask whose rows don't start at multiples of this many numbers
 _MASK_ALIGNMENT = 8
 
@@ -54,9 +57,13 @@ def folded_head_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S, d] -> [B, q, H, d].
 
-    Decoding passes use `folded_head_attention`; all others (training, prefill, a mask per head) transformers' "sdpa".
+    Decoding passes use `folded_head_attention`, prompts in bfloat16 on a CPU `_causal_attention`; all others (training,
+    prefill with a window, a mask per head) transformers' "sdpa".
     """
     unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    if not unsupported and is_causal and _is_prompt(query, key, attention_mask, dropout):
+        return _causal_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
     if unsupported or not _is_decoding(query, key, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -128,6 +135,32 @@ def _attention_by_products(
     return torch.matmul(scores.softmax(-1), value)
 
 
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Compute causal attention of whole prompts by two products for each block of queries, [B, H, q, d] -> [.., d_v].
+
+        block 0   x . . . . .       a block reads the keys up to its last query
+                  x x . . . .
+        block 1   x x x . . .
+                  x x x x . .
+
+    torch's fused kernel takes 1.6 to 2.9 times as long in bfloat16 on a CPU, from 59 tokens on.
+    """
+    kv_heads, length = key.shape[1], query.shape[2]
+    scaled = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    size = min(length, _PROMPT_BLOCK)
+    causal = query.new_full((size, size), float("-inf")).triu_(1)
+    blocks = []
+    for start in range(0, length, size):
+        block = scaled[:, :, start : start + size]
+        count = block.shape[2]
+        keys, values = key[:, :, : start + count], value[:, :, : start + count]
+        folded = block.reshape(len(query), kv_heads, -1, query.shape[3])
+        scores = torch.matmul(folded, keys.transpose(2, 3))
+        scores.unflatten(2, (-1, count))[..., start:].add_(causal[:count, :count])
+        blocks.append(torch.matmul(scores.softmax(-1), values).reshape(*block.shape[:3], value.shape[3]))
+    return torch.cat(blocks, dim=2)
+
+
 def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     """Repeat the rows of a mask [B, 1, q, S], -> [B, 1, times * q, S].
 
@@ -139,6 +172,13 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     width = keys if mask.device.type == "cpu" else -(-keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     repeated = mask.new_empty(batch, times, q, width)[..., :keys]
     return repeated.copy_(mask.expand(-1, times, -1, -1)).flatten(1, 2)[:, None]
+
+
+def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or dropout."""
+    if mask is not None or dropout or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return query.dtype == torch.bfloat16 and query.device.type == "cpu" and 1 < query.shape[2] == key.shape[2]
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,42 @@ def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
         assert repeated.stride(0) == 15 * width
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize("q", [2, 4, 5, 9])
+@pytest.mark.parametrize("value_size", [8, 3])
+def test_prompts_in_bfloat16_give_the_reference(
+    heads: int, kv_heads: int, q: int, value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several blocks and of a part of one, whose keys and values are a part of a larger cache."""
+    monkeypatch.setattr(attention, "_PROMPT_BLOCK", 4)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
+    query, key, value = (tensor.bfloat16() for tensor in random_states(3, heads, kv_heads, q, 11))
+    key, value = key[:, :, :q], value[:, :, :q, :value_size]
+    mask = torch.full((1, 1, q, q), float("-inf"), dtype=torch.float64).triu_(1)
+    for scaling in (0.3, None):
+        with torch.no_grad():
+            result, _ = folded_head_forward(AttentionModule(heads // kv_heads), query, key, value, None, 0.0, scaling)
+        expected = reference(query.double(), key.double(), value.double(), mask, scaling or 8**-0.5)
+        torch.testing.assert_close(result.double(), expected.transpose(1, 2), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("case", ["gradient", "dropout", "encoder", "encoder's argument", "later keys", "float32"])
+def test_other_prompts_use_the_function_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_causal_attention", None)
+    states = random_states(2, 4, 2, 5, 9 if case == "later keys" else 5)
+    query, key, value = (tensor.to(torch.float32 if case == "float32" else torch.bfloat16) for tensor in states)
+    module = AttentionModule(2)
+    module.is_causal = case != "encoder"  # type: ignore[misc]
+    options: dict[str, Any] = {"dropout": 0.5} if case == "dropout" else {}
+    options |= {"is_causal": False} if case == "encoder's argument" else {}
+    results = []
+    for function in (folded_head_forward, sdpa_attention_forward):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(case == "gradient"):
+            results.append(function(module, query, key, value, None, **options)[0])
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("q", [1, 5])
 def test_values_may_have_another_size(q: int) -> None:
     query, key, value = random_states(2, 6, 2, q, 11)
@@ -170,16 +208,19 @@ def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.Monkey
     assert lengths == {1, 10}  # plain steps, and a tree of nine nodes and its root
 
 
-def test_a_bfloat16_model_gives_the_same_states() -> None:
+def test_a_bfloat16_model_gives_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of two blocks in one pass, and a token after it."""
+    monkeypatch.setattr(attention, "_PROMPT_BLOCK", 3)
     tokens = torch.arange(6)[None]
-    states = []
+    prompts, states = [], []
     for backbone in (stock("llama", torch.bfloat16), random_backbone("llama", dtype=torch.bfloat16)):
         cache = backbone.new_cache(8)
         with torch.inference_mode():
-            backbone.run(tokens[:, :5], cache=cache)
+            prompts.append(backbone.run(tokens[:, :5], cache=cache).hidden)
             cache.commit(5)
             states.append(backbone.run(tokens[:, 5:], positions=torch.tensor([[5]]), cache=cache).hidden)
-    torch.testing.assert_close(states[1], states[0], rtol=5e-2, atol=5e-2)
+    for ours, expected in (reversed(prompts), reversed(states)):
+        torch.testing.assert_close(ours, expected, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
