@@ -29,6 +29,8 @@ from decode_steps import GRAPHS  # noqa: E402
 from gpu_plan import BUILT, IMAGE, Step, installed, plan, problems_of, too_old, wheels  # noqa: E402
 from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
 
+from medusa_train.cli.common import quiet_libraries  # noqa: E402
+
 GRACE = 10  # seconds between SIGTERM and SIGKILL
 DONE, FAILED, STOPPED, SKIPPED = "done", "failed", "stopped at its limit", "skipped"
 #: Of a report of medusa-eval.
@@ -246,7 +248,7 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
                 problems += 1
                 print(f"    PROBLEM: {problem}")
     problems += print_wheels()
-    print(f"{problems} problems" if problems else "every step can run, on a machine with a GPU")
+    print(f"problems: {problems}" if problems else "every step can run, on a machine with a GPU")
     return not problems
 
 
@@ -271,6 +273,7 @@ def print_wheels() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run or check; the exit code is 0 if every step succeeded, or could."""
     args = parse_arguments(arguments)
+    quiet_libraries()
     steps = plan(args.work)
     return 0 if (dry_run(steps, args) if args.dry_run else run(steps, args, arguments)) else 1
 
