@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -105,6 +106,7 @@ class DeepSpeedStrategy:
 
             self._deepspeed = deepspeed
             self._engine = deepspeed.initialize(model=self._root, optimizer=optimizer, config=dict(config))[0]
+        unlink_shared_buffer(world)
         if self._stage == 3:
             for parameter in read_directly:
                 deepspeed.zero.register_external_parameter(self._root, parameter)
@@ -327,6 +329,18 @@ def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         del partitioning  # transformers has a weak reference to it, and partitions as long as it lives
+
+
+def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> None:
+    """Unlink the shared memory that DeepSpeed opened for this process on a CPU, 67 MB that it never frees.
+
+    Its launcher asks for it. Memory that is unlinked lives as long as the processes that have it open.
+    """
+    world.gather(None)  # all have opened it
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if hasattr(os, "getuid"):
+        name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
+        (directory / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

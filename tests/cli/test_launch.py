@@ -108,6 +108,7 @@ def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_two_processes_by_one_command(config_file, tmp_path):
+    shared = set(Path("/dev/shm").glob("deepspeed_*"))
     run = start(config_file, "--num-gpus", 2, "--output-dir", tmp_path / "other")
     out, said = run.communicate(timeout=900)
     assert run.returncode == 0, said
@@ -117,6 +118,7 @@ def test_two_processes_by_one_command(config_file, tmp_path):
     assert len([r for r in metrics(tmp_path / "other") if r["kind"] == "train"]) == 3
     assert (tmp_path / "other" / "heads" / "medusa_lm_head.safetensors").exists()
     assert (tmp_path / "other" / "tree.json").exists()
+    assert set(Path("/dev/shm").glob("deepspeed_*")) == shared
 
 
 @pytest.mark.slow
