@@ -301,7 +301,7 @@ def gsm8k_chats(path: Path, limit: int) -> Iterator[Record]:
 def _decoded(record: TurnRecord, answer: TimedAnswer | None) -> Counted:
     assert answer is not None
     steps_tokens = len(answer.tokens) - answer.prefill_tokens
-    return Counted(record.question_id, record.answer.tokens, steps_tokens, answer.accepted)
+    return Counted(record.question_id, answer.tokens, steps_tokens, answer.accepted)
 
 
 def _simulated(record: TurnRecord, lengths: AcceptedLength) -> Counted:

@@ -27,7 +27,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench, Question
-from medusa_train.evaluation.records import TimedAnswer
+from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -326,6 +326,15 @@ def test_counts_by_question_with_and_without_loops() -> None:
     assert counted["rate"] == pytest.approx(38 / 11)
     assert counted["rate_without_loops"] == pytest.approx(8 / 5)
     assert counted["ctar"] == pytest.approx([8 / 11, 7 / 11, 6 / 11, 6 / 11])
+
+
+def test_a_sampled_tree_is_counted_without_the_loops_of_its_own_answers() -> None:
+    loops = TimedAnswer((1,) * 31, 1.0, steps=10, accepted=(2,) * 10)
+    varied = TimedAnswer(tuple(range(31)), 1.0, steps=15, accepted=(1,) * 15)
+    record = TurnRecord(1, "general", 1, (5,), loops, loops, loops, others={"16": varied})
+    counted = {name: count([draft_measurement._decoded(record, one)]) for name, one in record.baselines.items()}
+    assert counted["16"]["rate_without_loops"] == 30 / 15
+    assert counted["plain"]["rate_without_loops"] is None
 
 
 def test_results_of_other_settings_are_measured_again(tmp_path: Path) -> None:
