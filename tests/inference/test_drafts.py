@@ -13,7 +13,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.inference.traces import trace_answer, trace_answers
+from medusa_train.inference.traces import AcceptedLength, trace_answer, trace_answers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
@@ -114,6 +114,29 @@ def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
         else:
             assert accepted == depth
         position += accepted + 1
+
+
+@pytest.mark.parametrize("rule", [None, Sampling(0.4)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(kind: str, rule: Sampling | None) -> None:
+    """Cut last steps, answers that end with an end-of-text token, and sampled answers included."""
+    backbone = random_backbone("llama")
+    draft = random_draft(kind, backbone)
+    stops = Decoder(backbone).generate(PROMPTS[0], 8, ()).tokens[-1:]
+    endings, accepted = set(), 0
+    for tree in (Tree.chain(3), TREE):
+        lengths = AcceptedLength(tree)
+        generators = None if rule is None else [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+        with draft.no_early_exit():
+            outs = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 30, stops, rule, generators)
+        for prompt, out in zip(PROMPTS, outs, strict=True):
+            trace = trace_answer(backbone, draft, prompt, out.tokens)
+            assert [lengths[trace.path(start)] for start in trace.simulate(lengths)] == out.accepted
+            endings.add(out.finish)
+            accepted += sum(out.accepted)
+    assert accepted > 0
+    assert "length" in endings
+    assert "eos" in endings
 
 
 @pytest.mark.parametrize("kind", KINDS)
