@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
+STAGES_NOTE = (
+    "Medusa-2 is trained on as many tokens as the other drafts, but not on the same text: each of its stages draws an "
+    "order of its own, and less than an epoch each reads a part of the text twice and another part never."
+)
+
 
 def write_pages(args: argparse.Namespace, machine: Record, cases: Sequence[Case], benches: Sequence[Bench]) -> str:
     """Write NAME-BENCH.md and NAME-BENCH.json for the measured drafts, the reference first; returns the pages."""
@@ -29,6 +34,8 @@ def write_pages(args: argparse.Namespace, machine: Record, cases: Sequence[Case]
         about.append("**Made with --quick: the drafts are not trained. It shows that everything runs, and no more.**")
     about.append(_explanation(args, str(training[cases[0].name]["base_model"]), cases[0].title))
     about.append(_training_table(titles, training))
+    if any(len(case.stages) > 1 for case in cases) and max(args.stage_one, args.epochs - args.stage_one) < 1:
+        about.append(STAGES_NOTE)
     kept = [key for key in training[cases[0].name] if key not in ("settings", "base_model")]
     pages = []
     for bench in benches:

@@ -11,12 +11,13 @@
     python benchmarks/drafts.py --quick                          # tiny backbone, a minute or two: does it run here?
 
 Trains each draft with `medusa-train CONFIG key=value` (Medusa-2: its first epochs as Medusa-1) for the same number of
-epochs, one after the other. A process of its own then measures each one, in the dtype that is fastest for plain
-decoding and with compiled passes, greedily and by lossless sampling: the run's own tree beside plain decoding,
-`generate` and prompt lookup of transformers; and equal trees and the chain of three guesses, whose greedy counts are
-simulated along the answers. Trained runs and results are kept under `--out`, one file per draft, bench and
-temperature, and not repeated; an interrupted one continues. Writes NAME-BENCH.md and NAME-BENCH.json after every draft.
-Never run on a GPU.
+epochs, one after the other. Both stages of Medusa-2 draw an order of their own: where both are shorter than an epoch,
+it is trained on as many tokens, but not on the whole text. A process of its own then measures each one, in the dtype
+that is fastest for plain decoding and with compiled passes, greedily and by lossless sampling: the run's own tree
+beside plain decoding, `generate` and prompt lookup of transformers; and equal trees and the chain of three guesses,
+whose greedy counts are simulated along the answers. Trained runs and results are kept under `--out`, one file per
+draft, bench and temperature, and not repeated; an interrupted one continues. Writes NAME-BENCH.md and NAME-BENCH.json
+after every draft. Never run on a GPU.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import draft_measurement
+import draft_tables
 import drafts
 import pytest
 import torch
@@ -211,6 +212,7 @@ def test_the_whole_command(
     assert "The answer is 4." in (out / "gsm8k.jsonl").read_text()
     page = (out / "drafts-small.md").read_text()
     assert "not trained" in page
+    assert page.count(draft_tables.STAGES_NOTE) == 1  # half an epoch each
     assert "Not run on a GPU" in page
     times = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*/*")}
     assert len(times) == 3 * 4
@@ -235,6 +237,7 @@ def test_counts_without_a_clock(tmp_path: Path, words: list[str], trainings: lis
     page = (tmp_path / "out" / "counts-small.md").read_text()
     assert "speedup" not in page
     assert page.count("| Kangaroo with our MLP |") == 1 + 2
+    assert draft_tables.STAGES_NOTE not in page  # without Medusa-2
 
 
 def test_conversations_that_outgrow_the_context_are_left_out(backbone_dir: Path) -> None:
