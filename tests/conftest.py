@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
-
-@pytest.fixture(scope="session", autouse=True)
-def build_dirs() -> None:
-    """Keep what torch.compile and torch's C++ extensions build in one folder each: built once, not for every test."""
-    default = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))
-    # DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
-    extensions = Path(__file__).parents[1] / "build" / "torch_extensions"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
+# Keep what torch.compile and torch's C++ extensions build in one folder each: built once, not for every test.
+# A fixture would be too late: torch sets its own default on import, and `compile_cache_dir` does not use that one.
+COMPILED = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
+# DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
 
 
 @pytest.fixture
