@@ -55,7 +55,7 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
         raise DataError(f"{path}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if data.lstrip()[:1] == b"[":
+    if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
         yield from _read_array(path, data)
     else:
         yield from _read_lines(path, data, skip_blank_lines)
@@ -84,6 +84,12 @@ def parquet_rows(path: Path) -> Iterator[Any]:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(f"{path}: cannot be read as parquet: {reason}") from None
+
+
+def _ends_with_its_first_line(data: bytes) -> bool:
+    """Return whether more lines follow a first one that is complete JSON: together they are no array."""
+    first, _, rest = data.strip().partition(b"\n")
+    return bool(rest) and _decode(first)[1] is None
 
 
 def _read_lines(path: Path, data: bytes, skip_blank: bool) -> Iterator[RawRecord]:

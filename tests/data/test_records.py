@@ -129,7 +129,7 @@ def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
         ('[\n{"a": 1}\n{"b": 2}]', ":3: not valid JSON: missing ','"),
         ('[\n{"a": 1}', "not valid JSON"),
         ('[{"a": 1},\n', "not valid JSON"),
-        ("[]\nx", ":2: not valid JSON: text after"),
+        ("[\n]\nx", ":3: not valid JSON: text after"),
         ("[\n", "not valid JSON"),
         ('[{"a": 1},\n' + "[" * 100_000, ":2: not valid JSON: nested too deeply"),
         ('[{"a": 1},\n' + "9" * 5000 + "]", ":2: not valid JSON: a number has thousands of digits"),
@@ -138,6 +138,15 @@ def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
 def test_a_broken_array_is_refused_even_when_skipping(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         read_conversations(write(tmp_path / "d.json", text), skip_bad=True)
+
+
+def test_a_list_on_the_first_line_is_a_bad_record_and_no_array(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", f'["q", "a"]\n{json.dumps(GOOD)}\n')
+    with pytest.raises(DataError, match=r"1 invalid record\n  .*d\.jsonl:1: a record must be a JSON object, .* a list"):
+        read_conversations(path)
+    assert [c.source for c in read_conversations(path, skip_bad=True).conversations] == [f"{path}:2"]
+    array = write(tmp_path / "d.json", f" [{json.dumps(GOOD)}] \n\n")
+    assert len(read_conversations(array).conversations) == 1
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "[]"])
