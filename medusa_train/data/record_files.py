@@ -43,7 +43,7 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
         The records. A line that cannot be decoded has `error` set.
 
     Raises:
-        DataError: the file cannot be read, or holds a broken JSON array.
+        DataError: the file cannot be read, holds a broken JSON array, or is one object over several lines.
     """
     if path.suffix == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))
@@ -100,6 +100,9 @@ def _read_lines(path: Path, data: bytes, skip_blank: bool) -> Iterator[RawRecord
                 yield RawRecord(f"{path}:{number}", number, error="blank line")
             continue
         value, error = _decode(line)
+        if error is not None and number == 1 and isinstance(_decode(data)[0], dict):
+            expected = "one object per line, or an array of objects, is expected"
+            raise DataError(f"{path}: the file is one JSON object over several lines; {expected}")
         yield RawRecord(f"{path}:{number}", number, value, error)
 
 

@@ -149,6 +149,20 @@ def test_a_list_on_the_first_line_is_a_bad_record_and_no_array(tmp_path: Path) -
     assert len(read_conversations(array).conversations) == 1
 
 
+@pytest.mark.parametrize("skip_bad", [True, False])
+def test_one_object_over_several_lines_is_named_as_such(tmp_path: Path, skip_bad: bool) -> None:
+    path = write(tmp_path / "d.jsonl", json.dumps(GOOD, indent=2) + "\n")
+    with pytest.raises(DataError) as caught:
+        read_conversations(path, skip_bad=skip_bad)
+    assert str(caught.value) == (
+        f"{path}: the file is one JSON object over several lines; "
+        "one object per line, or an array of objects, is expected"
+    )
+    path = write(tmp_path / "commas.jsonl", f"{json.dumps(GOOD)},\n{json.dumps(GOOD)}\n")
+    with pytest.raises(DataError, match=r"1 invalid record\n  .*commas\.jsonl:1: not valid JSON: Extra data"):
+        read_conversations(path)
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "[]"])
 def test_a_file_without_records_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"d\.jsonl: no conversation to read: no records"):
