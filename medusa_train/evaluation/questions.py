@@ -8,6 +8,7 @@ and GSM8K's formats also say what a correct answer is; `answer_scores` checks it
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import urllib.request
 from collections import Counter
@@ -199,8 +200,10 @@ def _unknown_bench(name: str, candidates: list[Path]) -> str:
 
 
 def _name_of_file(path: Path) -> str:
-    """Return NAME for `.../NAME/question.jsonl` and for `.../NAME.jsonl`."""
-    return path.parent.name if path.name in FILES and path.parent.name else path.name.split(".")[0]
+    """Return NAME for `.../NAME/question.jsonl` and for `.../NAME.jsonl`; NAME may contain dots."""
+    if path.name in FILES and path.parent.name:
+        return path.parent.name
+    return re.sub(r"(\.jsonl|\.json|\.parquet)?(\.gz)?$", "", path.name)
 
 
 def read_questions(path: Path) -> tuple[Question, ...]:

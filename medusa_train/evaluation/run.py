@@ -35,7 +35,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
 from medusa_train.evaluation.report import model_id, terminal_table, write_report
 from medusa_train.evaluation.report_text import Report
-from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
+from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings, note_other_bench
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.inference.traces import trace_answer
@@ -80,6 +80,7 @@ def evaluate(
         if cfg.output_dir
         else paths.home / "eval" / mode.directory_name(bench.name, cfg.draft, dynamic=paths.dynamic)
     )
+    note_other_bench(directory / "report.json", bench, progress.print)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, progress)
 

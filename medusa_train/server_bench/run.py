@@ -14,6 +14,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import MedusaError, ServerError
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.run_metadata import note_other_bench
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.server_bench.figures import Cell, collect_cells, summarize
 from medusa_train.server_bench.measure import (
@@ -65,6 +66,7 @@ def measure_servers(
     options = request_options(cfg, mode, paths)
     remote = [] if cfg.serve else find_targets(cfg, options)
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
+    note_other_bench(directory / "served.json", bench, progress.print)
     served = prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
     log = MeasurementLog(directory / "blocks.jsonl", settings(cfg, bench, mode, paths, served, remote))
     run = BenchRun(cfg, bench, options, log, progress)

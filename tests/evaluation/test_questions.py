@@ -198,6 +198,14 @@ def test_a_users_bench_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.M
     assert load_bench(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
 
 
+def test_question_files_of_several_versions_have_names_of_their_own(tmp_path: Path) -> None:
+    files = ("a.v1.jsonl", "a.v2.jsonl", "a.v3.json", "a.v4", "a.v5")
+    names = [load_bench(str(write(tmp_path / file, GOOD))).name for file in files]
+    assert names == ["a.v1", "a.v2", "a.v3", "a.v4", "a.v5"]
+    (tmp_path / "a.v6.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    assert load_bench(str(tmp_path / "a.v6.jsonl.gz")).name == "a.v6"
+
+
 def test_a_directory_named_like_a_bench_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")

@@ -228,6 +228,15 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert "Baselines only" in shown
 
 
+def test_the_report_on_another_question_file_is_not_replaced_silently(
+    backbone_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "report.json").write_text('{"meta": {"bench_file": "elsewhere/small.jsonl"}}')
+    note = f"note: replaces the report on elsewhere/small.jsonl in {tmp_path}; set output_dir to keep it"
+    assert note in run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")[1]
+    assert "replaces" not in run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")[1]
+
+
 def test_an_interrupted_evaluation_is_resumed(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,10 @@ def against(heads: BenchServer, plain: BenchServer) -> list[str]:
 
 def test_two_servers_are_measured_in_turns(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
     heads, plain = pair
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "served.json").write_text('{"meta": {"bench_file": "other.jsonl"}}')
     report, printed = measure(tmp_path, *against(heads, plain))
+    assert "note: replaces the report on other.jsonl" in printed
     cells = {(cell["server"], cell["concurrency"]): cell for cell in report["cells"]}
     assert set(cells) == {("plain", 1), ("heads", 1), ("plain", 2), ("heads", 2)}
     one = cells["heads", 1]
