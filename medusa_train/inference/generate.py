@@ -90,6 +90,7 @@ class Decoder:
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
         self._cache = cache
+        self._static: bool | None = None
         self._steps: StaticSteps | None = None
         self._answers = 0  # started so far; tells an abandoned stream that its cache is in use again
 
@@ -165,7 +166,9 @@ class Decoder:
         """Return a session on the previous answer's memory if it is large enough, else on new memory."""
         draft = effective_draft(self.draft, self.tree)
         if self._cache is None or self._cache.capacity < capacity:
-            static = supports_static_steps(self.backbone, draft)
+            if self._static is None:  # asked once, since it warns
+                self._static = supports_static_steps(self.backbone, draft)
+            static = self._static
             self._cache = self.backbone.new_static_cache(capacity) if static else self.backbone.new_cache(capacity)
         if not isinstance(self._cache, StaticCache):
             self._cache.reset()
