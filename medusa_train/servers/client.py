@@ -154,12 +154,13 @@ class OpenAIClient:
                 index = max(range(len(self._slots)), key=lambda index: self._slots[index].free(now))
                 if self._slots[index].free(now):
                     return index, self._slots[index].take(now)
-                pauses = [slots.resume_at - now for slots in self._slots if slots.resume_at > now]
+                # without another request, only a pause can end, or the time to give up come
+                moments = [deadline, *(slots.resume_at for slots in self._slots)]
                 if self._failing_since is not None:
-                    pauses.append(max(self._failing_since + self._retry_seconds - now, 0.01))
-                self._changed.wait(min(pauses, default=None))
+                    moments.append(self._failing_since + self._retry_seconds)
+                self._changed.wait(min((moment - now for moment in moments if now < moment < math.inf), default=None))
 
     def _gone(self, now: float) -> bool:
         """Return whether no server has answered for `retry_seconds` after a fault."""
         since = self._failing_since
-        return since is not None and now - since >= self._retry_seconds
+        return since is not None and now >= since + self._retry_seconds

@@ -15,7 +15,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.servers import slots
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.server import RequestRejected
-from tests.fake_server import FakeServer, Reply, error, serving
+from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "sk-very-secret"
@@ -233,6 +233,34 @@ def test_a_run_fails_only_when_all_servers_are_gone() -> None:
         message = rf"servers {urls[0]}, {urls[1]}: no answer within 0\.2 s; last error: http://.*: ConnectError"
         with pytest.raises(ServerError, match=message):
             client.complete(BODY)
+
+
+def test_waiting_for_the_last_request_of_a_dead_server_takes_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    passes = 0
+
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        if number == 0:
+            return error(502, "bad gateway")
+        release.wait(10)
+        return None
+
+    def free(self: slots.Slots, now: float, free: Any = slots.Slots.free) -> int:
+        nonlocal passes
+        passes += 1
+        return free(self, now)
+
+    with serving(script) as server, connected(server.url, retry_seconds=0.1) as client, ThreadPoolExecutor(2) as pool:
+        probe = pool.submit(client.complete, chat(0))
+        while len(server.bodies) < 2:  # the second attempt is under way
+            time.sleep(0.01)
+        waiting = pool.submit(client.complete, chat(1))
+        time.sleep(0.2)  # longer than retry_seconds
+        monkeypatch.setattr(slots.Slots, "free", free)
+        time.sleep(0.3)
+        assert passes == 0
+        release.set()
+        assert [probe.result(), waiting.result()] == [completion(chat(0)), completion(chat(1))]
 
 
 def test_a_request_that_always_fails_is_rejected_while_others_are_answered() -> None:
