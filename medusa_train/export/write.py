@@ -34,6 +34,11 @@ from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
 
+BIAS_IGNORED = (
+    "the heads' lm_head matrices have a bias, which the layout cannot store: without it the heads guess worse; every "
+    "guess is still verified by the backbone"
+)
+
 CARD = "README.md"
 TREE = "tree.json"
 CHOICES = "medusa_choices.json"
@@ -127,7 +132,7 @@ def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
     """List what the target program will not do with these heads."""
     warnings = []
     if to not in (MERGED, "transformers") and "lm_heads.0.bias" in heads.state:
-        warnings.append("the heads' lm_head matrices have a bias, which the layout cannot store: it will be ignored")
+        warnings.append(BIAS_IGNORED)
     if to in ("tgi", "reference-v2") and heads.shared and heads.num_layers != 1:
         warnings.append("TGI reads heads that share lm_head only with one block each")
     if to == "reference":
@@ -173,12 +178,14 @@ def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Export
     if not heads.shared:
         return heads
     exported.facts.append("target format cannot share lm_head: a copy of that lm_head for each head")
-    return copy_lm_head(heads, *_lm_head(paths, heads))
+    return copy_lm_head(heads, *_lm_head(paths, heads, exported))
 
 
-def _lm_head(paths: ModelPaths, heads: HeadTensors) -> tuple[Tensor, Tensor | None]:
+def _lm_head(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> tuple[Tensor, Tensor | None]:
     """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads' dtype."""
     lm_head = load_trained_backbone(paths).lm_head()
+    if lm_head.bias is not None:
+        exported.warnings.append(BIAS_IGNORED)
     device, dtype = torch.device("cpu"), heads.state["blocks.0.0.linear.weight"].dtype
     weight = lm_head.weight.detach().to(device, dtype)
     return weight, None if lm_head.bias is None else lm_head.bias.detach().to(device, dtype)
@@ -202,7 +209,7 @@ def _write_tgi(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> Non
 
 
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    write_vllm(heads, exported.target, _lm_head(paths, heads)[0] if heads.shared else None)
+    write_vllm(heads, exported.target, _lm_head(paths, heads, exported)[0] if heads.shared else None)
     exported.facts.append(check_vllm_directory(exported.target, VLLM_WEIGHTS))
     exported.facts.append(
         f"vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to {heads.num_heads}, as "

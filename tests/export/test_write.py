@@ -62,6 +62,17 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
     assert torch.equal(ours.head_logits(states, 2), theirs.head_logits(states, 2))
 
 
+@pytest.mark.parametrize("to", ["reference", "vllm", "trtllm"])
+def test_a_bias_of_the_shared_lm_head_is_warned_of(
+    make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = load_backbone(str(backbone_dir))
+    backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(backbone.vocab_size))
+    monkeypatch.setattr("medusa_train.export.write.load_trained_backbone", lambda paths: backbone)
+    (warning,) = export_run(resolve_model(str(make_run(shared=True)), None, None), to).warnings
+    assert "have a bias" in warning
+
+
 def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..., Path]) -> None:
     done = export_run(resolve_model(str(make_run()), None, None), "vllm")
     config = json.loads((done.target / "config.json").read_text())
