@@ -5,14 +5,16 @@ Imports no torch, so that a configuration is refused before anything loads.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from medusa_train.config.load import dump_config
+from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
@@ -33,6 +35,18 @@ RESULTS = (HEADS, ADAPTER, MODEL)
 RUN_FILES = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", "export", "tensorboard", "wandb")
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
+#: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's own.
+_WEIGHT_KEYS = (
+    "draft",
+    "recipe",
+    "adapter",
+    "lora_r",
+    "lora_target_modules",
+    "lora_target_linear",
+    "lora_modules_to_save",
+    "medusa_num_unfreeze_layers",
+    "optimizer",
+)
 
 
 def check_writable(out: Path) -> None:
@@ -96,6 +110,30 @@ def named_checkpoint(cfg: TrainConfig) -> Path | None:
             f"checkpoint step-N{_list_checkpoints(path.parent.parent)}"
         )
     return path
+
+
+def changed_weight_keys(cfg: TrainConfig, checkpoint: Path) -> list[str]:
+    """List the keys on which weights and optimizer depend and that the run of `checkpoint` had other values of.
+
+    Returns:
+        Lines `key: was A, now B`; none if that run's config.yaml cannot be read.
+    """
+    try:
+        before = _weight_keys(load_config(TrainConfig, checkpoint.parent.parent / CONFIG))
+    except ConfigError:
+        return []
+    return [
+        f"{key}: was {json.dumps(before[key])}, now {json.dumps(value)}"
+        for key, value in _weight_keys(cfg).items()
+        if key in before and before[key] != value
+    ]
+
+
+def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
+    section = cfg.draft_config
+    draft = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
+    others = {name: getattr(cfg, name) for name in _WEIGHT_KEYS if name not in cfg.ineffective_keys}
+    return {"base_model": _absolute(cfg.base_model), **others, **draft}
 
 
 def check_nothing_is_lost(cfg: TrainConfig) -> None:

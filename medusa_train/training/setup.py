@@ -86,13 +86,13 @@ def build_trainer(
     store = CheckpointStore(expand_user(cfg.output_dir), cfg.save_total_limit)
     checkpoint = find_checkpoint(cfg, store, world, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
-        restore_weights(checkpoint.snapshot, draft, recipe, str(checkpoint.path))
+        restore_weights(checkpoint, draft, recipe)
     strategy = build_strategy(cfg, draft, recipe, plan.total_steps, warmup, world, console)
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
     state = TrainState()
     if checkpoint is not None:
-        state = restore_state(checkpoint.snapshot, strategy, str(checkpoint.path), world)
+        state = restore_state(checkpoint, strategy, world)
         loader.load_state_dict(state.data)
         console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
         if (before := len(rng_states(checkpoint.snapshot))) != world.size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.run_layout import check_nothing_is_lost, named_checkpoint
+from medusa_train.checkpoint.run_layout import changed_weight_keys, check_nothing_is_lost, named_checkpoint
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError
@@ -115,29 +115,37 @@ def weight_bytes(draft: Draft, recipe: BackboneRecipe) -> int:
     return sum(full_shape(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
-def restore_weights(snapshot: dict[str, Any], draft: Draft, recipe: BackboneRecipe, where: str) -> None:
-    """Load the trained weights of a snapshot.
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint's path and content, and the settings of its run that differ from this one's, a line each."""
+
+    path: Path
+    snapshot: dict[str, Any]
+    changed: Sequence[str] = ()
+
+
+def restore_weights(checkpoint: LoadedCheckpoint, draft: Draft, recipe: BackboneRecipe) -> None:
+    """Load the trained weights of a checkpoint.
 
     Raises:
-        CheckpointError: it does not fit this run; `where` names it.
+        CheckpointError: it does not fit this run.
     """
-    with _matching(where):
+    with _matching(checkpoint):
         with gathered(draft.parameters(), modify=True):
-            draft.load_state_dict(snapshot["draft"])
-        recipe.load_state_dict(snapshot.get("student", {}))
+            draft.load_state_dict(checkpoint.snapshot["draft"])
+        recipe.load_state_dict(checkpoint.snapshot.get("student", {}))
 
 
-def restore_state(
-    snapshot: dict[str, Any], strategy: Strategy, where: str, world: World = SINGLE_PROCESS
-) -> TrainState:
+def restore_state(checkpoint: LoadedCheckpoint, strategy: Strategy, world: World = SINGLE_PROCESS) -> TrainState:
     """Load optimizer, schedule and this process's random generators; return the counters.
 
     With more processes than took the snapshot, the additional ones keep their current random generators.
 
     Raises:
-        CheckpointError: it does not fit this run; `where` names it.
+        CheckpointError: it does not fit this run.
     """
-    with _matching(where):
+    snapshot = checkpoint.snapshot
+    with _matching(checkpoint):
         strategy.load_state_dict(snapshot["engine"])
         generators = rng_states(snapshot)
         if world.rank < len(generators):
@@ -151,24 +159,23 @@ def rng_states(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _matching(where: str) -> Iterator[None]:
+def _matching(checkpoint: LoadedCheckpoint) -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        if checkpoint.changed:
+            changed = "\n".join(f"  {line}" for line in checkpoint.changed)
+            raise CheckpointError(
+                f"{checkpoint.path}: does not fit this run, whose settings differ:\n{changed}\n"
+                "To resume, set them back; to train with the new ones, set output_dir to a new directory and remove "
+                "resume_from_checkpoint."
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{where}: does not fit this run ({reason}).\n"
+            f"{checkpoint.path}: does not fit this run ({reason}).\n"
             "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size, "
             "medusa_markov_rank; other drafts: their section), adapter and optimizer of the run that saved it."
         ) from error
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """A checkpoint's path and content."""
-
-    path: Path
-    snapshot: dict[str, Any]
 
 
 def find_checkpoint(
@@ -186,7 +193,7 @@ def find_checkpoint(
         world.run_on_main(lambda: check_nothing_is_lost(cfg))
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
         return None
-    return world.run_on_all(lambda: LoadedCheckpoint(path, store.load(path)))
+    return world.run_on_all(lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path)))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import (
+    LoadedCheckpoint,
     Plan,
     TrainState,
     restore_weights,
@@ -229,7 +230,7 @@ class Trainer:
         path = self.store.best(self.state.best_step)
         if path is None:
             return self.state.step
-        restore_weights(self.store.load(path), self.draft, self.recipe, str(path))
+        restore_weights(LoadedCheckpoint(path, self.store.load(path)), self.draft, self.recipe)
         self.last_validation = None
         return self.state.best_step
 

@@ -3,6 +3,7 @@ import math
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -301,7 +302,19 @@ def test_a_failing_start_leaves_the_earlier_run_alone(make_config, console, tmp_
 
 def test_other_heads_cannot_resume(make_config, console):
     train(make_config(max_steps=1), console)
-    with pytest.raises(CheckpointError, match="medusa_num_heads"):
+    saved = Path(make_config().output_dir) / "checkpoints" / "step-1"
+    for keys, changed in (
+        ({"medusa_num_heads": 2}, "  medusa_num_heads: was 3, now 2\n"),
+        ({"draft": "hydra", "learning_rate": 1e-3}, '  draft: was "medusa", now "hydra"\n'),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            train(make_config(**keys, resume_from_checkpoint="auto"), console)
+        assert str(caught.value) == (
+            f"{saved}: does not fit this run, whose settings differ:\n{changed}To resume, set them back; to train with "
+            "the new ones, set output_dir to a new directory and remove resume_from_checkpoint."
+        )
+    (saved.parent.parent / "config.yaml").unlink()  # nothing to compare with
+    with pytest.raises(CheckpointError, match="keep the base_model, draft, heads"):
         train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
 
 
