@@ -44,6 +44,8 @@ command again resumes an interrupted run.
 
   medusa-selfdistill --prompts chats.jsonl --model models/mine --dry-run
 
+  medusa-selfdistill --mode questions --limit 3000 --model models/mine --output data/questions.jsonl
+
 Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 """
 
@@ -67,7 +69,7 @@ def selfdistill(
         list[str] | None, typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated.")
     ] = None,
     output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/PROMPTS.jsonl.")] = None,
-    mode: Annotated[str | None, typer.Option(help="replay (answer the user's turns) or selftalk.")] = None,
+    mode: Annotated[str | None, typer.Option(help="replay (answer the user's turns), selftalk or questions.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of an answer in tokens.")] = None,
     chat_template: Annotated[
@@ -130,7 +132,8 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
         model += " (the embedded tiny backbone)"
     if cfg.heads is not None:
         model += f" with the heads of {cfg.heads}"
-    return f"medusa-selfdistill: model {model}, prompts {cfg.seed_dataset}; output {out}"
+    prompts = "written by itself" if cfg.mode == "questions" else cfg.seed_dataset
+    return f"medusa-selfdistill: model {model}, prompts {prompts}; output {out}"
 
 
 def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
@@ -167,7 +170,7 @@ def _run(
     from medusa_train.selfdistill.run import build_mode, distill, open_engine, record_metadata
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
-    answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) for prompt in todo)
+    answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo)
     engine = open_engine(cfg, dtype, answers, partial(console.print, highlight=False, soft_wrap=True))
     try:
         phase = RunProgress(console).phase(

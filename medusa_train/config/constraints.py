@@ -408,6 +408,9 @@ def _uses_server(cfg: Any) -> bool:
     return cfg.engine == "openai" or (cfg.engine is None and cfg.server_url is not None)
 
 
+#: Keys that read and select prompts.
+SEED_KEYS = ("seed_dataset", "type", "split", "skip_bad_records", "max_turns", "min_chars", "max_chars", "sample")
+
 #: Constraints of `medusa-selfdistill`.
 SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
@@ -427,8 +430,26 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("mode", "engine", "server_url"),
-        lambda cfg: _uses_server(cfg) and cfg.mode == "selftalk",
-        "a chat server generates assistant turns only; selftalk requires engine: local",
+        lambda cfg: _uses_server(cfg) and cfg.mode != "replay",
+        "a chat server generates assistant turns only; selftalk and questions require engine: local",
+    ),
+    Constraint(
+        ("mode", "limit"),
+        lambda cfg: cfg.mode == "questions" and cfg.limit is None,
+        "writes as many questions as limit says; set limit, for example 3000",
+    ),
+    Constraint(
+        ("mode", "temperature"),
+        lambda cfg: cfg.mode == "questions" and cfg.temperature == 0,
+        "greedy decoding would write one question again and again; set temperature: 1.0",
+    ),
+    *(
+        Constraint(
+            ("mode", name),
+            lambda cfg, name=name: cfg.mode == "questions" and name in cfg.model_fields_set,
+            "has no effect with mode: questions, whose prompts the model writes; remove one of the two",
+        )
+        for name in SEED_KEYS
     ),
     Constraint(
         ("heads", "engine", "server_url"),

@@ -536,11 +536,13 @@ class SelfDistillConfig(Config):
     limit: Int | None = key(None, "use only the first N conversations", ge=1)
 
     # Conversations
-    mode: Literal["replay", "selftalk"] = key(
-        "replay", "replay: answer the user's turns; selftalk: continue from the first one, with the model in both roles"
+    mode: Literal["replay", "selftalk", "questions"] = key(
+        "replay",
+        "replay: answer the user's turns; selftalk: continue from the first one, with the model in both roles; "
+        "questions: let the model write `limit` first turns, as prompts for a second run",
     )
     rounds: Int = key(5, "maximum number of answers per conversation in selftalk", ge=1)
-    temperature: Float = key(0.3, "sampling temperature; 0: greedy", ge=0)
+    temperature: Float = key(0.3, "sampling temperature; 0: greedy; default in mode questions: 1.0", ge=0)
     top_p: Float = key(
         1.0, "sample from the smallest set of tokens with this total probability (nucleus sampling)", gt=0, le=1
     )
@@ -602,10 +604,15 @@ class SelfDistillConfig(Config):
     constraints: ClassVar[tuple[Constraint, ...]] = SELFDISTILL_CONSTRAINTS
 
     def resolved(self) -> SelfDistillConfig:
-        """Fill in `engine` (openai if `server_url` is set) and `base_model` (data/tiny, unless `heads` is set)."""
+        """Fill in `engine` (openai if `server_url` is set), `base_model` (data/tiny, unless `heads` is set), and the
+        temperature of mode questions.
+        """
         engine = self.engine or ("openai" if self.server_url else "local")
         base = self.base_model or ("data/tiny" if self.heads is None else None)
-        return self.model_copy(update={"engine": engine, "base_model": base})
+        update: dict[str, Any] = {"engine": engine, "base_model": base}
+        if self.mode == "questions" and "temperature" not in self.model_fields_set:
+            update["temperature"] = 1.0
+        return self.model_copy(update=update)
 
 
 class ExportConfig(Config):

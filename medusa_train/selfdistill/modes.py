@@ -1,4 +1,4 @@
-"""The two modes of self-distillation, replay and self-talk, and the rules for dropping answers.
+"""The modes of self-distillation, replay, self-talk and questions, and the rules for dropping answers.
 
 A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`. So any number of
 conversations can be in progress at once, with any engine and in any order.
@@ -47,7 +47,8 @@ class GeneratedChat:
 
     Attributes:
         prompt: what it was generated from.
-        messages: system message, then user and assistant messages in turn, each question with its answer.
+        messages: system message, then user and assistant messages in turn, each question with its answer; of mode
+            questions a single question.
         finish_reasons, prompt_tokens, completion_tokens: per answer.
         looping: number of looping answers.
         dropped: why an answer, and all turns after it, were dropped; None if none was.
@@ -71,6 +72,11 @@ class GeneratedChat:
     def turns(self) -> int:
         """Number of answers."""
         return len(self.finish_reasons)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was kept that a model wrote."""
+        return all(message.role == "system" for message in self.messages)
 
     def add(self, question: Message, answer: Answer) -> None:
         """Append a question and its answer."""
@@ -129,6 +135,21 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
         if user_turn.finish_reason != "stop" or not text.strip() or _repeats(chat, "user", text):
             return chat  # no dropped turn: the model has ended the conversation
         question = Message("user", text)
+
+
+def question(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
+    """Let the model write the first user message, to be answered by a second run (Magpie, Xu et al. 2024).
+
+    A model that was trained on chats continues the template's user header with a question of its training data's kind.
+    """
+    chat = GeneratedChat(prompt)
+    answer = yield Request(tuple(chat.messages), turn_seed(random_seed, prompt.id, "user 0"), speaker="user")
+    reason = rules.drop_reason(answer)
+    if reason is None:
+        chat.messages.append(Message("user", answer.text))
+    else:
+        chat.drop(reason, 1)
+    return chat
 
 
 def turn_seed(seed: int, conversation: str, turn: int | str) -> int:

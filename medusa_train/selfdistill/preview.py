@@ -67,13 +67,15 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str] | None = None) -> T
     rows: list[tuple[str, str]] = [("prompts", f"{stats.total:,}")]
     if stats.earlier:
         rows.append(("done by an earlier run", f"{stats.earlier:,}"))
-    rows += [("conversations written", f"{stats.written:,}"), ("answers in them", f"{stats.turns:,}")]
+    rows.append(("conversations written", f"{stats.written:,}"))
+    if stats.turns:
+        rows.append(("answers in them", f"{stats.turns:,}"))
     if stats.cut:
         rows.append(("of them with dropped turns", f"{stats.cut:,}"))
     if stats.looping:
         rows.append(("looping answers", f"{stats.looping:,}"))
     if stats.empty:
-        rows.append(("conversations without kept answers", f"{stats.empty:,}"))
+        rows.append(("conversations dropped", f"{stats.empty:,}"))
     rows += [(f"dropped turns: {why}", f"{count:,}") for why, count in sorted(stats.dropped.items())]
     if stats.dropped["length"]:
         rows.append(("to keep such answers", "raise max_new_tokens, or set drop_truncated: false"))

@@ -17,7 +17,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_seed_dataset
 from medusa_train.selfdistill.engines import Engine, Request
-from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, replay, selftalk
+from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, question, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts, short_name
 
@@ -32,7 +32,8 @@ def output_path(cfg: SelfDistillConfig) -> Path:
     """Return the output file, without the shard."""
     if cfg.output is not None:
         return Path(cfg.output)
-    return Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
+    name = "questions" if cfg.mode == "questions" else short_name(cfg.seed_dataset)
+    return Path("runs") / "selfdistill" / f"{name}.jsonl"
 
 
 def resolve_shard(text: str | None) -> Shard | None:
@@ -56,6 +57,9 @@ def load_prompts(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[l
     Raises:
         DataError, ConfigError: as `open_seed_dataset` and `read_prompts`.
     """
+    if cfg.mode == "questions":  # the model writes the prompts
+        assert cfg.limit is not None  # checked with the configuration
+        return [Prompt(f"question-{number:06d}", (), source="by the model") for number in range(cfg.limit)], Counter()
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
     prompts = read_prompts(open_seed_dataset(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=invalid)
     selection = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
@@ -71,7 +75,7 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
     rules = DropRules(cfg.drop_truncated, cfg.drop_looping)
     if cfg.mode == "selftalk":
         return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
-    return partial(replay, random_seed=cfg.seed, rules=rules)
+    return partial(question if cfg.mode == "questions" else replay, random_seed=cfg.seed, rules=rules)
 
 
 def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
@@ -222,7 +226,7 @@ def distill(
     of capacity 1 writes them in the order of the prompts.
 
     Args:
-        mode: `replay` or `selftalk`, with its settings.
+        mode: `replay`, `selftalk` or `question`, with its settings.
         metadata: fields of every output line besides the conversation, see `record_metadata`.
         on_progress: called at the start, after every answer and after every conversation.
     """
@@ -260,21 +264,22 @@ def distill(
 
 
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, Any]) -> None:
-    """Append a conversation to the output, or its id to the dropped ones if it has no answer."""
+    """Append a conversation to the output, or its id to the dropped ones if nothing in it is kept."""
     identity = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
     dropped = {"dropped": {"reason": chat.dropped, "turns": chat.dropped_turns}} if chat.dropped else {}
-    if not chat.turns:
+    if chat.is_empty:
         writer.drop({**identity, **dropped})
         return
     metadata = dict(metadata)
+    counts = {"prompt": chat.prompt_tokens, "completion": chat.completion_tokens}
+    answers = {"finish_reasons": chat.finish_reasons, "token_counts": counts} if chat.turns else {}
     writer.write(
         {
             **identity,
             "model": metadata.pop("model"),
             "messages": [_message_record(message) for message in chat.messages],
             **metadata,
-            "finish_reasons": chat.finish_reasons,
-            "token_counts": {"prompt": chat.prompt_tokens, "completion": chat.completion_tokens},
+            **answers,
             **dropped,
         }
     )
@@ -295,7 +300,7 @@ class RunStats:
         turns: answers in them.
         cut: written conversations with dropped turns.
         looping: looping answers in them.
-        empty: conversations without any kept answer.
+        empty: conversations of which nothing is kept.
         dropped: dropped turns by `DropReason`.
         tokens: generated tokens, dropped answers included.
     """
@@ -328,7 +333,7 @@ class RunStats:
 
     def count(self, chat: GeneratedChat) -> None:
         """Add a finished conversation."""
-        if chat.turns:
+        if not chat.is_empty:
             self.written += 1
             self.turns += chat.turns
         else:
@@ -336,7 +341,7 @@ class RunStats:
         self.looping += chat.looping
         if chat.dropped is not None:
             self.dropped[chat.dropped] += chat.dropped_turns
-            self.cut += bool(chat.turns)
+            self.cut += not chat.is_empty
 
 
 def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
@@ -352,11 +357,11 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
 
     The selection of prompts is not among them, so that a run can be extended; nor is the server's address.
     """
-    selftalk = cfg.mode == "selftalk"
+    selftalk, questions = cfg.mode == "selftalk", cfg.mode == "questions"
     default_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
     return {
         "model": model_name(cfg),
-        "seed_dataset": public_name(cfg.seed_dataset),
+        "seed_dataset": None if questions else public_name(cfg.seed_dataset),
         "type": cfg.type,
         "chat_template": cfg.chat_template,
         **_sampling(cfg, dtype),
@@ -369,7 +374,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
             chat_template_kwargs=cfg.chat_template_kwargs,
             reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
         ),
-        **_without_none(mode=cfg.mode if selftalk else None, rounds=cfg.rounds if selftalk else None),
+        **_without_none(mode=cfg.mode if selftalk or questions else None, rounds=cfg.rounds if selftalk else None),
     }
 
 

@@ -119,7 +119,11 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["--seed", "mine.jsonl", "--shard", "3/2"], 2, "expected i/n"),
         (["--seed", "mine.jsonl", "engine=openai"], 2, "set server_url, for example"),
         (["--seed", "mine.jsonl", "--server-url", "http://127.0.0.1:1/v1"], 2, "set base_model to the name"),
-        (["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"], 2, "selftalk requires engine: local"),
+        (["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"], 2, "require engine: local"),
+        (["--server-url", "http://h/v1", "--model", "m", "--mode", "questions", "limit=1"], 2, "engine: local"),
+        (["--mode", "questions"], 2, "set limit"),
+        (["--mode", "questions", "--limit", "2", "--temperature", "0"], 2, "set temperature: 1.0"),
+        (["--mode", "questions", "--limit", "2", "min_chars=3"], 2, "has no effect with mode: questions"),
         (["--server-url", "http://h/v1", "--model", "m", "processes=2"], 2, "set concurrency instead"),
         (["--seed", "mine.jsonl", "batch_size=2", "processes=3"], 2, "greater than batch_size"),
         (["--seed", "mine.jsonl", "processes=0"], 2, "expected a positive integer or auto, got 0"),
@@ -200,6 +204,20 @@ def test_self_talk_writes_both_roles(at_work: Path) -> None:
     record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
     assert record["mode"] == "selftalk"
     assert [message["role"] for message in record["messages"]][:2] == ["user", "assistant"]
+
+
+def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
+    flags = ["--mode", "questions", "--limit", "3", "--model", "backbone", "dtype=float32", "drop_truncated=false"]
+    asked = runner.invoke(app, [*flags, "--output", "asked.jsonl", "max_new_tokens=12"])
+    assert asked.exit_code == 0, asked.output
+    assert "prompts written by itself" in asked.output
+    records = [json.loads(line) for line in (at_work / "asked.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {record["sampling"]["temperature"] for record in records} == {1.0}
+    assert len({record["messages"][0]["content"] for record in records}) > 1
+    answered = runner.invoke(app, ["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
+    assert answered.exit_code == 0, answered.output
+    preview = runner.invoke(app, [*flags, "--dry-run"])
+    assert "question-000000 (by the model), 1 turn" in preview.output
 
 
 def test_a_run_s_backbone_answers_as_it_was_trained(at_work: Path) -> None:

@@ -39,7 +39,7 @@ class FakeEngine:
 
     def answer(self, request: Request) -> Answer:
         self.asked.append(request)
-        last = request.messages[-1].content
+        last = request.messages[-1].content if request.messages else "nothing"
         verb = "answer to" if request.speaker == "assistant" else "question after"
         return self.script.get(last, said(f"{verb} {last}"))
 

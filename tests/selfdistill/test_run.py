@@ -103,4 +103,4 @@ def test_figures_are_told() -> None:
     rows = list(summary(stats).columns[0].cells)
     assert "done by an earlier run" in rows
     assert "dropped turns: length" in rows
-    assert "conversations without kept answers" not in rows
+    assert "conversations dropped" not in rows
