@@ -73,6 +73,7 @@ VARIANTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "hydra++-plain": ("Hydra++, embeddings as published", "hydra", ("hydra.normalize_embeddings=false",)),
     "amphista-plain": ("Amphista, embeddings as published", "amphista", ("amphista.normalize_embeddings=false",)),
     "medusa2-ce": ("Medusa-2, cross-entropy for KL", "m2", ("medusa_self_distillation=false",)),
+    "medusa2-lambda0": ("Medusa-2, lambda0 0.05", "m2", ("medusa_heads_coefficient=0.05",)),
     "medusa1-lk": ("Medusa-1, LK", "m1", (LK,)),
     "medusa1-dpace": ("Medusa-1, D-PACE", "m1", (DPACE,)),
     "medusa1-lk-dpace": ("Medusa-1, LK and D-PACE", "m1", (LK, DPACE)),
@@ -91,7 +92,7 @@ GROUPS = {
     "drafts": tuple(VARIANTS)[:6],
     "embeddings": ("hydra", "hydra-plain", "hydra++", "hydra++-plain", "amphista", "amphista-plain"),
     "markov": ("medusa1", "medusa1-markov"),
-    "recipes": ("medusa1", "medusa2", "medusa2-ce"),
+    "recipes": ("medusa1", "medusa2", "medusa2-ce", "medusa2-lambda0"),
     "losses": tuple(
         f"{draft}{loss}" for draft in ("medusa1", "hydra++") for loss in ("", "-lk", "-dpace", "-lk-dpace")
     ),
