@@ -411,6 +411,15 @@ def _uses_server(cfg: Any) -> bool:
 #: Keys that read and select prompts.
 SEED_KEYS = ("seed_dataset", "type", "split", "skip_bad_records", "max_turns", "min_chars", "max_chars", "sample")
 
+
+def _without_questions(key: str) -> Constraint:
+    return Constraint(
+        ("mode", key),
+        lambda cfg: cfg.mode == "questions" and key in cfg.model_fields_set,
+        "has no effect with mode: questions, whose prompts the model writes; remove one of the two",
+    )
+
+
 #: Constraints of `medusa-selfdistill`.
 SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
@@ -443,14 +452,7 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         lambda cfg: cfg.mode == "questions" and cfg.temperature == 0,
         "greedy decoding would write one question again and again; set temperature: 1.0",
     ),
-    *(
-        Constraint(
-            ("mode", name),
-            lambda cfg, name=name: cfg.mode == "questions" and name in cfg.model_fields_set,
-            "has no effect with mode: questions, whose prompts the model writes; remove one of the two",
-        )
-        for name in SEED_KEYS
-    ),
+    *(_without_questions(key) for key in SEED_KEYS),
     Constraint(
         ("heads", "engine", "server_url"),
         lambda cfg: _uses_server(cfg) and cfg.heads is not None,
