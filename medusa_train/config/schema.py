@@ -533,7 +533,9 @@ class SelfDistillConfig(Config):
     max_chars: Int | None = key(None, "maximum length of a conversation's user turns in characters", ge=1)
     sample: Int | None = key(None, "number of conversations to sample at random; default: all", ge=1)
     sample_seed: Int = key(42, "random seed of sample", ge=0)
-    limit: Int | None = key(None, "use only the first N conversations", ge=1)
+    limit: Int | None = key(
+        None, "use only the first N conversations; mode questions: number of questions to write", ge=1
+    )
 
     # Conversations
     mode: Literal["replay", "selftalk", "questions"] = key(

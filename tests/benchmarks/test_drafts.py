@@ -14,7 +14,7 @@ import drafts
 import pytest
 import torch
 import yaml
-from draft_counts import Counted, count, count_answers
+from draft_counts import Counted, count, count_answers, simulate
 from draft_measurement import FilledTree
 from drafts import Plan, benches_of, cases_of, parse_arguments, train
 from rich.console import Console
@@ -29,6 +29,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench, Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
+from medusa_train.inference.traces import AcceptedLength, Trace
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -329,6 +330,12 @@ def test_counts_by_question_with_and_without_loops() -> None:
     assert counted["rate"] == pytest.approx(38 / 11)
     assert counted["rate_without_loops"] == pytest.approx(8 / 5)
     assert counted["ctar"] == pytest.approx([8 / 11, 7 / 11, 6 / 11, 6 / 11])
+
+
+def test_simulated_steps_are_counted_from_where_they_start() -> None:
+    trace = Trace([[0, 0], [-1, -1], [0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
+    counted = simulate(7, range(6), trace, AcceptedLength(Tree.chain(2)))
+    assert (counted.accepted, counted.tokens) == ([2, 1], 5)
 
 
 def test_a_sampled_tree_is_counted_without_the_loops_of_its_own_answers() -> None:
