@@ -50,14 +50,17 @@ def write_pages(args: argparse.Namespace, machine: Record, cases: Sequence[Case]
             parts.append(f"## {bench.name}, {f'sampling at {temperature:g}' if temperature else 'greedy'}")
             if args.counts_only:
                 counts = {name: _counts(cell, first) for name, cell in cells.items()}
+                for name, cell in cells.items():
+                    counts[name]["categories"] = _rates_by_category(cell, bench, str(args.nodes[-1]))
                 record[f"t{temperature:g}"] = counts
                 parts.append(_counts_table(titles, counts, args.nodes))
+                parts.append(_category_table(titles, counts, f"{args.nodes[-1]} nodes: tokens per step"))
                 continue
             rows = {name: _row(cell, first) for name, cell in cells.items()}
             record[f"t{temperature:g}"] = rows
             parts.append(_decoding_table(titles, rows, args.nodes))
             if not temperature:
-                parts.append(_category_table(titles, rows))
+                parts.append(_category_table(titles, rows, "own tree: tokens per step / speedup / over prompt lookup"))
             parts += [
                 f"Note: {note}." for note in dict.fromkeys(one for cell in cells.values() for one in cell["notes"])
             ]
@@ -79,6 +82,18 @@ def _counts(cell: Record, reference: Record) -> Record:
         trees[name] = {"rate": one["rate"], "without_loops": one["rate_without_loops"], "over": ratio}
     counts = {key: cell[key] for key in ("answers", "loops") if key in cell}
     return {**counts, "trees": trees, "ctar": cell["trees"][CHAIN]["ctar"]}
+
+
+def _rates_by_category(cell: Record, bench: Bench, tree: str) -> dict[str, list[float | None]]:
+    """Return a tree's tokens per step by category, None without a counted step."""
+    totals: dict[str, list[int]] = {}
+    questions = cell["trees"][tree]["questions"]
+    for question in bench.questions:
+        tokens, steps = questions.get(str(question.question_id), (0, 0))
+        sums = totals.setdefault(question.category, [0, 0])
+        sums[0] += tokens
+        sums[1] += steps
+    return {name: [tokens / steps if steps else None] for name, (tokens, steps) in totals.items()}
 
 
 def _row(cell: Record, reference: Record) -> Record:
@@ -169,14 +184,14 @@ def _counts_table(titles: Mapping[str, str], rows: Mapping[str, Record], nodes: 
     return table(heads, lines)
 
 
-def _category_table(titles: Mapping[str, str], rows: Mapping[str, Record]) -> str:
-    """Format tokens per step, speedup over plain and over prompt lookup of the own tree, by category."""
+def _category_table(titles: Mapping[str, str], rows: Mapping[str, Record], head: str) -> str:
+    """Format the figures of each category; `head` says which these are."""
     categories = next(iter(rows.values()))["categories"]
     lines = [
         [titles[name], *(" / ".join(with_interval([one, None]) for one in row["categories"][c]) for c in categories)]
         for name, row in rows.items()
     ]
-    return table(["own tree: tokens per step / speedup / over prompt lookup", *categories], lines)
+    return table([head, *categories], lines)
 
 
 def _training_table(titles: Mapping[str, str], training: Mapping[str, Record]) -> str:

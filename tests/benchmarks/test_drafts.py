@@ -237,7 +237,7 @@ def test_counts_without_a_clock(tmp_path: Path, words: list[str], trainings: lis
         assert all(one["rate"] >= 1.0 for one in row["trees"].values())
     page = (tmp_path / "out" / "counts-small.md").read_text()
     assert "speedup" not in page
-    assert page.count("| Kangaroo with our MLP |") == 1 + 2
+    assert page.count("| Kangaroo with our MLP |") == 1 + 2 * 2
     assert draft_tables.STAGES_NOTE not in page  # without Medusa-2
 
 
@@ -330,6 +330,13 @@ def test_counts_by_question_with_and_without_loops() -> None:
     assert counted["rate"] == pytest.approx(38 / 11)
     assert counted["rate_without_loops"] == pytest.approx(8 / 5)
     assert counted["ctar"] == pytest.approx([8 / 11, 7 / 11, 6 / 11, 6 / 11])
+
+
+def test_rates_by_category() -> None:
+    questions = [Question(i, category, ("q",), f"b:{i}") for i, category in enumerate(["math", "rag", "math", "qa"])]
+    cell = {"trees": {"32": {"questions": {"0": [8, 5], "1": [30, 6], "2": [2, 5], "3": [0, 0]}}}}
+    rates = draft_tables._rates_by_category(cell, Bench("b", Path("b"), tuple(questions)), "32")
+    assert rates == {"math": [1.0], "rag": [5.0], "qa": [None]}  # qa: all from the prefill
 
 
 def test_simulated_steps_are_counted_from_where_they_start() -> None:
