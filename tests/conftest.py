@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ COMPILED = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 # DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
+# A shell starts background jobs of a script with Ctrl-C ignored, and commands that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
