@@ -324,7 +324,7 @@ def session_processes(session: int) -> list[int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_several_processes_end_with_the_command_and_lose_nothing(workplace: Path, tmp_path: Path) -> None:
     """A command that is killed, one that gets Ctrl-C in a terminal, and one that goes on to the end."""
-    seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(300)]
+    seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(100)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8")
     out = tmp_path / "out.jsonl"
     flags = ["--seed", "mine.jsonl", "--model", str(workplace / "backbone"), "--output", "out.jsonl", "dtype=float32"]
