@@ -170,11 +170,15 @@ def table(result: CalibrationResult) -> Table:
 
 def describe(result: CalibrationResult) -> str:
     """Say which tree was chosen, and what dynamic trees would bring."""
-    fixed = (
-        f"chosen: {result.nodes} nodes, {result.curves['joint'][result.nodes]:.2f} tokens per step (simulated on "
-        f"conversations that the tree was not fitted to), {result.step_ms(result.nodes):.2f} ms per step"
-        + ("" if result.form is None else f" in {result.form.dtype}")
-    )
+    form = "" if result.form is None else f" in {result.form.dtype}"
+    if result.nodes:
+        rate, nodes = result.curves["joint"][result.nodes], f"{result.nodes} node{'' if result.nodes == 1 else 's'}"
+        fixed = (
+            f"chosen: {nodes}, {rate:.2f} tokens per step (simulated on conversations that the tree was not fitted "
+            f"to), {result.chosen_ms:.2f} ms per step{form}"
+        )
+    else:
+        fixed = f"chosen: plain decoding, {result.chosen_ms:.2f} ms per step{form}; no tree is clearly faster here"
     if result.dynamic is None:
         return fixed
     if not result.dynamic.trees.heads:

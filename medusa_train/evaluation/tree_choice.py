@@ -14,8 +14,16 @@ from medusa_train.evaluation.metrics import node_acceptance
 from medusa_train.inference.decoding_form import DecodingForm
 from medusa_train.inference.dynamic_fit import DynamicFit, fit_dynamic_trees
 from medusa_train.inference.traces import Trace, head_accuracy, tokens_per_step, trace_answers
-from medusa_train.inference.tree_fit import SEARCHES, TreeCandidate, compare_searches, joint_trees, shallower_trees
-from medusa_train.inference.tree_search import LATENCY_ROUNDS, SIZES, measure_step_latency, median_prompt
+from medusa_train.inference.tree_fit import SEARCHES, TreeCandidate, compare_searches, joint_trees
+from medusa_train.inference.tree_search import (
+    LATENCY_ROUNDS,
+    SIZES,
+    fastest_by_size,
+    measure_step_latency,
+    median_prompt,
+    sizes_of_second_round,
+    smallest_of_the_fastest,
+)
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 
@@ -76,7 +84,8 @@ class CalibrationResult:
         trees: by search and size, the tree of at most that many nodes that was fitted to all traces.
         curves: by search and size, tokens per step on conversations that the tree was not fitted to.
         latency: measured milliseconds of a step by number of nodes, at some sizes.
-        nodes: the size with the most tokens per second.
+        nodes: size of the chosen tree; 0 for plain decoding, if no tree is clearly faster.
+        chosen_ms: milliseconds of a step with the chosen tree, on the scale of `latency`.
         candidates: each search's best tree, timed side by side.
         accuracy: top-1 to top-10 accuracy per head, [K][10].
         accepted: share of steps that accept each node of the chosen tree.
@@ -89,6 +98,7 @@ class CalibrationResult:
     curves: Mapping[str, Mapping[int, float]]
     latency: Mapping[int, float]
     nodes: int
+    chosen_ms: float
     candidates: Sequence[NamedCandidate]
     accuracy: Sequence[Sequence[float]]
     accepted: Sequence[float] | None
@@ -107,23 +117,20 @@ class CalibrationResult:
 
     def sizes(self, search: str = "joint") -> list[dict[str, float]]:
         """Return the curve of a search as JSON values, at the sizes for which it has a tree."""
-        return [
-            {
-                "nodes": nodes,
-                "tokens_per_step": round(rate, 4),
-                "step_ms": round(self.step_ms(nodes), 4),
-                "tokens_per_s": round(1000 * rate / self.step_ms(nodes), 1),
-            }
-            for nodes, rate in sorted(self.curves[search].items())
-            if self.trees[search][nodes].size == nodes
-        ]
+        rows = []
+        for nodes, rate in sorted(self.curves[search].items()):
+            if self.trees[search][nodes].size == nodes:
+                ms = self.chosen_ms if search == "joint" and nodes == self.nodes else self.step_ms(nodes)
+                figures = {"step_ms": round(ms, 4), "tokens_per_s": round(1000 * rate / ms, 1)}
+                rows.append({"nodes": nodes, "tokens_per_step": round(rate, 4), **figures})
+        return rows
 
     def tree_record(self) -> dict[str, Any]:
         """Return what tree.json holds beside the paths."""
         return {
             "nodes": self.nodes,
             "tokens_per_step": round(self.curves["joint"][self.nodes], 4),
-            "step_ms": round(self.step_ms(self.nodes), 4),
+            "step_ms": round(self.chosen_ms, 4),
             "head_accuracy": [[round(share, 4) for share in row] for row in self.accuracy],
             "calibration": dict(self.about),
             "sizes": self.sizes(),
@@ -160,7 +167,11 @@ def search(
     progress: RunProgress,
     named: Tree | None = None,
 ) -> CalibrationResult:
-    """Fit trees by every search, time steps, and choose the size with the most expected tokens per second.
+    """Fit trees by every search, time steps, and choose the tree with the most expected tokens per second.
+
+    The joint trees of `SIZES` are timed first. Then the best of them, less deep trees of about its size and plain
+    decoding are timed side by side, together with the best trees of the other searches, and one of the joint trees or
+    plain decoding is chosen, see `smallest_of_the_fastest`.
 
     Args:
         conversations: the traces of each conversation.
@@ -183,24 +194,17 @@ def search(
     by_size = {tree.size: tree for tree in (trees["joint"][size] for size in SIZES)}
     latency = dict(zip(by_size, _time_steps(model, list(by_size.values()), prompt, progress), strict=True))
     fixed = [TreeCandidate(tree, curves["joint"][nodes], latency[nodes]) for nodes, tree in by_size.items()]
-
-    def best_size(name: str) -> int:
-        """Return the size with the most tokens per second, among those for which the search has a tree."""
-        exact = [nodes for nodes in sizes if trees[name][nodes].size == nodes]
-        return max(exact, key=lambda nodes: curves[name][nodes] / interpolate(latency, nodes))
-
-    nodes = best_size("joint")
-    rivals = [(name, trees[name][best_size(name)], curves[name][best_size(name)]) for name in SEARCHES]
     with progress.phase("fitting trees", ticking=True):
-        rivals += [("joint", tree, rate) for tree, rate in _shallower(conversations, trees["joint"][nodes])]
+        rivals = _second_round(conversations, trees, curves, fixed)
     if named is not None:
         rivals.append(("named", named, tokens_per_step(traces, named)))
     steps = _time_steps(model, [tree for _, tree, _ in rivals], prompt, progress)
     candidates = [NamedCandidate(tree, rate, ms, name) for (name, tree, rate), ms in zip(rivals, steps, strict=True)]
-    of_equal_size = [one for one in candidates if one.name == "joint"]
-    joint = max(of_equal_size, key=lambda one: one.tokens_per_s)
+    fitted = [one for one in candidates if one.name == "joint"]
+    joint = smallest_of_the_fastest(fitted)
+    trees["joint"][joint.tree.size], curves["joint"][joint.tree.size] = joint.tree, joint.tokens_per_step
+    drift = latency[0] / fastest_by_size(fitted)[0].step_ms  # plain decoding was timed both times
     candidates = [joint, *(one for one in candidates if one.name != "joint")]
-    trees["joint"][nodes], curves["joint"][nodes] = joint.tree, joint.tokens_per_step
     tokens = sum(len(trace.ranks) for trace in traces)
     about = {"conversations": len(conversations), "answers": len(traces), "tokens": tokens}
     accepted = node_acceptance(traces, joint.tree)
@@ -208,8 +212,34 @@ def search(
     dynamic = None
     if model.draft is not None and model.draft.guesses_at_once:
         with progress.phase("fitting trees", ticking=True):
-            dynamic = fit_dynamic_trees(traces, fixed, of_equal_size, trees["joint"].__getitem__)
-    return CalibrationResult(trees, curves, latency, nodes, candidates, accuracy, accepted, about, form, dynamic)
+            dynamic = fit_dynamic_trees(traces, fixed, fitted, trees["joint"].__getitem__)
+    nodes, chosen_ms = joint.tree.size, joint.step_ms * drift
+    return CalibrationResult(
+        trees, curves, latency, nodes, chosen_ms, candidates, accuracy, accepted, about, form, dynamic
+    )
+
+
+def _second_round(
+    conversations: Sequence[Sequence[Trace]],
+    trees: Mapping[str, Mapping[int, Tree]],
+    curves: Mapping[str, Mapping[int, float]],
+    timed: Sequence[TreeCandidate],
+) -> list[tuple[str, Tree, float]]:
+    """Return the trees to time side by side, each with its search and its tokens per step.
+
+    Args:
+        timed: the joint trees of `SIZES` with their latencies.
+    """
+    joint, latency = {one.tree.size: one for one in timed}, {one.tree.size: one.step_ms for one in timed}
+    near = sizes_of_second_round(sorted(joint), smallest_of_the_fastest(timed).tree.size)
+    rivals = [("joint", joint[nodes].tree, joint[nodes].tokens_per_step) for nodes in near]
+    rivals += [("joint", tree, rate) for tree, rate in _shallower(conversations, [joint[one].tree for one in near])]
+    for name, by_size in trees.items():
+        if name != "joint":  # none of its trees was timed, so its size is chosen by the latencies of joint trees
+            speed = {size: curves[name][size] / interpolate(latency, size) for size in by_size}
+            best = max((size for size in by_size if by_size[size].size == size), key=speed.__getitem__)
+            rivals.append((name, by_size[best], curves[name][best]))
+    return rivals
 
 
 def _time_steps(model: LoadedModel, trees: Sequence[Tree], prompt: list[int], progress: RunProgress) -> list[float]:
@@ -220,16 +250,23 @@ def _time_steps(model: LoadedModel, trees: Sequence[Tree], prompt: list[int], pr
         return measure_step_latency(model.backbone, model.draft, trees, prompt, phase.advance)
 
 
-def _shallower(conversations: Sequence[Sequence[Trace]], tree: Tree) -> list[tuple[Tree, float]]:
-    """Return joint trees as large as `tree` and less deep, with their tokens per step on other conversations.
+def _shallower(conversations: Sequence[Sequence[Trace]], trees: Sequence[Tree]) -> list[tuple[Tree, float]]:
+    """Return joint trees as large as `trees` and less deep, with their tokens per step on other conversations.
 
     Every level costs time beyond its nodes', so a shallower tree may be faster.
     """
     traces = [trace for conversation in conversations for trace in conversation]
-    shallower = shallower_trees(tree, lambda size, depth: joint_trees(traces, [size], depth)[size])
-    searches = {str(one.max_depth): partial(joint_trees, max_depth=one.max_depth) for one in shallower}
-    rates = {one.search: one.by_size[tree.size] for one in compare_searches(conversations, [tree.size], searches)}
-    return [(one, rates[str(one.max_depth)]) for one in shallower]
+    depths = range(1, max(tree.max_depth for tree in trees))
+    searches = {str(depth): partial(joint_trees, max_depth=depth) for depth in depths}
+    sizes = [tree.size for tree in trees]
+    rates = {one.search: one.by_size for one in compare_searches(conversations, sizes, searches)}
+    fitted = {depth: joint_trees(traces, sizes, depth) for depth in depths}
+    return [
+        (fitted[depth][tree.size], rates[str(depth)][tree.size])
+        for tree in trees
+        for depth in range(1, tree.max_depth)
+        if fitted[depth][tree.size].size == tree.size
+    ]
 
 
 def interpolate(measured: Mapping[int, float], at: int) -> float:

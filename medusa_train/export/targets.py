@@ -106,6 +106,11 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
     if paths.tree is None:
         return "", "no tree.json in the run: pass a --medusa_choices to TensorRT-LLM yourself"
     tree = Tree.load(paths.tree)
+    if not tree.size:
+        return "", (
+            f"{paths.tree} is empty, since no tree was faster than plain decoding where it was fitted: pass a "
+            "--medusa_choices to TensorRT-LLM yourself"
+        )
     if tree.size > MAX_NODES or tree.max_depth > num_heads:
         return "", (
             f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts at most {MAX_NODES} "
@@ -125,7 +130,10 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
     """
     tree = load_tree(paths, num_heads)
     if not tree.size:
-        raise CheckpointError(f"{paths.tree}: the tree is empty, so that the heads would not be used")
+        raise CheckpointError(
+            f"{paths.tree}: the tree is empty, since none was faster than plain decoding where it was fitted, so the "
+            "heads would not be used; fit it on the machine that will decode (medusa-eval --calibrate)"
+        )
     try:
         tree.save(directory / "tree.json")
         code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")

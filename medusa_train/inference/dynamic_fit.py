@@ -174,8 +174,15 @@ def head_ms(timed: Sequence[TreeCandidate]) -> float:
 
 
 def _sizes(by_size: Sequence[TreeCandidate], heads: int, per_head: float) -> tuple[StepSize, ...]:
-    """Return step sizes with latencies for a fixed number of heads; each timed tree ran as many heads as it is deep."""
+    """Return step sizes with latencies for a fixed number of heads; each timed tree ran as many heads as it is deep.
+
+    The smallest size, without nodes, was timed as plain decoding. Dynamic trees run the heads before they choose no
+    node, so its latency is extrapolated from the next two sizes.
+    """
     corrected = [one.step_ms + per_head * (heads - one.tree.max_depth) for one in by_size]
+    if heads and len(by_size) > 2:
+        (one, ms), (two, more) = ((by_size[index].tree.size, corrected[index]) for index in (1, 2))
+        corrected[0] = max(corrected[0], min(ms, ms - one * (more - ms) / (two - one)))
     least = min(one.step_ms for one in by_size) / 2  # noise in `per_head` must not make a step free
     latencies = _not_decreasing([max(one, least) for one in corrected])
     return tuple(StepSize(one.tree.size, ms, one.tokens_per_step) for one, ms in zip(by_size, latencies, strict=True))

@@ -6,10 +6,12 @@ Candidate trees are fitted to path counts (`tree_fit`); here their step latencie
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_form import DecodingForm
@@ -22,11 +24,16 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.trees.tree import Tree
 
-SIZES = (0, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM accepts at most 63 nodes
+#: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
+SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM accepts at most 63 nodes
+#: Of these sizes less deep trees are always timed: where a level costs much, the deepest trees all are slow.
+LEVEL_SIZES = (4, 8)
 LATENCY_ROUNDS = 5
 _LATENCY_TOKENS = 48
 #: Relative differences in tokens per second below this are measurement noise.
 NOISE = 0.02
+
+Candidate = TypeVar("Candidate", bound=TreeCandidate)
 
 
 def calibrate(
@@ -44,7 +51,7 @@ def calibrate(
 
     Trees are fitted to two thirds of the answers and rated on the others. The most frequent paths make deep trees, but
     each level costs time besides its nodes (one more head, or with drafts other than Medusa one more pass). So
-    shallower trees of the best size and of the next smaller and larger sizes are measured too.
+    shallower trees of some sizes are measured too, see `sizes_of_second_round`.
 
     Args:
         max_new_tokens, token_budget, on_answer: see `trace_answers`. sizes: numbers of nodes to try.
@@ -74,23 +81,25 @@ def calibrate(
     form = DecodingForm.of(backbone)
     by_size = measure([deep[size] for size in sorted(deep)])
     calibration = Calibration(by_size, accuracy, len(traces), tokens, form)
-    near = _with_neighbours(sorted(deep), calibration.best.tree.size)
+    near = sizes_of_second_round(sorted(deep), calibration.best.tree.size)
     shallow = [tree for size in near for tree in shallower_trees(deep[size], partial(fit_tree, fit, held_out))]
     # the deep trees are measured again in the same rounds, since latencies drift
-    candidates = measure([*(deep[size] for size in near), *shallow]) if shallow else []
-    best = {candidate.tree.size: candidate for candidate in calibration.candidates}
-    for size in near if shallow else ():
-        best[size] = max((one for one in candidates if one.tree.size == size), key=lambda one: one.tokens_per_s)
+    candidates = measure([*(deep[size] for size in near), *shallow])
+    best = {candidate.tree.size: candidate for candidate in calibration.candidates} | fastest_by_size(candidates)
     dynamic = None
     if draft.guesses_at_once:
         dynamic = fit_dynamic_trees(traces, by_size, candidates, partial(fit_tree, fit, held_out))
     return replace(calibration, candidates=[best[size] for size in sorted(best)], dynamic=dynamic)
 
 
-def _with_neighbours(sizes: Sequence[int], best: int) -> list[int]:
-    """`best` with the next smaller and the next larger of the ascending `sizes`."""
+def sizes_of_second_round(sizes: Sequence[int], best: int) -> list[int]:
+    """Return which of the ascending `sizes` are timed again, with less deep trees: those that may be the fastest.
+
+    They are `best` with its neighbours, `LEVEL_SIZES`, and 0, which is plain decoding.
+    """
     index = sizes.index(best)
-    return list(sizes[max(index - 1, 0) : index + 2])
+    near = {*sizes[max(index - 1, 0) : index + 2], *LEVEL_SIZES, 0}
+    return [size for size in sizes if size in near]
 
 
 # What does a step cost?
@@ -127,12 +136,22 @@ def measure_step_latency(
     for round_ in range(LATENCY_ROUNDS + 1):
         for decoder, milliseconds in zip(decoders, times, strict=True):
             with draft.no_early_exit():
-                out = decoder.generate(prompt, _LATENCY_TOKENS, eos_ids=())
+                step_ms = _later_step_ms(decoder, prompt)
             if round_:  # the first round is the warm-up
-                milliseconds.append(1000 * (out.seconds - out.prefill_seconds) / max(out.steps, 1))
+                milliseconds.append(step_ms)
             if on_measured is not None:
                 on_measured()
     return [statistics.median(milliseconds) for milliseconds in times]
+
+
+def _later_step_ms(decoder: Decoder, prompt: list[int]) -> float:
+    """Return the mean milliseconds of the steps after the first, in which the draft also reads the prompt."""
+    steps, started = 0, time.perf_counter()
+    for index, _ in enumerate(decoder.stream(prompt, _LATENCY_TOKENS, eos_ids=())):
+        if index == 1:  # 0 is the prefill
+            started = time.perf_counter()
+        steps = index - 1
+    return 1000 * (time.perf_counter() - started) / max(steps, 1)
 
 
 def median_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]:
@@ -143,6 +162,25 @@ def median_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]
 
 
 # Which candidate is best?
+
+
+def fastest_by_size(candidates: Iterable[Candidate]) -> dict[int, Candidate]:
+    """Return the candidate with the most tokens per second of each size, by ascending size."""
+    best: dict[int, Candidate] = {}
+    for one in sorted(candidates, key=lambda one: (one.tree.size, one.tokens_per_s)):
+        best[one.tree.size] = one
+    return best
+
+
+def smallest_of_the_fastest(candidates: Iterable[Candidate]) -> Candidate:
+    """Return the smallest candidate within `NOISE` of the most tokens per second.
+
+    Latencies are accurate to a few percent at best, and the largest of several nearly equal results is the luckiest
+    one. Among equals a small tree loses least where text is harder or the machine busier.
+    """
+    by_size = fastest_by_size(candidates)
+    enough = (1 - NOISE) * max(one.tokens_per_s for one in by_size.values())
+    return next(one for one in by_size.values() if one.tokens_per_s >= enough)
 
 
 @dataclass(frozen=True)
@@ -166,13 +204,20 @@ class Calibration:
 
     @property
     def best(self) -> TreeCandidate:
-        """The smallest candidate within `NOISE` of the most tokens per second.
+        """The candidate to decode with, see `smallest_of_the_fastest`."""
+        return smallest_of_the_fastest(self.candidates)
 
-        Latencies are accurate to a few percent at best, and the largest of several nearly equal results is the luckiest
-        one. Among equals a small tree loses least where text is harder or the machine busier.
-        """
-        enough = (1 - NOISE) * max(candidate.tokens_per_s for candidate in self.candidates)
-        return next(candidate for candidate in self.candidates if candidate.tokens_per_s >= enough)
+    def describe(self) -> str:
+        """Say what the best tree is expected to bring, and on which text that rests."""
+        best, nodes = self.best, self.best.tree.size
+        chosen = (
+            f"with the chosen tree of {nodes} node{'' if nodes == 1 else 's'} ({best.step_ms:.1f} ms per step here)"
+            if nodes
+            else "no tree is clearly faster here, so tree.json is empty and decoding stays plain"
+        )
+        return (
+            f"{best.tokens_per_step:.2f} tokens per step: {self.tokens:,} greedy tokens of the model itself, {chosen}"
+        )
 
     def save(self, path: Path) -> None:
         """Write tree.json: `medusa_choices` of the best tree, with the measurements as further keys."""

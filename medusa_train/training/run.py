@@ -318,12 +318,7 @@ def summary(
                 f"{acceptance.tree.size} nodes (comparable between evaluations and runs)",
             )
     if calibration is not None:
-        tree = calibration.best
-        table.add_row(
-            "tree",
-            f"{tree.tokens_per_step:.2f} tokens per step: {calibration.tokens:,} greedy tokens of the model itself, "
-            f"with the chosen tree of {tree.tree.size} nodes ({tree.step_ms:.1f} ms per step here)",
-        )
+        table.add_row("tree", calibration.describe())
         table.add_row("", "a bench measures a third value, on its own questions")
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))

@@ -114,6 +114,8 @@ def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[...
     (warning,) = export_run(resolve_model(str(run), None, None), "trtllm").warnings
     assert "72 nodes" in warning
     assert not (done.target / "medusa_choices.json").exists()
+    Tree.empty().save(run / "tree.json")
+    assert "is empty" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
     (run / "tree.json").unlink()
     assert "no tree.json" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
 

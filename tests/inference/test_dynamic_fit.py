@@ -106,6 +106,21 @@ def test_calibrated_trees_beat_the_best_fixed_tree_where_confidences_vary() -> N
     assert DynamicTrees.from_record(fit.record()["dynamic"]).heads == fit.trees.heads
 
 
+def test_a_step_without_nodes_pays_for_the_heads() -> None:
+    traces = synthetic([1.0, 1.0], 1000, seed=6)
+
+    def step_ms(tree: Tree) -> float:
+        return 10 + 4 * (tree.size > 0) + 0.1 * tree.size + 0.5 * tree.max_depth
+
+    flat = TreeCandidate(Tree.cartesian([8]), 1.5, step_ms(Tree.cartesian([8])))
+    by_size = candidates(traces, step_ms)
+    fit = fit_dynamic_trees(traces, by_size, [flat, next(one for one in by_size if one.tree.size == 8)])
+    assert fit is not None
+    assert fit.trees.heads > 0
+    draft_ms = 4 + 0.5 * fit.trees.heads
+    assert [size.step_ms - draft_ms for size in fit.trees.sizes[:3]] == pytest.approx([10.0, 10.2, 10.4])
+
+
 def test_where_nodes_cost_too_much_no_head_is_used() -> None:
     traces = synthetic([1.0, 1.0], 500, seed=5)
     fit = fit_dynamic_trees(traces, candidates(traces, lambda tree: 20 + 60 * tree.size))

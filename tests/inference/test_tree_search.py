@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,14 @@ def test_of_equally_fast_trees_the_smallest_is_taken() -> None:
     better = TreeCandidate(Tree.cartesian([4, 4]), 4.2, 8.0)
     assert Calibration([small, lucky], [], 3, 100).best is small
     assert Calibration([small, better], [], 3, 100).best is better
+
+
+def test_what_the_best_tree_is_expected_to_bring_is_said() -> None:
+    plain, tree = TreeCandidate(Tree.empty(), 1.0, 4.0), TreeCandidate(Tree.chain(1), 1.5, 5.0)
+    text = Calibration([plain, tree], [], 3, 1200).describe()
+    assert text.startswith("1.50 tokens per step: 1,200 greedy tokens")
+    assert text.endswith("with the chosen tree of 1 node (5.0 ms per step here)")
+    assert "decoding stays plain" in Calibration([plain, replace(tree, step_ms=6.0)], [], 3, 1200).describe()
 
 
 def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:

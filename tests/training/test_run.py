@@ -377,7 +377,7 @@ def test_the_closing_table_tells_the_tokens_per_step_apart_and_names_a_bench_tha
     assert train(make_config(calibration_tokens=80), console) == 0
     text = " ".join(console.file.getvalue().split())
     assert "tokens per step: teacher-forced on held-out text, with a fixed tree of" in text
-    assert "greedy tokens of the model itself, with the chosen tree of" in text
+    assert "greedy tokens of the model itself, " in text
     for phase in ("loading data", "loading the model", "training", "validation", "checkpoints", "timing trees"):
         assert f"{phase} " in text.partition(" time ")[2]
     assert "medusa-eval --bench mtbench" in text

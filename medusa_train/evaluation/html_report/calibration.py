@@ -39,7 +39,7 @@ def calibration_page(calibration: Mapping[str, Any], title: str) -> str:
         figure(
             "Acceleration rate over tree size",
             _search_curves(calibration, "tokens_per_step"),
-            "Simulated tokens per step. Rings mark the size at which each search has its most tokens per second.",
+            "Simulated tokens per step. Rings mark the size of each search's tree in the table below.",
         ),
         figure(
             "Speed over tree size",
