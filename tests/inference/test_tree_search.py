@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference import tree_search as calibrate_module
+from medusa_train.inference.generate import Decoder, Step
 from medusa_train.inference.traces import Trace
 from medusa_train.inference.tree_fit import TreeCandidate
 from medusa_train.inference.tree_search import (
@@ -75,6 +78,23 @@ def test_calibration_end_to_end(tmp_path: Path) -> None:
     assert len(record["head_accuracy"][0]) == 10
     with pytest.raises(MedusaError, match="got 2"):
         calibrate(backbone, noisy_heads(backbone), prompts[:2])
+
+
+def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft reads the prompt in it, once in an answer of any length."""
+    clock = [0.0]
+    monkeypatch.setattr(calibrate_module.time, "perf_counter", lambda: clock[0])
+
+    class Steps(Decoder):
+        def stream(self, *args: Any, **options: Any) -> Iterator[Step]:
+            for seconds in (100.0, 50.0, *[0.002] * 20):  # prefill, first step, later steps
+                clock[0] += seconds
+                yield Step([1], 0)
+
+    monkeypatch.setattr(calibrate_module, "Decoder", Steps)
+    backbone = random_backbone("llama")
+    measured = measure_step_latency(backbone, noisy_heads(backbone), [Tree.empty(), Tree.chain(1)], [1, 2, 3])
+    assert measured == pytest.approx([2.0, 2.0])
 
 
 def test_speed_decides_not_acceptance() -> None:
