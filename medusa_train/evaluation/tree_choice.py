@@ -18,7 +18,6 @@ from medusa_train.inference.tree_fit import SEARCHES, TreeCandidate, compare_sea
 from medusa_train.inference.tree_search import (
     LATENCY_ROUNDS,
     SIZES,
-    fastest_by_size,
     measure_step_latency,
     median_prompt,
     sizes_of_second_round,
@@ -203,7 +202,10 @@ def search(
     fitted = [one for one in candidates if one.name == "joint"]
     joint = smallest_of_the_fastest(fitted)
     trees["joint"][joint.tree.size], curves["joint"][joint.tree.size] = joint.tree, joint.tokens_per_step
-    drift = latency[0] / fastest_by_size(fitted)[0].step_ms  # plain decoding was timed both times
+    first = next(
+        one for one in fitted if one.tree == by_size[joint.tree.size]
+    )  # timed both times, so drift cancels out
+    chosen_ms = latency[joint.tree.size] * joint.step_ms / first.step_ms
     candidates = [joint, *(one for one in candidates if one.name != "joint")]
     tokens = sum(len(trace.ranks) for trace in traces)
     about = {"conversations": len(conversations), "answers": len(traces), "tokens": tokens}
@@ -213,9 +215,8 @@ def search(
     if model.draft is not None and model.draft.guesses_at_once:
         with progress.phase("fitting trees", ticking=True):
             dynamic = fit_dynamic_trees(traces, fixed, fitted, trees["joint"].__getitem__)
-    nodes, chosen_ms = joint.tree.size, joint.step_ms * drift
     return CalibrationResult(
-        trees, curves, latency, nodes, chosen_ms, candidates, accuracy, accepted, about, form, dynamic
+        trees, curves, latency, joint.tree.size, chosen_ms, candidates, accuracy, accepted, about, form, dynamic
     )
 
 
