@@ -202,10 +202,9 @@ def search(
     fitted = [one for one in candidates if one.name == "joint"]
     joint = smallest_of_the_fastest(fitted)
     trees["joint"][joint.tree.size], curves["joint"][joint.tree.size] = joint.tree, joint.tokens_per_step
-    first = next(
-        one for one in fitted if one.tree == by_size[joint.tree.size]
-    )  # timed both times, so drift cancels out
-    chosen_ms = latency[joint.tree.size] * joint.step_ms / first.step_ms
+    # both rounds timed the deep tree of that size, so drift between them cancels out
+    deep = next(one for one in fitted if one.tree == by_size[joint.tree.size])
+    chosen_ms = latency[joint.tree.size] * joint.step_ms / deep.step_ms
     candidates = [joint, *(one for one in candidates if one.name != "joint")]
     tokens = sum(len(trace.ranks) for trace in traces)
     about = {"conversations": len(conversations), "answers": len(traces), "tokens": tokens}
