@@ -68,7 +68,7 @@ def test_the_tree_is_chosen_among_candidates_and_written(run_dir: Path, question
     assert [size["nodes"] for size in figures["searches"]["joint"]] == list(range(7))
     assert figures["searches"]["joint"][0]["tokens_per_step"] == 1.0
     assert Tree.load(tree).size == figures["nodes"]
-    assert figures["nodes"] == len(figures["medusa_choices"])
+    assert figures["nodes"] == len(figures["medusa_choices"]) == figures["candidates"][0]["nodes"]
     balance = Balance()
     balance.feed(page.read_text(encoding="utf-8"))
     assert balance.open == []

@@ -108,6 +108,7 @@ def test_where_levels_cost_much_a_flat_tree_is_found(monkeypatch: pytest.MonkeyP
     chosen = searched(monkeypatch, lambda tree, again: 1 + 0.6 * tree.max_depth + 0.01 * tree.size, odds)
     assert all(size["tokens_per_s"] < 1000 for size in chosen.sizes() if size["nodes"] in (1, 2, 3, 6, 8))
     assert (chosen.nodes, chosen.best.max_depth) == (4, 1)
+    assert chosen.chosen_ms == pytest.approx(1.64)  # not that of the deep tree of 4 nodes, 2.24
 
 
 def test_drift_between_the_two_rounds_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
