@@ -251,6 +251,13 @@ class LookupConfig(BaseModel):
     max_ngram: Int = key(3, "longest n-gram that is looked up; shorter ones where it did not occur before", ge=1, le=32)
     max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
     nodes: Int = key(10, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)
+    min_probability: Float = key(
+        0.05,
+        "verify a node only if its probability is at least this, as estimated from copies of the same text before; "
+        "0: always",
+        ge=0,
+        lt=1,
+    )
 
 
 class RestConfig(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,6 +76,10 @@ class TokenTree:
         """Number of nodes without the root."""
         return len(self.tokens) - 1
 
+    def find(self, parent: int, token: int) -> int | None:
+        """Return the child of `parent` with this token; None if there is none."""
+        return self._children.get((parent, token))
+
     def child(self, parent: int, token: int) -> int:
         """Return the child of `parent` with this token, added if there is none."""
         node = self._children.setdefault((parent, token), len(self.tokens))
@@ -103,7 +107,11 @@ class TokenTree:
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.counts[node], depths[node], node))
-        kept = [0, *sorted(order[:size])]
+        return self.subset(order[:size])
+
+    def subset(self, nodes: Iterable[int]) -> TokenTree:
+        """Return the tree of these nodes, their parents among them, and the root."""
+        kept = [0, *sorted(nodes)]
         index = {node: i for i, node in enumerate(kept)}
         parents = [-1, *(index[self.parents[node]] for node in kept[1:])]
         return TokenTree([self.tokens[node] for node in kept], parents, [self.counts[node] for node in kept])

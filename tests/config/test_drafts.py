@@ -169,7 +169,7 @@ def test_drafts_without_training_get_their_section() -> None:
     choice = load_config(EvalConfig, None, ["draft=medusa+prompt_lookup", "lookup.nodes=16"]).lookup_choice
     assert choice is not None
     assert (choice.heads, choice.kind, choice.name) == ("medusa", "prompt_lookup", "medusa+prompt_lookup")
-    assert choice.settings == {"max_ngram": 3, "max_tokens": 10, "nodes": 16}
+    assert choice.settings == {"max_ngram": 3, "max_tokens": 10, "nodes": 16, "min_probability": 0.05}
     choice = load_config(EvalConfig, None, ["draft=hydra+lookahead", "lookahead.window=7"]).lookup_choice
     assert choice is not None
     assert (choice.heads, choice.kind) == ("hydra", "lookahead")

@@ -83,7 +83,7 @@ def test_drafts_without_training_are_timed_like_heads(
     assert isinstance(meta, dict)
     assert overall["acceleration_rate"] > 1.0
     assert overall["equal_answers"] + overall["tie_answers"] == 4
-    assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4)"
+    assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4, min probability 0.05)"
     assert meta["heads"] == (None if draft == "prompt_lookup" else 3)
     assert ("tree" in report) == (draft != "prompt_lookup")
     assert f"draft {draft} (" in shown

@@ -150,7 +150,7 @@ class RecordedDraft(LookaheadDraft):
     def advance(self, state, feats, proposal, paths):  # type: ignore[no-untyped-def]
         state = super().advance(state, feats, proposal, paths)
         (text,) = state.texts
-        pool = {first: list(text.continuations(first, self.num_heads)) for first in text.pool}
+        pool = {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()}
         self.moves.append((text.levels, pool))
         return state
 
@@ -192,8 +192,9 @@ def test_side_rows_and_nodes_see_the_root_but_not_each_other() -> None:
 
 def test_the_pool_keeps_the_most_recent_ngrams_of_a_first_token() -> None:
     text = LookaheadText([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7], window=2, ngram=3, guesses=2)
-    assert text.continuations(1, 2) == [(6, 7), (2, 3)]  # (4, 5) was the oldest, since (2, 3) came twice
-    assert text.continuations(9, 2) == []
+    tree = text.guess(1, 2, 9)
+    assert (tree.tokens, tree.parents) == ([1, 6, 7, 2, 3], [-1, 0, 1, 0, 3])  # 4 5 was the oldest: 2 3 came twice
+    assert text.guess(9, 2, 9).size == 0
 
 
 def test_side_rows_are_neither_accepted_nor_kept() -> None:

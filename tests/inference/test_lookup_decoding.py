@@ -142,7 +142,8 @@ def test_accepted_tokens_do_not_depend_on_other_rows(name: str, rule: Sampling |
 
 def test_merged_drafts_verify_equal_guesses_once() -> None:
     backbone = random_backbone("llama")
-    draft = make_draft("medusa+prompt_lookup", backbone)
+    lookup = PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9, min_probability=0)
+    draft = make_draft("medusa+prompt_lookup", backbone, lookup)
     feats = backbone.run(torch.tensor([LOOP, LOOP]))
     state = draft.start(feats, torch.tensor([LOOP, LOOP]), [11, 9], backbone.new_cache(20))
     proposal = draft.propose(state, torch.tensor([30, 2]), TREE)

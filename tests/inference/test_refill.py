@@ -95,7 +95,7 @@ def results(answers: Sequence[Generation]) -> list[tuple[list[int], str]]:
 def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(name: str, family: str) -> None:
     backbone = random_backbone(family)
     draft = make_draft(name, backbone)
-    length = 32 if name in LOOKUPS else 14  # a text repeats itself after a while
+    length = 40 if name in LOOKUPS else 14  # a text repeats itself after a while
     eos = ends(backbone, length)
     plain = answers_alone(Decoder(backbone), length, eos)
     assert len({len(out.tokens) for out in plain}) > 3  # so that rows join others of different length

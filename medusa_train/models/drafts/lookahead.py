@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from medusa_train.models.drafts.base import Limits, Proposal
-from medusa_train.models.drafts.lookup import LookupDraft, LookupState
+from medusa_train.models.drafts.lookup import LookupDraft, LookupState, tree_of_continuations
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.row_trees import TokenTree
 from medusa_train.trees.side_rows import SideLayout, SideRows
 from medusa_train.trees.tree import Tree
 
@@ -108,9 +109,9 @@ class LookaheadText:
             if len(self._recent) == self._recent.maxlen:
                 self._add(tuple(self._recent))
 
-    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
-        """Return the pool's n-grams after `root`, the most recent ones first; `length` is theirs."""
-        return list(reversed(self.pool.get(root, {})))
+    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+        """Return the tree of the pool's n-grams after `root`, the most recent ones first; `length` is theirs."""
+        return tree_of_continuations(root, reversed(self.pool.get(root, {}))).most_frequent(nodes)
 
     def move_window(self, root: int, following: list[int]) -> None:
         """Add the columns' n-grams to the pool, and move the window on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,8 +27,8 @@ class Text(Protocol):
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
 
-    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
-        """Return guesses of up to `length` tokens each after the text and `root`, the most plausible first."""
+    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+        """Return a tree of at most `nodes` guesses below `root`, which follows the text, up to `length` deep."""
 
 
 class LookupState(NamedTuple):
@@ -40,8 +40,8 @@ class LookupState(NamedTuple):
 class LookupDraft(Proposer):
     """Looks up continuations of each row's text.
 
-    One continuation forms a chain, several form a tree, of which the nodes shared by most continuations are proposed.
-    The `tree` argument of `propose` is ignored. If nothing is found, the step is a plain one.
+    One continuation forms a chain, several form a tree; the texts choose which of its nodes are proposed. The `tree`
+    argument of `propose` is ignored. If nothing is found, the step is a plain one.
 
     Args:
         max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal, without the root.
@@ -71,13 +71,7 @@ class LookupDraft(Proposer):
 
     def guess(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
         """Return a tree of guesses below each row's root, possibly without any."""
-        trees = []
-        for text, root in zip(state.texts, roots, strict=True):
-            tree = TokenTree([root])
-            for continuation in text.continuations(root, self.num_heads):
-                tree.add(continuation)
-            trees.append(tree.most_frequent(self.nodes))
-        return trees
+        return [text.guess(root, self.num_heads, self.nodes) for text, root in zip(state.texts, roots, strict=True)]
 
     def side_rows(self, state: LookupState) -> SideRows | None:
         """Return the tokens that the draft runs through the backbone beside its tree; None if there are none."""
@@ -111,26 +105,40 @@ class LookupDraft(Proposer):
 class PromptLookupDraft(LookupDraft):
     """Copies what followed the last tokens earlier in the prompt and the answer (prompt lookup decoding, Saxena 2023).
 
+    A node takes time even if it is rejected, so only nodes that are probable enough are proposed.
+
     Args:
         max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
+        min_probability: nodes that are less probable are left out; `CopyAccuracy` estimates the probability.
     """
 
-    def __init__(self, max_ngram: int = 3, max_tokens: int = 10, nodes: int = 10) -> None:
+    def __init__(
+        self, max_ngram: int = 3, max_tokens: int = 10, nodes: int = 10, min_probability: float = 0.05
+    ) -> None:
         super().__init__(max_tokens, nodes)
         self.max_ngram = max_ngram
+        self.min_probability = min_probability
 
-    def text(self, tokens: Sequence[int]) -> Text:
+    def text(self, tokens: Sequence[int]) -> PromptText:
         """Return the prompt with an index of its n-grams."""
-        return NgramIndex(tokens, self.max_ngram)
+        return PromptText(tokens, self.max_ngram, self.min_probability)
 
 
-class NgramIndex:
-    """A text with the positions of its n-grams, n = 1..max_ngram; a token adds up to max_ngram dictionary entries."""
+class PromptText:
+    """A text with the positions of its n-grams, and a record of how often copies were right.
 
-    def __init__(self, tokens: Iterable[int], max_ngram: int) -> None:
+    Args:
+        tokens: of the prompt. max_ngram: longest n-gram; a token adds up to this number of dictionary entries.
+        min_probability: of a guess.
+    """
+
+    def __init__(self, tokens: Iterable[int], max_ngram: int, min_probability: float) -> None:
         self._max_ngram = max_ngram
+        self._min_probability = min_probability
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}  # positions after each occurrence, increasing
+        self._accuracy = CopyAccuracy()
+        self._last: tuple[int, int, TokenTree] | None = None  # n, the root's position, and the tree of the last guess
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -141,18 +149,80 @@ class NgramIndex:
             for n in range(1, min(self._max_ngram, end) + 1):
                 self._ends.setdefault(tuple(self._tokens[end - n :]), []).append(end)
 
-    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
-        """Return what followed the longest n-gram that ends with `root`, the most recent occurrences first."""
+    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+        """Return the most probable copies of what followed the longest n-gram that ends with `root`."""
+        if self._last is not None:
+            n, position, tree = self._last
+            self._accuracy.count(n, tree, [*self._tokens[position + 1 :], root])
+        n, continuations = self._longest_match(root, length)
+        tree = tree_of_continuations(root, continuations)
+        self._last = n, len(self._tokens), tree
+        probabilities = self._accuracy.probabilities(n, tree)
+        likely = [node for node in range(1, len(tree.tokens)) if probabilities[node] >= self._min_probability]
+        likely.sort(key=lambda node: -probabilities[node])  # a parent comes before its children
+        return tree.subset(likely[:nodes])
+
+    def _longest_match(self, root: int, length: int) -> tuple[int, list[Sequence[int]]]:
+        """Return the length of the longest n-gram that ends with `root` and occurred before, and what followed it.
+
+        Up to `MAX_CANDIDATES` continuations, the most recent ones first.
+        """
         recent = [*self._tokens[len(self._tokens) - min(len(self._tokens), self._max_ngram - 1) :], root]
         for start in range(len(recent)):
             if ends := self._ends.get(tuple(recent[start:])):
-                return [self._after(end, root, length) for end in ends[: -MAX_CANDIDATES - 1 : -1]]
-        return []
+                return len(recent) - start, [self._after(end, root, length) for end in ends[: -MAX_CANDIDATES - 1 : -1]]
+        return 0, []
 
     def _after(self, position: int, root: int, length: int) -> Sequence[int]:
         """Return the tokens from `position` on; the root follows the text."""
         tokens = self._tokens[position : position + length]
         return tokens if len(tokens) == length else [*tokens, root]
+
+
+class CopyAccuracy:
+    """Estimates the probability that a copied token is right, from the copies of the same text so far.
+
+    Counted by the length of the n-gram and the depth of the token: how often one of the continuations had the right
+    token, where the tokens before it were right. Depths from `DEEPEST` on are counted together. At the start n of n + 2
+    copies after an n-gram are assumed to have been right.
+    """
+
+    DEEPEST = 4
+
+    def __init__(self) -> None:
+        self._right: Counter[tuple[int, int]] = Counter()
+        self._count: Counter[tuple[int, int]] = Counter()
+
+    def count(self, ngram: int, tree: TokenTree, tokens: Sequence[int]) -> None:
+        """Count the copies in `tree`, after an n-gram of this length; `tokens` followed its root."""
+        node: int | None = 0
+        inner = set(tree.parents)
+        for depth, token in enumerate(tokens, start=1):
+            if node is None or node not in inner:
+                return
+            node = tree.find(node, token)
+            key = ngram, min(depth, self.DEEPEST)
+            self._count[key] += 1
+            self._right[key] += node is not None
+
+    def probabilities(self, ngram: int, tree: TokenTree) -> list[float]:
+        """Return the probability of every node of `tree`, the root's 1 first.
+
+        Siblings share the probability that one of them is right, in proportion to their continuations.
+        """
+        continuations = [0] * len(tree.tokens)  # of the children of a node
+        for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
+            continuations[parent] += count
+        depths, probabilities = [0], [1.0]
+        for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
+            depths.append(depths[parent] + 1)
+            share = count / continuations[parent]
+            probabilities.append(probabilities[parent] * self._estimate(ngram, depths[-1]) * share)
+        return probabilities
+
+    def _estimate(self, ngram: int, depth: int) -> float:
+        key = ngram, min(depth, self.DEEPEST)
+        return (self._right[key] + ngram) / (self._count[key] + ngram + 2)
 
 
 class RestDraft(LookupDraft):
@@ -184,9 +254,18 @@ class _DatastoreText:
         """Append tokens."""
         self._recent.extend(tokens)
 
-    def continuations(self, root: int, length: int) -> Iterable[Sequence[int]]:
-        """Return what follows the longest n-gram of the datastore that ends with `root`."""
-        return self._datastore.continuations([*self._recent, root], length, MAX_CANDIDATES)
+    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+        """Return the most frequent copies of what follows the longest n-gram of the datastore that ends with `root`."""
+        continuations = self._datastore.continuations([*self._recent, root], length, MAX_CANDIDATES)
+        return tree_of_continuations(root, continuations).most_frequent(nodes)
+
+
+def tree_of_continuations(root: int, continuations: Iterable[Sequence[int]]) -> TokenTree:
+    """Return the tree of all continuations below `root`."""
+    tree = TokenTree([root])
+    for continuation in continuations:
+        tree.add(continuation)
+    return tree
 
 
 def propose_trees(trees: Sequence[TokenTree], device: torch.device, side: SideRows | None = None) -> Proposal:
