@@ -37,7 +37,7 @@ def load_model(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
     """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no tree.json."""
-    with progress.phase(f"loading in {dtype}", ticking=True):
+    with progress.phase(f"loading {'and compiling ' if compiled else ''}in {dtype}", ticking=True):
         model = load_with_draft(paths, dtype, compiled=compiled, rows=rows)
     if model.tree is not None and paths.tree is None:
         progress.print("no tree.json beside the heads: using the chain of top-1 guesses (--tree names another tree)")
