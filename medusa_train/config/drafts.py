@@ -253,8 +253,8 @@ class LookupConfig(BaseModel):
     nodes: Int = key(10, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)
     min_probability: Float = key(
         0.05,
-        "verify a node only if its probability is at least this, as estimated from copies of the same text before; "
-        "0: always",
+        "verify a node only if its probability is at least this, estimated from the earlier steps of the answer; 0: no "
+        "minimum",
         ge=0,
         lt=1,
     )

@@ -110,7 +110,7 @@ class TokenTree:
         return self.subset(order[:size])
 
     def subset(self, nodes: Iterable[int]) -> TokenTree:
-        """Return the tree of these nodes, their parents among them, and the root."""
+        """Return the tree of the root and `nodes`, which must include their parents."""
         kept = [0, *sorted(nodes)]
         index = {node: i for i, node in enumerate(kept)}
         parents = [-1, *(index[self.parents[node]] for node in kept[1:])]

@@ -67,8 +67,8 @@ class Limits(NamedTuple):
 class Proposer:
     """Guesses the tokens after the backbone's next token, in trees: what decoding needs of a draft.
 
-    Guesses depend on the text and the draft alone, never on tokens that are drawn in the same step, so sampling stays
-    lossless.
+    Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in the same step, so
+    sampling stays lossless.
 
     Attributes:
         needs: states of the backbone that it reads.

@@ -28,7 +28,10 @@ class Text(Protocol):
         """Append tokens."""
 
     def guess(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return a tree of at most `nodes` guesses below `root`, which follows the text, up to `length` deep."""
+        """Return a tree of at most `nodes` guesses below `root`, which follows the text, up to `length` deep.
+
+        To be called at most once between two calls of `extend`, since a text may learn from its last guess.
+        """
 
 
 class LookupState(NamedTuple):
@@ -109,7 +112,8 @@ class PromptLookupDraft(LookupDraft):
 
     Args:
         max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
-        min_probability: nodes that are less probable are left out; `CopyAccuracy` estimates the probability.
+        min_probability: nodes that are less probable are left out; `CopyAccuracy` estimates the probability from the
+            earlier steps of the answer.
     """
 
     def __init__(
@@ -122,6 +126,19 @@ class PromptLookupDraft(LookupDraft):
     def text(self, tokens: Sequence[int]) -> PromptText:
         """Return the prompt with an index of its n-grams."""
         return PromptText(tokens, self.max_ngram, self.min_probability)
+
+
+class Copies(NamedTuple):
+    """The continuations that were found for one root, whether they were proposed or not.
+
+    Attributes:
+        ngram: length of the n-gram that occurred before, the root included; 0 without continuations.
+        position: the root's in the text. tree: all continuations.
+    """
+
+    ngram: int
+    position: int
+    tree: TokenTree
 
 
 class PromptText:
@@ -138,7 +155,7 @@ class PromptText:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}  # positions after each occurrence, increasing
         self._accuracy = CopyAccuracy()
-        self._last: tuple[int, int, TokenTree] | None = None  # n, the root's position, and the tree of the last guess
+        self._last: Copies | None = None
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -152,12 +169,12 @@ class PromptText:
     def guess(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return the most probable copies of what followed the longest n-gram that ends with `root`."""
         if self._last is not None:
-            n, position, tree = self._last
-            self._accuracy.count(n, tree, [*self._tokens[position + 1 :], root])
-        n, continuations = self._longest_match(root, length)
+            known = [*self._tokens[self._last.position + 1 :], root]
+            self._accuracy.record(self._last.ngram, self._last.tree, known)
+        ngram, continuations = self._longest_match(root, length)
         tree = tree_of_continuations(root, continuations)
-        self._last = n, len(self._tokens), tree
-        probabilities = self._accuracy.probabilities(n, tree)
+        self._last = Copies(ngram, len(self._tokens), tree)
+        probabilities = self._accuracy.probabilities(ngram, tree)
         likely = [node for node in range(1, len(tree.tokens)) if probabilities[node] >= self._min_probability]
         likely.sort(key=lambda node: -probabilities[node])  # a parent comes before its children
         return tree.subset(likely[:nodes])
@@ -180,49 +197,54 @@ class PromptText:
 
 
 class CopyAccuracy:
-    """Estimates the probability that a copied token is right, from the copies of the same text so far.
+    """Estimates the probability that a copied token is right, from the earlier steps of the same answer.
 
-    Counted by the length of the n-gram and the depth of the token: how often one of the continuations had the right
-    token, where the tokens before it were right. Depths from `DEEPEST` on are counted together. At the start n of n + 2
-    copies after an n-gram are assumed to have been right.
+    It is recorded by the length of the n-gram and the depth of the token: how often one of the continuations had the
+    right token, where the tokens before it were right. Depths from `DEEPEST` on are recorded together. The prior is n
+    right copies of n + 2 after an n-gram, at every depth.
     """
 
     DEEPEST = 4
 
     def __init__(self) -> None:
         self._right: Counter[tuple[int, int]] = Counter()
-        self._count: Counter[tuple[int, int]] = Counter()
+        self._total: Counter[tuple[int, int]] = Counter()
 
-    def count(self, ngram: int, tree: TokenTree, tokens: Sequence[int]) -> None:
-        """Count the copies in `tree`, after an n-gram of this length; `tokens` followed its root."""
-        node: int | None = 0
-        inner = set(tree.parents)
+    def record(self, ngram: int, tree: TokenTree, tokens: Sequence[int]) -> None:
+        """Record which of the copies in `tree`, after an n-gram of length `ngram`, were right.
+
+        Args:
+            tokens: that followed the tree's root, as far as they are known.
+        """
+        inner, node = set(tree.parents), 0
         for depth, token in enumerate(tokens, start=1):
-            if node is None or node not in inner:
-                return
-            node = tree.find(node, token)
+            if node not in inner:
+                return  # the continuations end here, and say nothing about this token
+            child = tree.find(node, token)
             key = ngram, min(depth, self.DEEPEST)
-            self._count[key] += 1
-            self._right[key] += node is not None
+            self._total[key] += 1
+            if child is None:
+                return
+            self._right[key] += 1
+            node = child
 
     def probabilities(self, ngram: int, tree: TokenTree) -> list[float]:
         """Return the probability of every node of `tree`, the root's 1 first.
 
         Siblings share the probability that one of them is right, in proportion to their continuations.
         """
-        continuations = [0] * len(tree.tokens)  # of the children of a node
+        below = [0] * len(tree.tokens)  # continuations through the children of a node
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
-            continuations[parent] += count
+            below[parent] += count
         depths, probabilities = [0], [1.0]
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
             depths.append(depths[parent] + 1)
-            share = count / continuations[parent]
-            probabilities.append(probabilities[parent] * self._estimate(ngram, depths[-1]) * share)
+            probabilities.append(probabilities[parent] * self._estimate(ngram, depths[-1]) * count / below[parent])
         return probabilities
 
     def _estimate(self, ngram: int, depth: int) -> float:
         key = ngram, min(depth, self.DEEPEST)
-        return (self._right[key] + ngram) / (self._count[key] + ngram + 2)
+        return (self._right[key] + ngram) / (self._total[key] + ngram + 2)
 
 
 class RestDraft(LookupDraft):
