@@ -112,7 +112,7 @@ def test_alpha_is_summed_over_the_rows(kept: Tensor | None) -> None:
     case = Case({}, kept)
     q = plain_logits(case.hidden, case.head).softmax(1)
     p = plain_logits(case.states, case.teacher).softmax(1)
-    wanted = sum(float(lk(p[n + AHEAD], q[n].detach(), 3.0, kept)[1]) for n in case.rows.tolist())
+    wanted = sum(float(lk(p[n + AHEAD].detach(), q[n].detach(), 3.0, kept)[1]) for n in case.rows.tolist())
     assert case.compute(1.0, RowLoss(3.0, case.weights)).alpha_sum.item() == pytest.approx(wanted, rel=1e-10)
     wanted = sum(float(q[n, case.targets[n]].detach()) for n in case.rows.tolist())
     assert case.compute(0.0, RowLoss(3.0)).alpha_sum.item() == pytest.approx(wanted, rel=1e-10)
