@@ -30,7 +30,7 @@ class Text(Protocol):
     def guess(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return a tree of at most `nodes` guesses below `root`, which follows the text, up to `length` deep.
 
-        To be called at most once between two calls of `extend`, since a text may learn from its last guess.
+        Call it at most once between two calls of `extend`: a text may learn from its last guess.
         """
 
 
