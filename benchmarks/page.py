@@ -1,0 +1,71 @@
+"""Result pages: a question, the answer in two sentences, one picture, one table, how it was measured, limits.
+
+python benchmarks/page.py [NAME ...]     # draws benchmarks/results/NAME.svg again from the chart in NAME.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from medusa_train.evaluation.html_report.charts import Bar, bars  # noqa: E402
+from medusa_train.io import replace_text  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+#: Colours that are readable on a light and on a dark background, since a picture in Markdown can't ask which it is on.
+STYLE = (
+    "svg{font:12px system-ui,sans-serif;background:#fff}text{fill:#1a1d23}.tick{fill:#5b6270;font-size:11px}"
+    ".value{font-weight:600}.grid{stroke:#d9dde4}.reference{stroke:#5b6270;stroke-dasharray:4 3}"
+    ".whisker{stroke:#1a1d23;stroke-width:1.3}.s0{fill:#2f6fd6}.s1{fill:#d9822b}"
+)
+
+
+def chart(title: str, values: Mapping[str, Sequence[float | None]], **options: Any) -> dict[str, Any]:
+    """Describe a bar chart, as an entry of a result's JSON.
+
+    Args:
+        title: what is shown, for the page and for screen readers.
+        values: name of each bar and its value, or [value, low, high] with the ends of its interval.
+        options: `unit` (suffix of the values), `reference` (value of a dashed line, usually the baseline's), `digits`.
+    """
+    return {"title": title, **options, "values": {name: list(value) for name, value in values.items()}}
+
+
+def draw(description: Mapping[str, Any]) -> str:
+    """Draw a chart as an SVG file; a bar that equals the reference has the second colour."""
+    options = {key: description[key] for key in ("unit", "reference", "digits") if key in description}
+    reference = options.get("reference")
+    groups = [
+        (name, [Bar(value[0], value[1:] or None, int(value[0] == reference))])
+        for name, value in description["values"].items()
+    ]
+    drawing = bars(groups, description["title"], width=720, **options)
+    with_namespace = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return with_namespace.replace(">", f"><style>{STYLE}</style>", 1) + "\n"
+
+
+def page(name: str, question: str, answer: str, title: str, table: str, how: str, limits: Sequence[str] = ()) -> str:
+    """Compose the page NAME.md; `title` is that of its picture, NAME.svg."""
+    picture = f"![{title}]({name}.svg)\n\n*{title}*"
+    parts = [f"# {question}", f"**{answer}**", picture, table, "## How it was measured", how]
+    if limits:
+        parts += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(names: Sequence[str]) -> None:
+    """Draw the pictures of the committed results, or of those named."""
+    for path in sorted(RESULTS.glob("*.json")):
+        description = json.loads(path.read_text(encoding="utf-8")).get("chart")
+        if description and (not names or path.stem in names):
+            replace_text(path.with_suffix(".svg"), draw(description))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
