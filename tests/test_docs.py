@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ MODULES = {
     "medusa-eval": "evaluate",
     "medusa-export": "export",
 }
+FILES_START = "\n## Files\n"
 #: programs in bash blocks that this project does not install
 FOREIGN = {"python3", "pip", "hf", "source"}
 
@@ -128,19 +130,23 @@ def test_named_paths_and_links_exist(name: str) -> None:
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 
-def test_the_tree_of_the_architecture_page_is_the_package() -> None:
-    tree = TEXTS["architecture.md"].split("```\nmedusa_train/\n")[1].split("```")[0]
-    named: set[str] = set()
-    package = ""
-    for line in tree.splitlines():
-        if match := re.match(r"  ([\w/]+/) ", line):
-            package = match[1]
-        elif match := re.match(r"(  |    )(\w+\.py) ", line):
-            named.add((package if match[1] == "    " else "") + match[2])
-    files = (PROJECT_ROOT / "medusa_train").rglob("*.py")
-    assert named == {
-        str(file.relative_to(PROJECT_ROOT / "medusa_train")) for file in files if file.name != "__init__.py"
-    }
+def file_list() -> str:
+    """List the files of each package with the first sentence of the package, for the architecture page."""
+    package = PROJECT_ROOT / "medusa_train"
+    lines = []
+    for init in sorted(package.rglob("__init__.py")):
+        names = [file.stem for file in sorted(init.parent.glob("*.py")) if file.name != "__init__.py"]
+        about = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+        name = init.parent.relative_to(package.parent).as_posix()
+        lines += [f"- **{name}** ({' '.join(about.split()).rstrip('.')}): {', '.join(names)}"] if names else []
+    return "\n".join(lines)
+
+
+def test_the_architecture_page_lists_the_files() -> None:
+    """After a file was added or removed, `python -m tests.test_docs` writes the list again."""
+    page = TEXTS["architecture.md"]
+    assert page.split(FILES_START)[1].strip() == file_list()
+    assert len(page.encode()) <= 20 * 1024
 
 
 def test_the_readme_is_short_and_shows_the_demo() -> None:
@@ -160,3 +166,9 @@ def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     for block in blocks:
         exec(compile(block, "docs", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+if __name__ == "__main__":
+    architecture = PROJECT_ROOT / "docs" / "architecture.md"
+    before = architecture.read_text(encoding="utf-8").split(FILES_START)[0]
+    architecture.write_text(f"{before}{FILES_START}\n\n{file_list()}\n", encoding="utf-8")
