@@ -27,6 +27,7 @@ from medusa_train.training.process_info import ProcessInfo
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
 _MODULE = "medusa_train.cli.train"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> int:
@@ -45,28 +46,38 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
         The exit code.
 
     Raises:
-        ConfigError: `num_gpus` is less than 1, or `hostfile` does not exist.
+        ConfigError: `num_gpus` is less than 1 or more than CUDA_VISIBLE_DEVICES names, or `hostfile` does not exist.
         MedusaError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")
-    command = launcher_command(arguments, num_gpus, hostfile)
     import torch
 
-    environment = {"DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu", **os.environ}
+    cuda = torch.cuda.is_available()
+    environment = {"DS_ACCELERATOR": "cuda" if cuda else "cpu", **os.environ}
+    visible = environment.pop(_VISIBLE, None) if cuda and hostfile is None else None
+    command = launcher_command(arguments, num_gpus, hostfile, visible)
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     with _forward_signals(process, remote=hostfile is not None):
         code = process.wait()
     return code if code in _EXIT_CODES else 1
 
 
-def launcher_command(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> list[str]:
-    """Return the command line of DeepSpeed's launcher for `launch`; raises ConfigError as `launch` does."""
+def launcher_command(
+    arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None, visible: str | None = None
+) -> list[str]:
+    """Return the command line of DeepSpeed's launcher for `launch`; raises ConfigError as `launch` does.
+
+    Args:
+        visible: value of CUDA_VISIBLE_DEVICES, which the launcher ignores when it is given a number of GPUs.
+    """
     if num_gpus is not None and num_gpus < 1:
         raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
     if hostfile is not None and not hostfile.is_file():
         raise ConfigError(f"--hostfile: {hostfile}: no such file; expected one machine per line, `HOST slots=GPUS`")
     options = [f"--num_gpus={num_gpus}"] if num_gpus is not None else []
+    if visible and num_gpus is not None:
+        options = [f"--include=localhost:{_first_visible(visible, num_gpus)}"]
     if hostfile is None:
         # DeepSpeed's default is /job/hostfile; a free port lets several runs share a machine
         options += ["--hostfile=/dev/null", f"--master_port={_free_port()}"]
@@ -74,6 +85,19 @@ def launcher_command(arguments: Sequence[str], num_gpus: int | None, hostfile: P
         options.append(f"--hostfile={hostfile}")
     options += ["--no_local_rank", "--log_level=critical"]
     return [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", _MODULE, *arguments]
+
+
+def _first_visible(visible: str, count: int) -> str:
+    """Return the first `count` GPUs of CUDA_VISIBLE_DEVICES."""
+    devices = [device.strip() for device in visible.split(",")]
+    if count > len(devices):
+        raise ConfigError(f"--num-gpus: {count}, but {_VISIBLE}={visible} names {len(devices)}")
+    if not all(device.isdecimal() for device in devices):
+        raise ConfigError(
+            f"{_VISIBLE}={visible}: DeepSpeed's launcher takes only indices of GPUs. Set indices (nvidia-smi -L lists "
+            f"them), or start the processes with torchrun --nproc-per-node {count} -m {_MODULE}"
+        )
+    return ",".join(devices[:count])
 
 
 @contextlib.contextmanager
@@ -149,7 +173,12 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
 
     If one process fails, it reports the error and the others exit as well.
     """
-    from medusa_train.training.distributed import PeerError, init_distributed, is_lost_peer
+    from medusa_train.training.distributed import (
+        PeerError,
+        init_distributed,
+        is_communication_error,
+        is_lost_peer,
+    )
 
     try:
         world = init_distributed(process)
@@ -168,10 +197,13 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
         print_error(f"process {process.rank} of {process.size}: {error}")
         return error.exit_code
     except Exception as error:
-        if not is_lost_peer(error):
+        if is_lost_peer(error):
+            if process.rank == 0:
+                print_error("another process exited, so training cannot continue")
+        elif is_communication_error(error):
+            print_error(f"process {process.rank} of {process.size}: {error}")
+        else:
             raise
-        if process.rank == 0:
-            print_error("another process exited, so training cannot continue")
         return 1
 
 

@@ -25,8 +25,9 @@ TIMEOUT = timedelta(hours=2)
 #: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no process of this
 #: machine holds was left by a killed one; a younger one may be held on another machine that shares the directory.
 STALE_LOCK_AGE = 120.0
-#: Words in the errors of torch's back ends when the connection to another process is lost.
-_LOST = ("gloo", "nccl", "by peer", "broken pipe", "connection refused", "socket")
+#: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
+_LOST = ("by peer", "by remote peer", "peer closed", "likely closed", "broken pipe", "connection refused")
+_BACK_ENDS = ("gloo", "nccl", "socket")
 
 
 class PeerError(MedusaError):
@@ -44,13 +45,12 @@ class World:
     CPU memory (gloo), so that a process waiting for a disk does not keep a GPU collective open.
 
     Attributes:
-        rank, size, local_rank: see `ProcessInfo`.
+        rank, size: see `ProcessInfo`.
     """
 
     def __init__(self, info: ProcessInfo | None = None, group: Any = None) -> None:
         self.rank = 0 if info is None else info.rank
         self.size = 1 if info is None else info.size
-        self.local_rank = 0 if info is None else info.local_rank
         self._group = group
 
     @property
@@ -61,7 +61,7 @@ class World:
     @property
     def device(self) -> torch.device:
         """This process's device: one GPU, or the CPU."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all processes' tensors, which have equal shape and dtype, on this tensor's device."""
@@ -169,12 +169,9 @@ def init_distributed(info: ProcessInfo) -> World:
     cuda = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")  # without it DeepSpeed warns that it guesses
     if cuda:
-        if info.local_rank >= torch.cuda.device_count():
-            raise MedusaError(
-                f"process {info.rank} of {info.size} has no GPU: this machine has {torch.cuda.device_count()} for at "
-                f"least {info.local_rank + 1} processes; start one process per GPU (--num-gpus)"
-            )
-        torch.cuda.set_device(info.local_rank)
+        device = gpu_index(info, torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(device)  # where DeepSpeed reads the index of the GPU
     if info.local_rank == 0:
         remove_stale_build_locks()
     try:
@@ -184,14 +181,51 @@ def init_distributed(info: ProcessInfo) -> World:
         raise MedusaError(
             f"process {info.rank} of {info.size} cannot connect to the others at {info.address}:{info.port}: {error}"
         ) from error
-    return World(info, group)
+    world = World(info, group)
+    if cuda:
+        check_distinct_gpus(world, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    return world
+
+
+def gpu_index(info: ProcessInfo, visible: int) -> int:
+    """Return the index of this process's GPU among the `visible` ones.
+
+    Where a process sees one GPU, it is its own, whatever its local rank (srun --gpus-per-task=1).
+
+    Raises:
+        MedusaError: there is none for this process.
+    """
+    if visible > 1 and info.local_rank >= visible:
+        raise MedusaError(
+            f"process {info.rank} of {info.size} has no GPU: it sees {visible} for at least {info.local_rank + 1} "
+            "processes on this machine; start one process per GPU (--num-gpus)"
+        )
+    return info.local_rank if visible > 1 else 0
+
+
+def check_distinct_gpus(world: World, uuid: str) -> None:
+    """Check that no two processes use the same GPU, of which NCCL would say so only in its log; `uuid` is this one's.
+
+    Raises:
+        MedusaError, PeerError: in all processes.
+    """
+    uuids = world.gather(uuid)
+    if len(set(uuids)) < world.size:
+        raise world.error_on_main(
+            MedusaError(f"{world.size} processes share {len(set(uuids))} GPUs; start one process per GPU (--num-gpus)")
+        )
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` only says that the connection to another process is lost."""
+    """Return whether `error` only says that another process closed the connection; that process prints the reason."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether `error` comes from gloo, NCCL or torch's store, such as NCCL without enough shared memory."""
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BACK_ENDS)
 
 
 def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> list[Path]:

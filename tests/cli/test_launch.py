@@ -10,15 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 import yaml
 from typer.testing import CliRunner
 
-from medusa_train.cli.launch import launcher_command
+from medusa_train.cli.launch import launch, launcher_command, train_distributed
 from medusa_train.cli.train import app
 from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError
+from medusa_train.training.process_info import ProcessInfo
 from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
 from tests.training.mishap import forks, run_command, wait
 from tests.training.mishap import start as fork
@@ -43,6 +47,63 @@ def test_a_hostfile_names_the_machines(tmp_path):
     command = launcher_command([], None, hosts)
     assert f"--hostfile={hosts}" in command
     assert not any(part.startswith("--num_gpus") for part in command)
+
+
+def test_visible_gpus_are_passed_on():
+    """The launcher takes the first GPUs of the machine where it is given their number."""
+    command = launcher_command([], 2, None, visible="4,5, 6,7")
+    assert "--include=localhost:4,5" in command
+    assert not any(part.startswith("--num_gpus") for part in command)
+    with pytest.raises(ConfigError, match="--num-gpus: 5, but CUDA_VISIBLE_DEVICES=4,5,6,7 names 4"):
+        launcher_command([], 5, None, visible="4,5,6,7")
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 1"):
+        launcher_command([], 1, None, visible="GPU-0b1a")
+
+
+def test_the_launcher_does_not_see_the_variable_it_would_drop(monkeypatch):
+    """Nor prints that it ignores it."""
+    started = {}
+
+    class Launcher:
+        pid = 0
+
+        def __init__(self, command, env, **options):
+            started.update(command=command, env=env)
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr("medusa_train.cli.launch.subprocess.Popen", Launcher)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert launch([], 2, None) == 0
+    assert "--include=localhost:4,5" in started["command"]
+    assert "CUDA_VISIBLE_DEVICES" not in started["env"]
+
+
+NO_SHARED_MEMORY = """NCCL error in: ProcessGroupNCCL.cpp:3763, unhandled system error, NCCL version 2.28.8
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-4kQ2vb (size 9637888), error: No space left on device (28)"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [
+        (dist.DistBackendError(NO_SHARED_MEMORY), (NO_SHARED_MEMORY, NO_SHARED_MEMORY)),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"), ("another", "")),
+        (dist.DistBackendError("NCCL error: recv from 10.0.0.2 failed : Connection reset by peer"), ("another", "")),
+    ],
+)
+def test_errors_of_the_back_ends(error, reported, rank, monkeypatch, capsys, tmp_path):
+    """Every process prints them, except where they only say that another process is gone."""
+    monkeypatch.setattr("medusa_train.training.distributed.init_distributed", Mock(side_effect=error))
+    cfg = TrainConfig(base_model="none", datasets=[{"path": "none", "type": "sharegpt"}], output_dir=str(tmp_path))
+    assert train_distributed(ProcessInfo(rank, 2, rank, "127.0.0.1", 1), cfg, Mock(), Mock()) == 1
+    printed = " ".join(capsys.readouterr().err.split())
+    assert " ".join(reported[rank].split()) in printed
+    assert ("process" in printed) is bool(reported[rank])
 
 
 @pytest.mark.parametrize("count", [0, -1])

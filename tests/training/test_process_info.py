@@ -2,7 +2,8 @@
 
 import pytest
 
-from medusa_train.errors import ConfigError
+from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.distributed import PeerError, World, check_distinct_gpus, gpu_index
 from medusa_train.training.process_info import ProcessInfo, first_host, is_main_process, process_info_from_env
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -61,3 +62,23 @@ def test_the_first_host_of_a_node_list(nodes, host):
 def test_what_can_not_be_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"rank 4 of 4|'x'|MASTER_PORT"):
         process_info_from_env({**TORCHRUN, **wrong})
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "index"), [(3, 8, 3), (0, 1, 0), (3, 1, 0)])
+def test_the_gpu_of_a_process(local_rank, visible, index):
+    """srun --gpus-per-task=1 shows each process its own GPU only."""
+    assert gpu_index(ProcessInfo(3, 4, local_rank, "127.0.0.1", 1), visible) == index
+
+
+def test_more_processes_than_gpus_are_refused():
+    with pytest.raises(MedusaError, match="process 3 of 4 has no GPU: it sees 2"):
+        gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), 2)
+
+
+@pytest.mark.parametrize(("rank", "error"), [(0, MedusaError), (1, PeerError)])
+def test_processes_that_share_a_gpu_are_refused(rank, error, monkeypatch):
+    world = World(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
+    monkeypatch.setattr(world, "gather", lambda value: [value, "GPU-2"])
+    check_distinct_gpus(world, "GPU-1")
+    with pytest.raises(error, match=r"2 processes share 1 GPU|another process"):
+        check_distinct_gpus(world, "GPU-2")
