@@ -110,10 +110,11 @@ def evaluate(
         if model.proposer is not None:
             memory = WeightMemory.of(model.backbone.model, model.backbone.device)
             if mode.acceptance == "greedy" and dtype in EQUALITY_DTYPES:
-                compare = partial(compare_timed_answers, records, model.backbone, dtype)
-                meta["exactness"][dtype] = _compare(records, dtype, compare)
+                meta["exactness"][dtype] = _compare(
+                    records, dtype, partial(compare_timed_answers, records, model.backbone, dtype)
+                )
                 files.write()
-            del model  # a large backbone fits into memory once, not once per dtype
+            del model, refitted  # a large backbone fits into memory once, not once per dtype
             for other in EQUALITY_DTYPES if mode.acceptance == "greedy" and cfg.exactness else ():
                 if other != dtype:
                     meta["exactness"][other] = _compare_again(cfg, records, paths, other, memory, progress)

@@ -1,6 +1,7 @@
 import io
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.evaluation import calibrate
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.records import TimedAnswer, TurnLog, TurnRecord
@@ -311,6 +313,30 @@ def test_weights_that_do_not_fit_are_not_loaded_for_the_comparison(
     meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
     assert isinstance(meta, dict)
     assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
+
+
+@pytest.mark.parametrize("fitted_again", [False, True])
+def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
+    fitted_again: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large backbone fits into the memory of a GPU once."""
+    loaded, alive = [], []
+
+    def load_model(*args: Any, **keys: Any) -> Any:
+        model = calibrate.load_model(*args, **keys)
+        loaded.append(weakref.ref(model.backbone.model))
+        return model
+
+    def fit(self: object, dtype: str) -> bool:
+        alive.append(loaded[0]() is not None)
+        return True
+
+    monkeypatch.setattr(module, "load_model", load_model)
+    monkeypatch.setattr(module.WeightMemory, "fit", fit)
+    if fitted_again:
+        monkeypatch.setattr(module, "refit_tree", lambda cfg, model, paths, progress: (model, paths))
+    run(bench_file, run_dir, tmp_path, dtype="float32")
+    assert (len(loaded), alive) == (2, [False])
 
 
 def test_answers_are_not_compared_in_an_emulated_dtype(

@@ -70,8 +70,8 @@ class DraftLayer(nn.Module):
         self.body = body
         self._attention: str = config._attn_implementation
         self._documents: str | None = None
-        self._use_document_attention(probe.device)
         self.to(device=backbone.device, dtype=dtype or backbone.dtype)
+        self._use_document_attention(backbone.device, dtype or backbone.dtype, backbone.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""
@@ -92,19 +92,24 @@ class DraftLayer(nn.Module):
             mask = apply_sliding_window(mask, positions, 0, self.window)
         return self._run(states, positions, mask)
 
-    def _use_document_attention(self, device: torch.device) -> None:
+    def _use_document_attention(self, device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
         """Separate packed documents by their bounds in training, if this architecture passes them to its attention.
 
-        Soft-capped scores ("eager" attention) need a mask.
+        Soft-capped scores ("eager" attention) need a mask. Checked as in training, on `device` and under autocast to
+        `compute`, since a GPU may lack the kernel for this dtype or head size.
+
+        Args:
+            dtype: of the parameters.
         """
         if self._attention == "eager":
             return
         self._documents = register_document_attention()
         width = self.body.config.hidden_size
-        states = torch.arange(10 * width, dtype=torch.float32, device=device).sin().view(2, 5, width)
+        states = torch.arange(10 * width, dtype=dtype, device=device).sin().view(2, 5, width)
         try:
-            separate = separates_documents(self.forward, states)
-        except (TypeError, ValueError):
+            with torch.autocast(device.type, dtype=compute, enabled=compute.itemsize == 2):
+                separate = separates_documents(self.forward, states)
+        except (ImportError, RuntimeError, TypeError, ValueError):
             separate = False
         if not separate:
             self._documents = None

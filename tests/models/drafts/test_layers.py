@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
+from medusa_train.models import document_attention
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, init_from_layer
@@ -134,6 +135,22 @@ def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | 
     one = layer(torch.cat(documents)[None], torch.arange(sum(LENGTHS))[None], 0 * segments)
     last = sum(LENGTHS[:-1])  # where the last document begins
     assert not torch.allclose(packed[last], one[0, last])
+
+
+def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are float32 in training, attention runs in the backbone's dtype."""
+
+    def kernel(joined: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
+        if joined[0].dtype == torch.bfloat16:
+            raise RuntimeError("no kernel image is available")
+        return working(joined, *arguments)
+
+    working = document_attention._one_by_one
+    monkeypatch.setattr(document_attention, "_one_by_one", kernel)
+    layer = DraftLayer(random_backbone("llama", dtype=torch.bfloat16), dtype=torch.float32)
+    segments = torch.tensor([[0, 0, 0, 1, 1]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(1, 5, 32), torch.tensor([[0, 1, 2, 0, 1]]), segments).isfinite().all()
 
 
 @pytest.mark.parametrize("family", STEADY)
