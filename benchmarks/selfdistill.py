@@ -11,9 +11,8 @@ batches were; with few prompts their end, where the last conversations run out, 
 
 `--forced N` measures serving instead, beside vLLM on the same CPU: the first turns of MT-Bench (`MEDUSA_BENCH_DIR`, or
 `--questions`), N tokens for each whatever they are, greedy, in bfloat16, prefill included, in batches of `--batches`
-rows, with `--compile` also compiled. A batch is divided among `--processes`: auto is what medusa-selfdistill would
-choose, and several numbers are compared. `--vllm` names the interpreter of an environment that has vllm; without it
-vLLM is left out.
+rows, with `--compile` also compiled. `--vllm` names the interpreter of an environment that has vllm; without it vLLM
+is left out.
 
 Writes selfdistill.md and selfdistill.json, or selfdistill_forced.md and .json, to `--out`. Never run on a GPU.
 """
@@ -31,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
@@ -39,19 +38,14 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 from shared import machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft  # noqa: E402
+from medusa_train.checkpoint.load_model import LoadedModel, compile_backbone, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.data.sources import open_seed_dataset  # noqa: E402
 from medusa_train.selfdistill.chat_prompting import ChatPrompting  # noqa: E402
 from medusa_train.selfdistill.engines import Engine  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
-from medusa_train.selfdistill.local_model import LocalModel  # noqa: E402
 from medusa_train.selfdistill.modes import DropRules, replay  # noqa: E402
-from medusa_train.selfdistill.process_engine import ProcessEngine  # noqa: E402
-from medusa_train.selfdistill.processes import choose_processes  # noqa: E402
 from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts  # noqa: E402
-
-Processes = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -196,38 +190,21 @@ def vllm_rate(python: str, model: str, prompts: Sequence[list[int]], tokens: int
     return float(generated / seconds)
 
 
-@dataclass(frozen=True)
-class ForcedModel(LocalModel):
-    """A model whose answers end at their last token only."""
-
-    def load(self) -> LoadedModel:
-        loaded = super().load()
-        loaded.backbone.eos_ids = ()
-        return loaded
-
-
 def own_rate(
-    paths: ModelPaths, prompts: Sequence[Prompt], tokens: int, batch: int, compiled: bool, processes: Processes
-) -> tuple[float, float, int]:
-    """Return the engine's tokens per second, the seconds to load and compile, and the number of processes."""
-    options = {"temperature": 0.0, "max_new_tokens": tokens, "exact": False}
-    model = ForcedModel(replace(paths, heads=None), "bfloat16", options, compiled)
-    count = choose_processes(processes, batch)
+    paths: ModelPaths, prompts: Sequence[Prompt], tokens: int, batch: int, compiled: bool
+) -> tuple[float, float]:
+    """Return the engine's tokens per second, and the seconds to load and compile."""
     started = time.perf_counter()
-    engine: HFEngine | ProcessEngine
-    if count == 1:
-        engine = model.open(batch, print)
-    else:
-        engine = ProcessEngine(model, batch, count, adjustable=processes == "auto", note=print)
-        count = engine.wait_until_ready()
+    backbone = load_with_draft(replace(paths, heads=None), "bfloat16", prepack=True).backbone
+    backbone.eos_ids = ()  # answers end at their last token only
+    if compiled:
+        compile_backbone(backbone, paths, rows=batch, trees=False)
+    engine = HFEngine(backbone, temperature=0.0, max_new_tokens=tokens, exact=False, batch_size=batch)
     ready = time.perf_counter() - started
-    try:
-        answer_all(engine, prompts[: 2 * count])  # warm-up
-        started = time.perf_counter()
-        _, generated = answer_all(engine, prompts)
-        return generated / (time.perf_counter() - started), ready, count
-    finally:
-        engine.close()
+    answer_all(engine, prompts[:2])  # warm-up
+    started = time.perf_counter()
+    _, generated = answer_all(engine, prompts)
+    return generated / (time.perf_counter() - started), ready
 
 
 def prompt_ids(paths: ModelPaths, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -246,44 +223,23 @@ def forced(args: argparse.Namespace, machine: Mapping[str, Any]) -> tuple[dict[s
     if args.vllm is None:
         print("vLLM is left out: --vllm names no interpreter")
     rates: dict[str, dict[int, float]] = {}
-    counts: dict[str, dict[int, int]] = {}
-    modes = [
-        (compiled, wanted) for compiled in ((False, True) if args.compile else (False,)) for wanted in args.processes
-    ]
     for batch in args.batches:
-        for compiled, wanted in modes:
-            if wanted != "auto" and wanted > batch:
-                continue
-            rate, ready, count = own_rate(paths, prompts, args.forced, batch, compiled, wanted)
-            name = ("compiled" if compiled else "not compiled") + ("" if wanted == "auto" else f", processes: {wanted}")
+        for compiled in (False, True) if args.compile else (False,):
+            rate, ready = own_rate(paths, prompts, args.forced, batch, compiled)
+            name = "compiled" if compiled else "not compiled"
             rates.setdefault(name, {})[batch] = rate
-            counts.setdefault(name, {})[batch] = count
-            print(
-                f"batch {batch:3} {name:14} {rate:6.0f} tokens/s, processes: {count}, ready after {ready:.0f} s",
-                flush=True,
-            )
+            print(f"batch {batch:3} {name:14} {rate:6.0f} tokens/s, ready after {ready:.0f} s", flush=True)
         if args.vllm is not None:
             ids = prompt_ids(paths, prompts)
             rate = vllm_rate(args.vllm, str(paths.base_model), ids, args.forced, batch, machine["threads"])
             rates.setdefault("vLLM", {})[batch] = rate
             print(f"batch {batch:3} {'vLLM':14} {rate:6.0f} tokens/s", flush=True)
-    rows = [[name, *(_cell(rates, counts, name, batch) for batch in args.batches)] for name in rates]
+    rows = [[name, *(f"{by_batch[batch]:.0f}" for batch in args.batches)] for name, by_batch in rates.items()]
     page = (
         f"# {args.forced} forced tokens for {len(prompts)} prompts, bfloat16, tokens/s\n\n{machine_line(machine)}\n\n"
-        f"{table(['engine', *(f'batch of {batch}' for batch in args.batches)], rows)}\n\n"
-        "In brackets: processes that share the batch, where there are several.\n"
+        f"{table(['engine', *(f'batch of {batch}' for batch in args.batches)], rows)}\n"
     )
-    record = {"machine": dict(machine), "prompts": len(prompts), "tokens": args.forced, "rates": rates}
-    return {**record, "processes": counts}, page
-
-
-def _cell(
-    rates: Mapping[str, Mapping[int, float]], counts: Mapping[str, Mapping[int, int]], name: str, batch: int
-) -> str:
-    if batch not in rates[name]:
-        return "-"
-    count = counts.get(name, {}).get(batch, 1)
-    return f"{rates[name][batch]:.0f}" + (f" ({count})" if count > 1 else "")
+    return {"machine": dict(machine), "prompts": len(prompts), "tokens": args.forced, "rates": rates}, page
 
 
 def markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
@@ -310,10 +266,6 @@ def mt_bench() -> str:
     return str(Path(os.environ.get("MEDUSA_BENCH_DIR", "bench")) / "mt_bench" / "question.jsonl")
 
 
-def _processes(text: str) -> Processes:
-    return "auto" if text == "auto" else int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -329,9 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of --forced (1 8 32)")
     parser.add_argument("--prompts", type=int, default=64, help="of --forced (64)")
     parser.add_argument("--questions", default=mt_bench(), help="question file of --forced (MT-Bench)")
-    parser.add_argument(
-        "--processes", type=_processes, nargs="+", default=["auto"], help="of --forced: auto or numbers (auto)"
-    )
     parser.add_argument("--compile", action="store_true", help="measure --forced with compiled passes too")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm, for --forced")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/selfdistill"), metavar="DIR")

@@ -100,8 +100,9 @@ def selfdistill(
     }
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
+    from medusa_train.selfdistill.model import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
-    from medusa_train.selfdistill.run import load_prompts, output_path, resolve_model_paths, resolve_shard
+    from medusa_train.selfdistill.run import load_prompts, output_path, resolve_shard
 
     part = resolve_shard(shard)
     # of several processes only the first prints to stdout; errors are printed by all
@@ -123,7 +124,7 @@ def selfdistill(
 
 def headline(cfg: SelfDistillConfig, out: Path) -> str:
     """Return the first line of the output: model, prompts and output file, defaults included."""
-    from medusa_train.selfdistill.run import model_name
+    from medusa_train.selfdistill.model import model_name
 
     model = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
@@ -138,8 +139,9 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
 
 def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
     """Answer the prompts of this process that are not in the output yet."""
+    from medusa_train.selfdistill.model import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter, shard_output
-    from medusa_train.selfdistill.run import output_settings, resolve_dtype
+    from medusa_train.selfdistill.run import output_settings
 
     if part is not None:
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
@@ -166,8 +168,8 @@ def _run(
 ) -> RunStats | None:
     """Answer `prompts` with a progress bar and print the statistics; None if the user interrupts."""
     from medusa_train.progress import RunProgress
-    from medusa_train.selfdistill.preview import describe, summary
-    from medusa_train.selfdistill.run import build_mode, distill, open_engine, record_metadata
+    from medusa_train.selfdistill.model import open_engine
+    from medusa_train.selfdistill.run import build_mode, distill, record_metadata, summary
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
     answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo)
@@ -183,7 +185,7 @@ def _run(
                 writer,
                 mode=build_mode(cfg),
                 metadata=record_metadata(cfg, dtype),
-                on_progress=lambda stats: phase.update(stats.finished, describe(stats)),
+                on_progress=lambda stats: phase.update(stats.finished, stats.line()),
             )
     except KeyboardInterrupt:
         return None
@@ -195,8 +197,9 @@ def _run(
 
 def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:
     """Merge the outputs of all shards into `out`."""
+    from medusa_train.selfdistill.model import resolve_dtype
     from medusa_train.selfdistill.output import merge
-    from medusa_train.selfdistill.run import output_settings, resolve_dtype
+    from medusa_train.selfdistill.run import output_settings
 
     merged = merge(out, output_settings(cfg, resolve_dtype(cfg)), [prompt.id for prompt in prompts])
     console.print(
@@ -213,7 +216,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
 
 def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) -> int:
     """Print the first prompts as the model or the server would receive them."""
-    from medusa_train.selfdistill.preview import preview
+    from medusa_train.selfdistill.run import preview
 
     console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written", highlight=False)
     for title, text in preview(cfg, prompts):

@@ -464,16 +464,6 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         "a server does its own batching; set concurrency instead",
     ),
     Constraint(
-        ("processes", "engine", "server_url"),
-        lambda cfg: _uses_server(cfg) and cfg.processes not in (1, "auto"),
-        "the model is not run in processes of this command when a server is used; set concurrency instead",
-    ),
-    Constraint(
-        ("processes", "batch_size"),
-        lambda cfg: cfg.processes != "auto" and cfg.batch_size is not None and cfg.processes > cfg.batch_size,
-        "is greater than batch_size, the conversations of all processes together; raise batch_size, or set fewer",
-    ),
-    Constraint(
         ("chat_template", "engine", "server_url"),
         lambda cfg: _uses_server(cfg) and cfg.chat_template is not None,
         "the server applies its own chat template; remove chat_template",

@@ -194,7 +194,13 @@ def _violations(cfg: Config, given: set[str], invalid: set[str], source: YamlSou
             yield (key,), message + (f" ({also})" if also else "")
 
 
+#: Keys of earlier versions.
+_REMOVED = {"processes": "it was removed: several processes were no faster on a CPU; raise batch_size, or use --shard"}
+
+
 def _unknown(name: str, owner: type[BaseModel]) -> str:
+    if name in _REMOVED:
+        return f"unknown key; {_REMOVED[name]}"
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.55)
     return f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; see docs/configuration.md"
 

@@ -45,7 +45,6 @@ from medusa_train.config.types import (
     Int,
     Interval,
     IntList,
-    IntOrAuto,
     ReasoningTags,
     Resume,
     Schedule,
@@ -577,11 +576,6 @@ class SelfDistillConfig(Config):
     )
     batch_size: Int | None = key(
         None, "conversations per batch (engine: local); default: 16, or 1 in float32 and with heads", ge=1
-    )
-    processes: IntOrAuto = key(
-        1,
-        "number of processes among which the cores of a CPU and the conversations of a batch are divided (engine: "
-        "local); auto: one per core for small models, with at least 4 conversations each; 1 on a GPU",
     )
     compile: BoolOrAuto = key(
         False,

@@ -108,19 +108,6 @@ def _as_bool_or_auto(value: object) -> object:
         raise _type_error("true, false or auto", value) from None
 
 
-def _as_int_or_auto(value: object) -> object:
-    if value == "auto":
-        return value
-    try:
-        number = _as_int(value)
-    except PydanticCustomError:
-        raise _type_error("a positive integer or auto", value) from None
-    assert isinstance(number, int)
-    if number < 1:
-        raise _type_error("a positive integer or auto", value)
-    return number
-
-
 def _as_resume(value: object) -> object:
     """Map true and auto to "latest", false to None (a new run); anything else is a path."""
     if isinstance(value, bool):
@@ -193,12 +180,6 @@ Bool = Annotated[bool, BeforeValidator(_as_bool)]
 Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "integer"]})]
 #: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
-#: A positive integer, or "auto" (chosen for the machine).
-IntOrAuto = Annotated[
-    int | Literal["auto"],
-    BeforeValidator(_as_int_or_auto),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
-]
 #: None (a new run), "latest" or a path.
 Resume = Annotated[
     str | None, BeforeValidator(_as_resume), WithJsonSchema({"type": ["boolean", "string", "integer", "null"]})

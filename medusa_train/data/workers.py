@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 import torch
 
@@ -14,7 +18,6 @@ from medusa_train.data.encoded import EncodedExamples
 from medusa_train.data.examples import encode_examples
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
-from medusa_train.worker_processes import Worker, kill_workers, start_worker
 
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many conversations.
 CONVERSATIONS_PER_WORKER = 2000
@@ -130,23 +133,54 @@ def _encode_in_workers(
 
 @contextlib.contextmanager
 def _open_workers(count: int) -> Iterator[list[Connection]]:
-    """Start processes that run `_work`, and kill them at the end, whatever they are doing."""
-    workers: list[Worker] = []
+    """Start processes that run `_work`, and kill them at the end, whatever they are doing.
+
+    They are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose locks a fork would copy.
+    """
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # it would unblock Ctrl-C if it were started with the first worker
+    workers: list[tuple[BaseProcess, Connection]] = []
     try:
         for _ in range(count):
-            workers.append(start_worker(_work))
-        yield [worker.connection for worker in workers]
+            connection, other = context.Pipe()
+            process = context.Process(target=_work, args=(other,), daemon=True)
+            workers.append((process, connection))
+            with other, _ctrl_c_blocked():
+                process.start()
+        yield [connection for _, connection in workers]
     finally:
-        kill_workers(workers)
+        for worker, connection in workers:
+            if worker.pid is not None:
+                worker.kill()
+                worker.join()
+            connection.close()
+
+
+@contextlib.contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Block Ctrl-C, also in processes that are started here; this process receives it afterwards.
+
+    A terminal sends it to all processes, and each would print a traceback.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(connection: Connection) -> None:
     """Report the start, then receive the settings and chunks, and return the examples of each.
 
     They are returned as bytes, since torch passes each tensor between processes through a file descriptor of its own.
+    Reading fails once the parent has ended, and so does this process.
     """
     torch.set_num_threads(1)
-    connection.send_bytes(b"")
-    encoder, max_length = connection.recv()
-    while True:
-        connection.send_bytes(_encode(connection.recv(), encoder, max_length).to_bytes())
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent was killed
+        connection.send_bytes(b"")
+        encoder, max_length = connection.recv()
+        while True:
+            connection.send_bytes(_encode(connection.recv(), encoder, max_length).to_bytes())

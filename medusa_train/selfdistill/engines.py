@@ -5,13 +5,11 @@ Engines keep no state between requests: an answer depends on its request only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from medusa_train.data.conversation import Message
-
-T = TypeVar("T")
 
 AnswerFinishReason = Literal["stop", "length", "context", "refused"]
 
@@ -48,16 +46,6 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     token_ids: tuple[int, ...] | None = None
-
-
-def pick_similar(waiting: list[T], count: int, length: Callable[[T], int]) -> list[T]:
-    """Remove the oldest item and the `count` - 1 of the most similar length from `waiting`; return them in order."""
-    oldest, *others = range(len(waiting))
-    others.sort(key=lambda index: abs(length(waiting[index]) - length(waiting[oldest])))
-    picked = {oldest, *others[: count - 1]}
-    found = [item for index, item in enumerate(waiting) if index in picked]
-    waiting[:] = [item for index, item in enumerate(waiting) if index not in picked]
-    return found
 
 
 class Engine(Protocol):

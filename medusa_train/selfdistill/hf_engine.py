@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.engines import Answer, Request, pick_similar
+from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.trees.tree import Tree
 
 COMPARED_ANSWERS = 8  # with heads, also generated without them
@@ -33,9 +33,9 @@ class _Pending:
     prompt: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
-    """What an engine has done so far; the counts of several engines can be added.
+    """What an engine has done so far.
 
     Attributes:
         steps: decoding steps of answers.
@@ -54,21 +54,6 @@ class Counts:
     seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def figures(self) -> dict[str, str]:
-        """Return the figures for the summary, by name."""
-        figures = {}
-        if self.draft_steps:
-            figures["tokens per step"] = f"{self.draft_tokens / self.draft_steps:.2f}"
-        if self.compared:
-            ratio = (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
-            figures["faster than without heads"] = f"{ratio:.2f}x ({self.compared} answers)"
-        if self.again:
-            figures["batched answers generated again in single rows (rounding)"] = f"{self.again:,}"
-        return figures
 
 
 class HFEngine:
@@ -164,17 +149,6 @@ class HFEngine:
             self._generate_some()
         return self._finished.popleft()
 
-    def advance(self) -> list[tuple[int, Answer]]:
-        """Run one decoding step, or a whole batch where others can't join; return the answers that are finished now.
-
-        At least one request must be unanswered.
-        """
-        if not self._finished:
-            self._generate_some()
-        finished = list(self._finished)
-        self._finished.clear()
-        return finished
-
     def _generate_some(self) -> None:
         if self._batch is None or self.counts.compared < self._compare:
             requests = self._pick(self.batch_size)
@@ -195,14 +169,28 @@ class HFEngine:
 
     def stats(self) -> Mapping[str, str]:
         """Return the heads' speedup, and the number of answers generated again."""
-        return self.counts.figures()
+        counts, figures = self.counts, {}
+        if counts.draft_steps:
+            figures["tokens per step"] = f"{counts.draft_tokens / counts.draft_steps:.2f}"
+        if counts.compared:
+            ratio = (counts.tokens / counts.seconds) / (counts.plain_tokens / counts.plain_seconds)
+            figures["faster than without heads"] = f"{ratio:.2f}x ({counts.compared} answers)"
+        if counts.again:
+            figures["batched answers generated again in single rows (rounding)"] = f"{counts.again:,}"
+        return figures
 
     def close(self) -> None:
         """Do nothing; there are no resources to release."""
 
     def _pick(self, count: int) -> list[_Pending]:
         """Take the oldest request and those with the most similar prompt lengths from the queue, in order."""
-        return pick_similar(self._waiting, count, lambda asked: len(asked.prompt))
+        oldest, *others = range(len(self._waiting))
+        lengths = [len(asked.prompt) for asked in self._waiting]
+        others.sort(key=lambda index: abs(lengths[index] - lengths[oldest]))
+        picked = {oldest, *others[: count - 1]}
+        batch = [asked for index, asked in enumerate(self._waiting) if index in picked]
+        self._waiting = [asked for index, asked in enumerate(self._waiting) if index not in picked]
+        return batch
 
     def _step(self, batch: Batch) -> tuple[list[_Pending], list[Generation]]:
         """Refill free rows, run one decoding step, and return the requests that are finished."""
@@ -240,7 +228,8 @@ class HFEngine:
         if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
             return made
         again = self._generate(self._plain, [asked])[0]
-        self._count(again=1, steps=again.steps)
+        self.counts.again += 1
+        self.counts.steps += again.steps
         return again
 
     def _compare_with_plain(self, batch: Sequence[_Pending], made: Sequence[Generation], seconds: float) -> None:
@@ -251,22 +240,19 @@ class HFEngine:
         if not self._warm:
             self._warm = True
             return
-        self._count(
-            compared=len(batch),
-            tokens=sum(len(out.tokens) for out in made),
-            seconds=seconds,
-            plain_tokens=sum(len(out.tokens) for out in plain),
-            plain_seconds=plain_seconds,
-        )
+        counts = self.counts
+        counts.compared += len(batch)
+        counts.tokens += sum(len(out.tokens) for out in made)
+        counts.seconds += seconds
+        counts.plain_tokens += sum(len(out.tokens) for out in plain)
+        counts.plain_seconds += plain_seconds
 
     def _count_answers(self, made: Sequence[Generation]) -> None:
         steps = sum(out.steps for out in made)
-        self._count(steps=steps)
+        self.counts.steps += steps
         if self._decoder is not self._plain:
-            self._count(draft_steps=steps, draft_tokens=sum(len(out.tokens) - 1 for out in made))
-
-    def _count(self, **more: float) -> None:
-        self.counts += Counts(**more)  # type: ignore[arg-type]
+            self.counts.draft_steps += steps
+            self.counts.draft_tokens += sum(len(out.tokens) - 1 for out in made)
 
 
 #: Bound on the rounding error of a logit, relative to the largest: ten times the largest error observed.

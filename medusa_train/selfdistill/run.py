@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from rich.table import Table
+
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_seed_dataset
+from medusa_train.hub import hub_is_unreachable
+from medusa_train.progress import duration
 from medusa_train.selfdistill.engines import Engine, Request
+from medusa_train.selfdistill.model import model_name, public_name, resolve_model_paths, server_sampling
 from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, question, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts, short_name
 
-if TYPE_CHECKING:
-    from medusa_train.checkpoint.resolve import ModelPaths
-    from medusa_train.selfdistill.openai_engine import ServerSampling
-
-DEFAULT_BATCH_SIZE = 16
+PREVIEWED = 3  # prompts
 
 
 def output_path(cfg: SelfDistillConfig) -> Path:
@@ -78,137 +79,85 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
     return partial(question if cfg.mode == "questions" else replay, random_seed=cfg.seed, rules=rules)
 
 
-def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
-    """Return the model's dtype; None for a server."""
-    if cfg.engine == "openai":
-        return None
-    if cfg.dtype != "auto":
-        return cfg.dtype
-    from medusa_train.models.precision import auto_dtype  # imports torch
-
-    return auto_dtype()
-
-
-def open_engine(
-    cfg: SelfDistillConfig, dtype: str | None, answers: int = 0, note: Callable[[str], None] = print
-) -> Engine:
-    """Load the model, or connect to the server, that generates the answers.
-
-    Args:
-        answers: number of answers to generate, by which `compile: auto` decides.
-        note: receives that decision, the number of processes, and lines about servers that do not answer.
+def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of the first request of each of the first prompts.
 
     Raises:
-        BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
-        ConfigError: the server's address is invalid, or several processes are wanted on a GPU.
+        BackboneError, DataError, ConfigError: the model does not exist, or has no suitable chat template.
     """
+    requests = [(prompt, next(build_mode(cfg)(prompt))) for prompt in prompts[:PREVIEWED]]
     if cfg.engine == "openai":
-        return _openai_engine(cfg, note)
-    from medusa_train.selfdistill.local_model import LocalModel
-    from medusa_train.selfdistill.process_engine import ProcessEngine
-    from medusa_train.selfdistill.processes import choose_processes
+        for prompt, request in requests:
+            body = server_sampling(cfg).body(model_name(cfg), request)
+            yield _title(prompt), json.dumps(body, indent=2, ensure_ascii=False)
+        return
+    from transformers import AutoTokenizer
 
-    assert dtype is not None  # only a server has none
-    _select_local_gpu()
+    from medusa_train.models.loading import resolve_backbone
+    from medusa_train.selfdistill.chat_prompting import ChatPrompting
+
     paths = resolve_model_paths(cfg)
-    default = 1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE
-    batch_size = cfg.batch_size or (default if cfg.processes == "auto" else max(default, cfg.processes))
-    options = {
+    where, _ = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_unreachable()
+    )
+    prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    for prompt, request in requests:
+        yield f"{_title(prompt)}, {len(prompting.prompt(request))} tokens", prompting.text(request)
+
+
+def _title(prompt: Prompt) -> str:
+    turns = f"{len(prompt.turns)} turns" if len(prompt.turns) > 1 else "1 turn"
+    return f"{prompt.id} ({prompt.source}), {turns}"
+
+
+def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    """Return the fields of every output line that tell how it was generated."""
+    metadata: dict[str, Any] = {"model": model_name(cfg), "sampling": _sampling(cfg, dtype)}
+    if cfg.mode != "replay":
+        metadata["mode"] = cfg.mode
+    return metadata
+
+
+def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    """Return all settings that a conversation depends on; missing keys equal None.
+
+    The selection of prompts is not among them, so that a run can be extended; nor is the server's address.
+    """
+    selftalk, questions = cfg.mode == "selftalk", cfg.mode == "questions"
+    default_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
+    return {
+        "model": model_name(cfg),
+        "seed_dataset": None if questions else public_name(cfg.seed_dataset),
+        "type": cfg.type,
+        "chat_template": cfg.chat_template,
+        **_sampling(cfg, dtype),
+        "drop_truncated": cfg.drop_truncated,
+        **_without_none(
+            split=cfg.split, max_turns=cfg.max_turns, heads=None if cfg.heads is None else public_name(cfg.heads)
+        ),
+        **_without_none(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
+        **_without_none(
+            chat_template_kwargs=cfg.chat_template_kwargs,
+            reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
+        ),
+        **_without_none(mode=cfg.mode if selftalk or questions else None, rounds=cfg.rounds if selftalk else None),
+    }
+
+
+def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
+    return {
         "temperature": cfg.temperature,
         "top_p": cfg.top_p,
-        "top_k": cfg.top_k or 0,
         "max_new_tokens": cfg.max_new_tokens,
-        "chat_template": paths.chat_template,
-        "chat_template_kwargs": paths.chat_template_kwargs,
-        "reasoning_tags": cfg.reasoning_tags,
+        "seed": cfg.seed,
+        **_without_none(dtype=dtype, top_k=cfg.top_k),
     }
-    model = LocalModel(paths, dtype, options, cfg.compile, answers * cfg.max_new_tokens)
-    processes = choose_processes(cfg.processes, batch_size)
-    if processes == 1:
-        return model.open(batch_size, note)
-    return ProcessEngine(model, batch_size, processes, adjustable=cfg.processes == "auto", note=note)
 
 
-def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
-    """Return the paths of the backbone, its adapter and, if configured, the heads.
-
-    `base_model` may be a run: its trained backbone is used, with the adapter merged.
-
-    Raises:
-        CheckpointError: the heads or the run do not exist.
-    """
-    from medusa_train.checkpoint.resolve import resolve_model
-
-    model, base = cfg.heads, cfg.base_model
-    if model is None and base is not None and _is_run(base):
-        model, base = base, None
-    paths = resolve_model(
-        model,
-        base,
-        None,
-        chat_template=cfg.chat_template,
-        chat_template_kwargs=cfg.chat_template_kwargs,
-        trust_remote_code=cfg.trust_remote_code,
-    )
-    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
-
-
-def _is_run(name: str) -> bool:
-    path = resolve_path(name)
-    return path is not None and (path / "heads").is_dir() and (path / "config.yaml").is_file()
-
-
-def _openai_engine(cfg: SelfDistillConfig, note: Callable[[str], None]) -> Engine:
-    from medusa_train.selfdistill.openai_engine import OpenAIEngine
-    from medusa_train.servers.client import OpenAIClient
-
-    assert cfg.server_url is not None  # checked with the configuration
-    server = OpenAIClient(
-        cfg.server_url,
-        key_variable=cfg.api_key_env,
-        timeout=cfg.request_timeout,
-        retry_seconds=cfg.retry_seconds,
-        concurrency=cfg.concurrency,
-        note=note,
-    )
-    return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
-
-
-def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
-    """Return the parameters that every request has in common."""
-    from medusa_train.selfdistill.openai_engine import ServerSampling
-
-    return ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs)
-
-
-def _select_local_gpu() -> None:
-    """Use the GPU of this process's local rank, if a launcher set one."""
-    import torch
-
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-
-
-def model_name(cfg: SelfDistillConfig) -> str:
-    """Return the model's name in the output; the trained backbone of a run is named after the run."""
-    if cfg.base_model is not None:
-        return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
-    paths = resolve_model_paths(cfg)
-    trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
-    return public_name(str(paths.home) if trained else paths.base_model)
-
-
-def public_name(name: str) -> str:
-    """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
-    project or working directory, or else only their last part.
-    """
-    path = resolve_path(name)
-    if path is None or not Path(name).expanduser().is_absolute():
-        return name
-    for root in (PROJECT_ROOT, Path.cwd()):
-        if path.resolve().is_relative_to(root):
-            return path.resolve().relative_to(root).as_posix()
-    return path.name
+def _without_none(**settings: Any) -> dict[str, Any]:
+    """Omit unset settings: a new key leaves the files of runs that do not use it unchanged."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def distill(
@@ -343,51 +292,32 @@ class RunStats:
             self.dropped[chat.dropped] += chat.dropped_turns
             self.cut += not chat.is_empty
 
-
-def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
-    """Return the fields of every output line that tell how it was generated."""
-    metadata: dict[str, Any] = {"model": model_name(cfg), "sampling": _sampling(cfg, dtype)}
-    if cfg.mode != "replay":
-        metadata["mode"] = cfg.mode
-    return metadata
+    def line(self) -> str:
+        """Format tokens per second and dropped turns for the progress line."""
+        dropped = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
+        return f"{self.tokens_per_s:,.0f} tokens/s" + (f", dropped turns: {dropped}" if dropped else "")
 
 
-def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
-    """Return all settings that a conversation depends on; missing keys equal None.
-
-    The selection of prompts is not among them, so that a run can be extended; nor is the server's address.
-    """
-    selftalk, questions = cfg.mode == "selftalk", cfg.mode == "questions"
-    default_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
-    return {
-        "model": model_name(cfg),
-        "seed_dataset": None if questions else public_name(cfg.seed_dataset),
-        "type": cfg.type,
-        "chat_template": cfg.chat_template,
-        **_sampling(cfg, dtype),
-        "drop_truncated": cfg.drop_truncated,
-        **_without_none(
-            split=cfg.split, max_turns=cfg.max_turns, heads=None if cfg.heads is None else public_name(cfg.heads)
-        ),
-        **_without_none(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
-        **_without_none(
-            chat_template_kwargs=cfg.chat_template_kwargs,
-            reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
-        ),
-        **_without_none(mode=cfg.mode if selftalk or questions else None, rounds=cfg.rounds if selftalk else None),
+def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
+    """Return the table at the end of a run, with the statistics of its engine in the last rows."""
+    counts = {
+        "prompts": stats.total,
+        "done by an earlier run": stats.earlier,
+        "conversations written": stats.written,
+        "answers in them": stats.turns,
+        "of them with dropped turns": stats.cut,
+        "looping answers": stats.looping,
+        "conversations dropped": stats.empty,
+        **{f"dropped turns: {why}": count for why, count in sorted(stats.dropped.items())},
     }
-
-
-def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
-    return {
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "max_new_tokens": cfg.max_new_tokens,
-        "seed": cfg.seed,
-        **_without_none(dtype=dtype, top_k=cfg.top_k),
-    }
-
-
-def _without_none(**settings: Any) -> dict[str, Any]:
-    """Omit unset settings: a new key leaves the files of runs that do not use it unchanged."""
-    return {name: value for name, value in settings.items() if value is not None}
+    always = ("prompts", "conversations written")
+    rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
+    if stats.dropped["length"]:
+        rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
+    rows |= {"tokens generated": f"{stats.tokens:,}", "time": duration(stats.seconds)}
+    rows |= {"tokens per second": f"{stats.tokens_per_s:,.0f}", **engine_stats}
+    table = Table("name", title="self-distillation", title_justify="left", show_header=False)
+    table.add_column("value", justify="right")
+    for row in rows.items():
+        table.add_row(*row)
+    return table

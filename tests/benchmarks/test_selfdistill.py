@@ -46,9 +46,9 @@ def test_forced_tokens_are_counted_beside_vllm(
     questions.write_text("".join(json.dumps({"turns": [f"question {n}", "more?"]}) + "\n" for n in range(6)))
     calls: list[tuple[int, bool]] = []
 
-    def rate(paths: object, prompts: list, tokens: int, batch: int, compiled: bool, processes: object) -> tuple:
+    def rate(paths: object, prompts: list, tokens: int, batch: int, compiled: bool) -> tuple:
         calls.append((batch, compiled))
-        return own_rate(paths, prompts, tokens, batch, False, processes)  # type: ignore[arg-type]
+        return own_rate(paths, prompts, tokens, batch, False)  # type: ignore[arg-type]
 
     own_rate = selfdistill.own_rate
     monkeypatch.setattr(selfdistill, "own_rate", rate)
@@ -60,8 +60,6 @@ def test_forced_tokens_are_counted_beside_vllm(
         "1",
         "4",
         "--compile",
-        "--processes",
-        "1",
         "--questions",
         str(questions),
         "--out",
@@ -76,22 +74,8 @@ def test_forced_tokens_are_counted_beside_vllm(
     record = json.loads((tmp_path / "selfdistill_forced.json").read_text())
     assert record["prompts"] == 4
     assert record["rates"]["vLLM"] == {"1": 10.0, "4": 10.0}
-    assert record["processes"]["compiled, processes: 1"] == {"1": 1, "4": 1}
     assert all(rate > 0 for by_batch in record["rates"].values() for rate in by_batch.values())
     assert "| vLLM | 10 | 10 |" in (tmp_path / "selfdistill_forced.md").read_text()
     monkeypatch.setattr(selfdistill, "VLLM_SCRIPT", "raise SystemExit('no such device')")
     with pytest.raises(RuntimeError, match="no such device"):
         selfdistill.main([*flags, "--vllm", sys.executable])
-
-
-@pytest.mark.slow
-def test_processes_share_a_batch_of_forced_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_backbone(tmp_path / "backbone")
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"turns": [f"question {n}"]}) + "\n" for n in range(6)))
-    flags = ["--forced", "5", "--batches", "1", "4", "--processes", "2", "--questions", str(questions)]
-    assert selfdistill.main([str(model), *flags, "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "selfdistill_forced.json").read_text())
-    assert record["processes"] == {"not compiled, processes: 2": {"4": 2}}
-    assert record["rates"]["not compiled, processes: 2"]["4"] > 0
-    assert "| - |" in (tmp_path / "selfdistill_forced.md").read_text()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -70,7 +69,7 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
 def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1", "--output", "whole.jsonl"]
     assert runner.invoke(app, flags).exit_code == 0
-    monkeypatch.setattr("medusa_train.selfdistill.run.open_engine", None)
+    monkeypatch.setattr("medusa_train.selfdistill.model.open_engine", None)
     result = runner.invoke(app, flags)
     assert result.exit_code == 0, result.output
     assert "whole.jsonl is complete, nothing to do" in result.output
@@ -124,9 +123,7 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["--mode", "questions"], 2, "set limit"),
         (["--mode", "questions", "--limit", "2", "--temperature", "0"], 2, "set temperature: 1.0"),
         (["--mode", "questions", "--limit", "2", "min_chars=3"], 2, "has no effect with mode: questions"),
-        (["--server-url", "http://h/v1", "--model", "m", "processes=2"], 2, "set concurrency instead"),
-        (["--seed", "mine.jsonl", "batch_size=2", "processes=3"], 2, "greater than batch_size"),
-        (["--seed", "mine.jsonl", "processes=0"], 2, "expected a positive integer or auto, got 0"),
+        (["--seed", "mine.jsonl", "processes=2"], 2, "unknown key; it was removed: several processes were no faster"),
         (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
         (["--seed", "absent.jsonl"], 1, "no such file, and no seed set of that name"),
         (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
@@ -305,59 +302,6 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
         assert len(record["messages"]) == 2 * (number % 2 + 1)
         assert record["messages"][1]["content"] == f"answer to question {number}"
     assert served < 1.5 * count + 3 * 8 * 2  # only what was under way at a kill is asked again
-
-
-def session_processes(session: int) -> list[int]:
-    """Return the processes of a session that run, zombies excluded."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended
-            continue
-        if int(of) == session and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_several_processes_end_with_the_command_and_lose_nothing(workplace: Path, tmp_path: Path) -> None:
-    """A command that is killed, one that gets Ctrl-C in a terminal, and one that goes on to the end."""
-    seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(100)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8")
-    out = tmp_path / "out.jsonl"
-    flags = ["--seed", "mine.jsonl", "--model", str(workplace / "backbone"), "--output", "out.jsonl", "dtype=float32"]
-    flags += ["temperature=0.5", "drop_truncated=false", "max_new_tokens=80", "batch_size=4", "processes=2"]
-    command = [sys.executable, "-c", CHILD, *flags]
-    lines = 0
-    for number in (signal.SIGKILL, signal.SIGINT):
-        process = subprocess.Popen(
-            command, cwd=tmp_path, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") <= lines):
-            time.sleep(0.02)
-        assert len(session_processes(process.pid)) >= 3  # the command and its processes
-        os.killpg(process.pid, number)  # as a terminal does
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == (130 if number == signal.SIGINT else -number), errors
-        if number == signal.SIGINT:
-            assert errors == "interrupted; run the same command again to resume out.jsonl\n"
-            assert "processes: 2, each with 2 conversations" in output
-        deadline = time.monotonic() + 30
-        while session_processes(process.pid):
-            assert time.monotonic() < deadline, "processes are left"
-            time.sleep(0.02)
-        lines = out.read_bytes().count(b"\n")
-        assert 0 < lines < len(seeds)
-    done = subprocess.run(command, cwd=tmp_path, check=True, text=True, capture_output=True, timeout=300)
-    assert done.stderr == ""
-    alone = [*command, "--output", "alone.jsonl", "batch_size=1", "processes=1"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=300)
-    written, expected = (
-        sorted((tmp_path / name).read_text(encoding="utf-8").splitlines()) for name in ("out.jsonl", "alone.jsonl")
-    )
-    assert written == expected
 
 
 def too_long(body: dict) -> Reply:

@@ -11,6 +11,7 @@ import torch
 from medusa_train.checkpoint import choose_compile
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.inference import batch as inference_batch
@@ -29,7 +30,7 @@ from medusa_train.selfdistill.hf_engine import (
     _surely_drawn,
     is_certain,
 )
-from medusa_train.selfdistill.local_model import LocalModel
+from medusa_train.selfdistill.model import open_hf_engine
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
 from tests.inference.test_static_batches import CountingRunner
@@ -447,11 +448,11 @@ def test_passes_are_compiled_where_the_answers_repay_it(
     monkeypatch.setattr(
         choose_compile, "compile_backbone", lambda backbone, paths, rows, trees: compiled.append((rows, trees))
     )
-    monkeypatch.setattr(LocalModel, "load", lambda self: loaded)
+    monkeypatch.setattr("medusa_train.checkpoint.load_model.load_with_draft", lambda *given, **options: loaded)
     lines: list[str] = []
     paths = resolve_model(None, str(directory), None)
-    options = {"temperature": 0.0, "max_new_tokens": 4}
-    LocalModel(paths, "float64", options, "auto", 2000 * batch_size).open(batch_size, lines.append)
+    cfg = SelfDistillConfig(max_new_tokens=4, compile="auto", batch_size=batch_size)
+    open_hf_engine(cfg, paths, "float64", 500 * batch_size, lines.append)
     assert compiled == ([(batch_size, False)] if line is not None and "yes" in line else [])
     assert [one[: len(line)] for one in lines] == [line] if line is not None else not lines
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from medusa_train.data.conversation import Message
 from medusa_train.selfdistill.modes import DropRules, question
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.preview import summary
 from medusa_train.selfdistill.prompts import Prompt, read_prompts
-from medusa_train.selfdistill.run import distill
+from medusa_train.selfdistill.run import distill, summary
 from tests.selfdistill.fakes import FakeEngine, drive, said
 
 ASK = partial(question, random_seed=7, rules=DropRules())
@@ -43,4 +42,4 @@ def test_the_output_is_read_as_prompts(tmp_path: Path) -> None:
         ("b", ("question after nothing",)),
     ]
     assert (stats.written, stats.turns, stats.empty, stats.finished) == (2, 0, 0, 2)
-    assert "answers in them" not in list(summary(stats).columns[0].cells)
+    assert "answers in them" not in list(summary(stats, {}).columns[0].cells)

@@ -10,9 +10,8 @@ from medusa_train.data.records import read_conversations
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.selfdistill.modes import DropRules, replay
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.preview import describe, summary
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.run import RunStats, distill
+from medusa_train.selfdistill.run import RunStats, distill, summary
 from tests.selfdistill.fakes import FakeEngine, said
 
 SEEDS = [
@@ -97,10 +96,10 @@ def test_several_conversations_under_way_give_the_same_set(tmp_path: Path) -> No
 def test_figures_are_told() -> None:
     stats = RunStats(total=10, earlier=2, written=3, turns=5, tokens=100)
     stats.dropped["length"] += 2
-    line = describe(stats)
+    line = stats.line()
     assert "tokens/s" in line
     assert "dropped turns: 2 length" in line
-    rows = list(summary(stats).columns[0].cells)
+    rows = list(summary(stats, {}).columns[0].cells)
     assert "done by an earlier run" in rows
     assert "dropped turns: length" in rows
     assert "conversations dropped" not in rows

@@ -1,0 +1,182 @@
+"""The model of self-distillation: its files, names and dtype, and the engine that generates its answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.selfdistill.engines import Engine
+
+if TYPE_CHECKING:
+    from medusa_train.checkpoint.load_model import LoadedModel
+    from medusa_train.checkpoint.resolve import ModelPaths
+    from medusa_train.selfdistill.hf_engine import HFEngine
+    from medusa_train.selfdistill.openai_engine import ServerSampling
+
+DEFAULT_BATCH_SIZE = 16
+TIMED_PROMPT = 100  # tokens of the prompts with which a step is timed
+
+
+def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
+    """Return the paths of the backbone, its adapter and, if configured, the heads.
+
+    `base_model` may be a run: its trained backbone is used, with the adapter merged.
+
+    Raises:
+        CheckpointError: the heads or the run do not exist.
+    """
+    from medusa_train.checkpoint.resolve import resolve_model
+
+    model, base = cfg.heads, cfg.base_model
+    if model is None and base is not None and _is_run(base):
+        model, base = base, None
+    paths = resolve_model(
+        model,
+        base,
+        None,
+        chat_template=cfg.chat_template,
+        chat_template_kwargs=cfg.chat_template_kwargs,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
+
+
+def _is_run(name: str) -> bool:
+    path = resolve_path(name)
+    return path is not None and (path / "heads").is_dir() and (path / "config.yaml").is_file()
+
+
+def model_name(cfg: SelfDistillConfig) -> str:
+    """Return the model's name in the output; the trained backbone of a run is named after the run."""
+    if cfg.base_model is not None:
+        return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+    paths = resolve_model_paths(cfg)
+    trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if trained else paths.base_model)
+
+
+def public_name(name: str) -> str:
+    """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
+    project or working directory, or else only their last part.
+    """
+    path = resolve_path(name)
+    if path is None or not Path(name).expanduser().is_absolute():
+        return name
+    for root in (PROJECT_ROOT, Path.cwd()):
+        if path.resolve().is_relative_to(root):
+            return path.resolve().relative_to(root).as_posix()
+    return path.name
+
+
+def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
+    """Return the model's dtype; None for a server."""
+    if cfg.engine == "openai":
+        return None
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    from medusa_train.models.precision import auto_dtype  # imports torch
+
+    return auto_dtype()
+
+
+def open_engine(cfg: SelfDistillConfig, dtype: str | None, answers: int, note: Callable[[str], None]) -> Engine:
+    """Load the model, or connect to the server, that generates the answers.
+
+    Args:
+        answers: number of answers to generate, by which `compile: auto` decides.
+        note: receives that decision, and lines about servers that do not answer.
+
+    Raises:
+        BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
+        ConfigError: the server's address is invalid.
+    """
+    if cfg.engine == "openai":
+        return _openai_engine(cfg, note)
+    import torch
+
+    assert dtype is not None  # only a server has none
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return open_hf_engine(cfg, resolve_model_paths(cfg), dtype, answers, note)
+
+
+def _openai_engine(cfg: SelfDistillConfig, note: Callable[[str], None]) -> Engine:
+    from medusa_train.selfdistill.openai_engine import OpenAIEngine
+    from medusa_train.servers.client import OpenAIClient
+
+    assert cfg.server_url is not None  # checked with the configuration
+    server = OpenAIClient(
+        cfg.server_url,
+        key_variable=cfg.api_key_env,
+        timeout=cfg.request_timeout,
+        retry_seconds=cfg.retry_seconds,
+        concurrency=cfg.concurrency,
+        note=note,
+    )
+    return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
+
+
+def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
+    """Return the parameters that every request has in common."""
+    from medusa_train.selfdistill.openai_engine import ServerSampling
+
+    return ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs)
+
+
+def open_hf_engine(
+    cfg: SelfDistillConfig, paths: ModelPaths, dtype: str, answers: int, note: Callable[[str], None]
+) -> HFEngine:
+    """Load the model in this process, compile it where wanted, and return its engine; see `open_engine`."""
+    from medusa_train.checkpoint.choose_compile import compile_or_report
+    from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
+    from medusa_train.selfdistill.hf_engine import HFEngine
+
+    batch_size = cfg.batch_size or (1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE)
+    # float32 answers are reproducible on other machines only without prepacked weights
+    model = load_with_draft(paths, dtype, prepack=dtype != "float32")
+    trees = model.draft is not None
+    if cfg.compile is True:
+        compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
+    elif cfg.compile == "auto" and _compile_is_repaid(model, batch_size, answers * cfg.max_new_tokens, note):
+        compile_or_report(model.backbone, paths, note, rows=batch_size, trees=trees)
+    return HFEngine(
+        model.backbone,
+        batch_size=batch_size,
+        draft=model.draft,
+        tree=model.tree,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k or 0,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template=paths.chat_template,
+        chat_template_kwargs=paths.chat_template_kwargs,
+        reasoning_tags=cfg.reasoning_tags,
+    )
+
+
+def _compile_is_repaid(model: LoadedModel, batch_size: int, tokens: int, note: Callable[[str], None]) -> bool:
+    """Return whether compilation saves time before at most `tokens` are generated; `note` receives the reason.
+
+    Most answers end before their limit, so half of the tokens are expected. Single rows in float32 are not compiled:
+    their answers are the same on other machines, and compiled passes round differently.
+    """
+    import torch
+
+    from medusa_train.checkpoint.choose_compile import Outlook, compile_obstacle, compile_seconds
+    from medusa_train.inference.batch import plain_step_seconds
+
+    backbone = model.backbone
+    if batch_size == 1 and backbone.dtype == torch.float32:
+        return False
+    step = plain_step_seconds(backbone, [0] * TIMED_PROMPT, batch_size)
+    seconds = compile_seconds(backbone, trees=model.draft is not None)
+    outlook = Outlook(tokens // 2 // batch_size, step, compile_seconds=seconds)
+    obstacle = compile_obstacle(backbone) if outlook.repaid else None
+    wanted = outlook.repaid and obstacle is None
+    note(f"compile: {'yes' if wanted else 'no'}, {obstacle or outlook}")
+    return wanted
