@@ -238,11 +238,15 @@ class Backbone:
         Half precision and quantized weights round differently in passes of different sizes, so only a gross difference
         counts there. A mixture of experts always agrees there, since rounding may route a token to another expert.
         """
-        exact = self.dtype in (torch.float32, torch.float64) and not getattr(self.model, "is_quantized", False)
-        if not exact and has_experts(self.config):
+        if not self.is_exact and has_experts(self.config):
             return True
         distance = (states.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
-        return float(distance) < (1e-3 if exact else 0.25)
+        return float(distance) < (1e-3 if self.is_exact else 0.25)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether passes of different sizes give the same result up to rounding errors of float32."""
+        return self.dtype in (torch.float32, torch.float64) and not getattr(self.model, "is_quantized", False)
 
     # Early exit
 

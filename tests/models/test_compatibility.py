@@ -151,6 +151,39 @@ def test_a_model_that_cannot_verify_a_tree_is_rejected(kind: type[LlamaForCausal
     assert kind.__name__ in str(caught.value)
 
 
+class ExpertsIgnoreTheMask(transformers.MixtralForCausalLM):
+    """A mixture of experts that uses its own causal mask."""
+
+    def __init__(self, config: transformers.MixtralConfig) -> None:
+        super().__init__(config)
+        forward = self.model.forward
+        self.model.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_experts_that_cannot_verify_a_tree_is_rejected(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **SMALL, num_key_value_heads=1, num_local_experts=8, sliding_window=None, eos_token_id=None
+    )
+    check_model(Backbone(transformers.MixtralForCausalLM(config).to(dtype), NoTokenizer()))
+    faulty = Backbone(ExpertsIgnoreTheMask(config).to(dtype), NoTokenizer())
+    if dtype == torch.float32:
+        for parameter in faulty.model.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.5)
+    with pytest.raises(BackboneError, match="4-D attention mask"):
+        check_model(faulty)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "Glm4Moe", "Phimoe"])
+def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(
+        **SMALL, num_key_value_heads=1, eos_token_id=None, pad_token_id=None
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    check_model(Backbone(model, NoTokenizer()))
+
+
 def test_a_forward_without_position_ids_is_rejected() -> None:
     class NoPositions(LlamaForCausalLM):
         pass
