@@ -16,7 +16,7 @@ from typing import Any
 
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
-from medusa_train.config.schema import TrainConfig
+from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
@@ -182,12 +182,8 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
     update = {
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
-        "datasets": [
-            source.model_copy(
-                update={"path": _absolute(source.path), "conversation": _absolute_template(source.conversation)}
-            )
-            for source in cfg.datasets
-        ],
+        "datasets": [_absolute_dataset(entry) for entry in cfg.datasets],
+        "test_datasets": cfg.test_datasets and [_absolute_dataset(entry) for entry in cfg.test_datasets],
         "chat_template": _absolute_template(cfg.chat_template),
         "deepspeed": _absolute(cfg.deepspeed) if isinstance(cfg.deepspeed, str) else cfg.deepspeed,
         "resume_from_checkpoint": None,
@@ -209,6 +205,11 @@ def writing(out: Path) -> Iterator[None]:
 def _absolute(name: str) -> str:
     local = resolve_path(name)
     return name if local is None else str(local.resolve())
+
+
+def _absolute_dataset(entry: DatasetConfig) -> DatasetConfig:
+    update = {"path": _absolute(entry.path), "conversation": _absolute_template(entry.conversation)}
+    return entry.model_copy(update=update)
 
 
 def _absolute_template(name: str | None) -> str | None:
@@ -250,7 +251,7 @@ def missing_inputs(cfg: TrainConfig) -> list[str]:
         missing.append(f"base_model: {cfg.base_model}: no such directory")
     elif backbone is not None and not (backbone / "config.json").is_file():
         missing.append(f"base_model: {cfg.base_model}: not a model directory (no config.json)")
-    for entry in cfg.datasets:
+    for entry in cfg.all_datasets:
         if resolve_path(entry.path) is None and is_data_file_name(entry.path):
             missing.append(f"datasets: {entry.path}: no such file or directory")
     if cfg.lora_model_dir is not None and resolve_path(cfg.lora_model_dir) is None:

@@ -192,6 +192,8 @@ def _run(
     finally:
         engine.close()
     console.print(summary(stats, engine.stats()))
+    if (warning := stats.looping_warning(cfg.drop_looping)) is not None:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     return stats
 
 

@@ -64,10 +64,14 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
         yield "cosine_min_lr_ratio"
     if cfg.lr_scheduler == "constant":
         yield from (name for name in ("warmup_steps", "warmup_ratio") if getattr(cfg, name))
-    if cfg.val_set_size == 0:
+    if not _has_validation(cfg):
         yield from ("eval_steps", "evals_per_epoch")
     if cfg.wandb_project is None:
         yield from ("wandb_entity", "wandb_run_id")
+
+
+def _has_validation(cfg: Any) -> bool:
+    return cfg.val_set_size > 0 or cfg.test_datasets is not None
 
 
 def _is_quantized(cfg: Any) -> bool:
@@ -251,13 +255,18 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "cannot be set together with saves_per_epoch; remove one of the two",
     ),
     Constraint(
+        ("val_set_size", "test_datasets"),
+        lambda cfg: cfg.test_datasets is not None and cfg.val_set_size > 0 and "val_set_size" in cfg.model_fields_set,
+        "test_datasets are the data for evaluation; remove one of the two",
+    ),
+    Constraint(
         ("eval_steps", "evals_per_epoch"),
         lambda cfg: cfg.eval_steps is not None and cfg.evals_per_epoch is not None,
         "cannot be set together with evals_per_epoch; remove one of the two",
     ),
     Constraint(
         ("early_stopping_patience", "val_set_size"),
-        lambda cfg: cfg.early_stopping_patience is not None and cfg.val_set_size == 0,
+        lambda cfg: cfg.early_stopping_patience is not None and not _has_validation(cfg),
         "requires evaluations; set val_set_size, for example 0.05",
     ),
     Constraint(

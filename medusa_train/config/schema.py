@@ -231,7 +231,14 @@ class TrainConfig(Config):
         ["assistant"], "roles whose turns are training targets", min_length=1
     )
     train_on_inputs: Bool = key(False, "train on all tokens, including prompts")
-    val_set_size: Float = key(0.05, "fraction of the conversations held out for evaluation", ge=0, lt=1)
+    val_set_size: Float = key(
+        0.05, "fraction of the conversations held out for evaluation, if test_datasets is not set", ge=0, lt=1
+    )
+    test_datasets: list[DatasetConfig] | None = key(
+        None,
+        "data for evaluation and to fit the tree, of which nothing is trained on; default: held out by val_set_size",
+        min_length=1,
+    )
     skip_bad_records: Bool = key(False, "skip invalid records instead of failing")
 
     # Optimization
@@ -314,6 +321,11 @@ class TrainConfig(Config):
     def ineffective_keys(self) -> tuple[str, ...]:
         """Keys of joint training if the backbone is frozen, of the adapter if there is none, and similar ones."""
         return tuple(find_ineffective_keys(self))
+
+    @property
+    def all_datasets(self) -> list[DatasetConfig]:
+        """`datasets` and `test_datasets`."""
+        return [*self.datasets, *(self.test_datasets or ())]
 
     @property
     def draft_config(self) -> DraftConfig:
@@ -551,7 +563,7 @@ class SelfDistillConfig(Config):
     max_new_tokens: Int = key(2048, "maximum length of an answer in tokens", ge=1)
     drop_truncated: Bool = key(True, "drop answers that reached max_new_tokens, and the turns after them")
     drop_looping: Bool = key(
-        False, "drop answers that repeat a sequence of eight words three times, and the turns after them"
+        True, "drop answers that repeat a sequence of eight words three times, and the turns after them"
     )
     seed: Int = key(42, "random seed of sampling", ge=0)
 

@@ -14,6 +14,9 @@ Role = Literal["system", "user", "assistant"]
 ReasoningTags = tuple[str, str]
 REASONING_TAGS: ReasoningTags = ("<think>", "</think>")
 
+#: Share of looping answers above which the user is warned.
+NOTABLE_LOOPING = 0.05
+
 # Words, runs of other symbols (a ruled line is one), and single characters in scripts without spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 
@@ -129,8 +132,8 @@ def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) 
         text: a string, which is split into words and symbols, or a sequence of tokens.
     """
     tokens = _WORDS.findall(text) if isinstance(text, str) else text
-    ngrams = Counter(tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1))
-    return any(count >= times for count in ngrams.values())
+    ngrams = Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
+    return max(ngrams.values(), default=0) >= times
 
 
 def _is_utf8(text: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
@@ -65,6 +67,17 @@ class EncodedDataset(Sequence[Example]):
         """Number of supervised tokens."""
         return sum(int(example.supervised.sum()) for example in self.examples)
 
+    def distinct_share(self, length: int = 8) -> float:
+        """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if there is none."""
+        factors = torch.randint(1 << 62, (length,), generator=torch.Generator().manual_seed(0))  # of a hash mod 2**64
+        hashes = [factors.new_empty(0)]
+        for example in self.examples:
+            if len(example) >= length:
+                whole = example.supervised.unfold(0, length, 1).all(1)
+                hashes.append((example.tokens.long().unfold(0, length, 1)[whole] * factors).sum(1))
+        sequences = torch.cat(hashes)
+        return sequences.unique().numel() / sequences.numel() if sequences.numel() else 1.0
+
     def prompts(self) -> list[list[int]]:
         """Return the tokens before every answer (see `Example.prompts`), in order."""
         return [prompt for example in self.examples for prompt in example.prompts()]
@@ -105,8 +118,9 @@ def load_datasets(
     the number of finished ones and the number of all in their data set.
 
     Returns:
-        (training, validation), with the same report. The validation set is empty if `val_set_size` is 0 or there is
-        only one conversation.
+        (training, validation). `test_datasets` are the validation set if they are configured, with a report of their
+        own, and conversations that both have are not trained on. Else both have the same report, and the validation
+        set is empty if `val_set_size` is 0 or there is only one conversation.
 
     Raises:
         DataError: a data set cannot be read, or has no usable conversation.
@@ -120,9 +134,15 @@ def load_datasets(
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))
+    test = _load_test_datasets(cfg, encoder, on_encoded)
     keys = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
-    flags = zip(keys, select_validation(keys, cfg.val_set_size, cfg.seed), strict=True)
-    validation_keys = {key for key, is_validation in flags if is_validation}
+    if test is not None:
+        validation_keys = {example.key for example in test}
+        if repeated := sum(key in validation_keys for key in keys):
+            report.notes.append(f"{repeated} conversations not trained on, since test_datasets have them")
+    else:
+        flags = zip(keys, select_validation(keys, cfg.val_set_size, cfg.seed), strict=True)
+        validation_keys = {key for key, is_validation in flags if is_validation}
     train: list[Example] = []
     validation: list[Example] = []
     origins: list[int] = []
@@ -138,8 +158,16 @@ def load_datasets(
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
         EncodedDataset(train, encoder.pad_id, report, row_len, mixture),
-        EncodedDataset(validation, encoder.pad_id, report, row_len),
+        EncodedDataset(validation, encoder.pad_id, report, row_len) if test is None else test,
     )
+
+
+def _load_test_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_encoded: OnEncoded | None) -> EncodedDataset | None:
+    """Load `test_datasets` like training data, without their weights; None if there are none."""
+    if cfg.test_datasets is None:
+        return None
+    keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
+    return replace(load_datasets(cfg.model_copy(update=keys), encoder, on_encoded)[0], mixture=None)
 
 
 def _mixture(cfg: TrainConfig, origins: Sequence[int]) -> Mixture | None:

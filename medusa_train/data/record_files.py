@@ -63,7 +63,7 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
 
 def settings_path(path: Path) -> Path:
     """Return the path of the settings with which medusa-selfdistill wrote the file at `path`."""
-    return path.with_suffix(".settings.json")
+    return path.with_name(path.name.removesuffix(".gz")).with_suffix(".settings.json")
 
 
 def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:

@@ -16,7 +16,7 @@ from medusa_train.data.records import ReadResult, parse_records
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
 
-_SUFFIXES = (".jsonl", ".json", PARQUET)
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 
@@ -115,12 +115,14 @@ def open_source(source: DatasetConfig) -> LocalFiles | HubSplit:
             "Remove it, or set path to the file to read"
         )
     if path.is_dir():
-        paths = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()))
+        paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
         if not paths:
             raise DataError(f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory")
         return LocalFiles(paths)
-    if path.suffix in _UNSUPPORTED_SUFFIXES:
-        raise DataError(f"{path}: unsupported file format, only JSON, JSONL and parquet are; convert it first")
+    if path.suffix in _UNSUPPORTED_SUFFIXES and not path.name.endswith(_SUFFIXES):
+        raise DataError(
+            f"{path}: unsupported file format, only JSON and JSONL (also gzipped) and parquet are; convert it first"
+        )
     return LocalFiles((path,))
 
 

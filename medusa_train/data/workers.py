@@ -90,6 +90,8 @@ def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_len
             report.skipped.append(str(error))
             continue
         report.outcomes[outcome] += 1
+        if examples:
+            report.count_answers(conversation)
         if len(examples) > 1:
             report.split = (report.split[0] + 1, report.split[1] + len(examples))
         encoded.examples += examples

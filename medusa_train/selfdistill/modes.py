@@ -26,18 +26,18 @@ class DropRules:
     """
 
     drop_truncated: bool = True
-    drop_looping: bool = False
+    drop_looping: bool = True
 
     def drop_reason(self, answer: Answer) -> DropReason | None:
         """Return why `answer` is dropped, or None if it is kept."""
         if answer.finish_reason == "refused":
             return "refused"
+        if self.drop_looping and is_looping(answer.text):  # before "length": a loop often ends there
+            return "looping"
         if answer.finish_reason != "stop" and self.drop_truncated:
             return answer.finish_reason
         if not answer.text.strip():
             return "context" if answer.finish_reason == "context" else "empty"
-        if self.drop_looping and is_looping(answer.text):
-            return "looping"
         return None
 
 
@@ -50,7 +50,7 @@ class GeneratedChat:
         messages: system message, then user and assistant messages in turn, each question with its answer; of mode
             questions a single question.
         finish_reasons, prompt_tokens, completion_tokens: per answer.
-        looping: number of looping answers.
+        looping: number of looping answers, a dropped one included.
         dropped: why an answer, and all turns after it, were dropped; None if none was.
         dropped_turns: number of turns dropped.
     """
@@ -90,6 +90,7 @@ class GeneratedChat:
     def drop(self, reason: DropReason, turns: int) -> None:
         """Record that `turns` turns were dropped."""
         self.dropped, self.dropped_turns = reason, turns
+        self.looping += reason == "looping"
 
 
 ChatSteps = Generator[Request, Answer, GeneratedChat]

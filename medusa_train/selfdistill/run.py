@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.data.conversation import Message
+from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_seed_dataset
 from medusa_train.hub import hub_is_unreachable
@@ -248,7 +248,7 @@ class RunStats:
         written: conversations written by this run.
         turns: answers in them.
         cut: written conversations with dropped turns.
-        looping: looping answers in them.
+        looping: generated answers that loop, dropped ones included.
         empty: conversations of which nothing is kept.
         dropped: dropped turns by `DropReason`.
         tokens: generated tokens, dropped answers included.
@@ -280,6 +280,11 @@ class RunStats:
         """Generated tokens per second."""
         return self.tokens / max(self.seconds, 1e-9)
 
+    @property
+    def looping_share(self) -> float:
+        """Share of the generated answers (in mode questions: of the questions) that loop."""
+        return self.looping / max(1, max(self.turns, self.written) + self.cut + self.empty)
+
     def count(self, chat: GeneratedChat) -> None:
         """Add a finished conversation."""
         if not chat.is_empty:
@@ -296,6 +301,14 @@ class RunStats:
         """Format tokens per second and dropped turns for the progress line."""
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
         return f"{self.tokens_per_s:,.0f} tokens/s" + (f", dropped turns: {dropped}" if dropped else "")
+
+    def looping_warning(self, dropped: bool) -> str | None:
+        """Return a line for the user if many answers loop, and say whether they were `dropped`."""
+        if self.looping_share <= NOTABLE_LOOPING:
+            return None
+        effect = "were dropped" if dropped else "are kept, and heads would learn to repeat (drop_looping: false)"
+        advice = "greedy answers of small models often do; sampling at a temperature of 0.3 to 0.7 loops less"
+        return f"warning: {self.looping:,} answers ({self.looping_share:.0%}) loop and {effect}; {advice}"
 
 
 def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:

@@ -130,11 +130,14 @@ def _data_table(cfg: TrainConfig, data: TrainingData, loader: BatchLoader, draft
         f"{train.describe_count()}, {train.tokens:,} tokens, {_supervised_share(train)} supervised",
     )
     table.add_row("lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}")
+    table.add_row("answers", _describe_answers(train))
     if len(validation):
         table.add_row(
             "held out",
             f"{validation.describe_count()}, {validation.tokens:,} tokens, {_supervised_share(validation)} supervised",
         )
+    if cfg.test_datasets is not None:
+        table.add_row("", _describe_answers(validation))
     if draft_vocabulary is not None:
         table.add_row("vocabulary", draft_vocabulary)
     table.add_row("loss", cfg.heads_loss.describe())
@@ -149,6 +152,15 @@ def _data_table(cfg: TrainConfig, data: TrainingData, loader: BatchLoader, draft
 
 def _supervised_share(dataset: EncodedDataset) -> str:
     return f"{dataset.supervised_tokens / dataset.tokens:.1%}"
+
+
+def _describe_answers(dataset: EncodedDataset) -> str:
+    """Describe the answers in the reports of `dataset`, and how much of its supervised text is new."""
+    counts, share = dataset.report.answers, dataset.report.looping_share
+    return (
+        f"{counts['all']:,}, of which {share:.1%} loop and {counts['cut'] / max(1, counts['all']):.1%} are known to be "
+        f"cut off by a length limit; {dataset.distinct_share():.1%} of the 8-grams of supervised tokens are distinct"
+    )
 
 
 def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:

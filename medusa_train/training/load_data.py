@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.conversation import Message
+from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.data.record_files import settings_path
@@ -131,8 +131,12 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: O
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
     train, validation = load_datasets(cfg, encoder, on_encoded)
-    for line in train.report.describe():
-        console.print(f"data: {line}", highlight=False)
+    for name, report in {"data": train.report, "test data": validation.report}.items():
+        if name == "data" or cfg.test_datasets is not None:  # else it is the same report
+            for line in report.describe():
+                console.print(f"{name}: {line}", highlight=False)
+    if train.report.looping_share > NOTABLE_LOOPING:
+        console.print(f"warning: {train.report.describe_looping()}", style="yellow", highlight=False, soft_wrap=True)
     prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
@@ -184,7 +188,7 @@ def load_tokenizer(cfg: TrainConfig, resolved: str) -> Any:
 
 def with_template(cfg: TrainConfig, tokenizer: Any) -> TrainConfig:
     """Set Axolotl's default chat template for `type: sharegpt` if neither tokenizer nor configuration has one."""
-    if cfg.chat_template or tokenizer.chat_template or any(entry.type != "sharegpt" for entry in cfg.datasets):
+    if cfg.chat_template or tokenizer.chat_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
         return cfg
     return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
 
@@ -204,7 +208,7 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
     if note := encoder.template.describe_unused_kwargs():
         yield note
     chat = [Message("user", "Hello")]
-    for entry in cfg.datasets:
+    for entry in cfg.all_datasets:
         path = resolve_path(entry.path)
         if path is None or not (settings := settings_path(path)).is_file():
             continue

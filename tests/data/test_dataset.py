@@ -1,3 +1,4 @@
+import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -122,6 +123,37 @@ def test_the_split_depends_on_seed_and_contents_only(tmp_path: Path, encoder: Ch
     assert not train & held_out
     assert parts(*two) == (train, held_out)
     assert parts(one, seed=2) != (train, held_out)
+
+
+def test_test_datasets_are_the_validation_set_and_not_trained_on(tmp_path: Path, encoder: ChatEncoder) -> None:
+    train_path = write(tmp_path / "train.jsonl", *(record(f"q{n}", "B") for n in range(9)))
+    test_path = tmp_path / "test.jsonl.gz"
+    test_path.write_bytes(gzip.compress("".join(json.dumps(record(f"q{n}", "B")) + "\n" for n in (8, 9)).encode()))
+    keys = {"test_datasets": [{"path": str(test_path), "weight": 3}], "sample_packing": True}
+    train, held_out = load_datasets(config(train_path, **keys), encoder)
+    assert [example.source for example in held_out] == [f"{test_path}:1", f"{test_path}:2"]
+    assert (held_out.row_len, held_out.mixture) == (train.row_len, None)
+    assert [example.source for example in train] == [f"{train_path}:{n}" for n in range(1, 9)]
+    assert train.report.describe() == ["1 conversations not trained on, since test_datasets have them"]
+
+
+def test_looping_and_cut_answers_are_counted_also_from_the_cache(tmp_path: Path, encoder: ChatEncoder) -> None:
+    loop = record("q", "a b c d e f g h " * 3, "q", "B") | {"finish_reasons": ["stop", "length"]}
+    path = write(tmp_path / "d.jsonl", loop, *(record(f"q{n}", "B") for n in range(8)), record("q", "B" * 999))
+    cfg = config(path, val_set_size=0, sequence_len=300, dataset_prepared_path=str(tmp_path / "cache"))
+    for _ in range(2):
+        report = load_datasets(cfg, encoder)[0].report
+        assert report.answers == {"all": 10, "looping": 1, "cut": 1}  # not of the last, which is too long
+        assert report.describe_looping().startswith("1 of 10 answers (10%) loop")
+    assert "loaded tokenized data" in report.notes[0]
+
+
+def test_share_of_distinct_sequences_of_supervised_tokens(tmp_path: Path, encoder: ChatEncoder) -> None:
+    path = write(tmp_path / "d.jsonl", record("prompts do not count", "abcdefghi"), record("q", "abcdefghk"))
+    train, _ = load_datasets(config(path, val_set_size=0), encoder)
+    assert [example.supervised.sum() for example in train] == [10, 10]  # 3 sequences of 8 each, the first two in both
+    assert train.distinct_share() == pytest.approx(5 / 6)
+    assert train.distinct_share(99) == 1.0
 
 
 def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEncoder) -> None:

@@ -41,10 +41,10 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(name: str) -> None:
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \.jsonl, \.json or \.parquet file in this directory"):
+    with pytest.raises(DataError, match=r"no \.jsonl, .* or \.parquet file in this directory"):
         read_source(DatasetConfig(path=str(tmp_path)))
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(DataError, match="only JSON, JSONL and parquet are"):
+    with pytest.raises(DataError, match="only JSON and JSONL"):
         read_source(DatasetConfig(path=str(tmp_path / "a.csv")))
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet: "):

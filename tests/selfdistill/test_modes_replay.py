@@ -61,12 +61,13 @@ def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
     assert (done.turns, done.dropped, done.dropped_turns) == (0, why, 3)
 
 
-def test_a_looping_answer_is_counted_or_dropped() -> None:
-    engine = FakeEngine({"two": said("a b c d e f g h " * 3)})
-    kept = run(engine)
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_looping_answer_is_dropped_or_counted(reason: str) -> None:
+    engine = FakeEngine({"two": said("a b c d e f g h " * 3, reason)})
+    dropped = run(engine)
+    assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (1, 1, "looping", 2)
+    kept = run(engine, rules=DropRules(drop_truncated=False, drop_looping=False))
     assert (kept.turns, kept.looping, kept.dropped) == (3, 1, None)
-    dropped = run(engine, rules=DropRules(drop_looping=True))
-    assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (1, 0, "looping", 2)
 
 
 def test_each_turn_of_each_conversation_has_its_own_random_seed() -> None:

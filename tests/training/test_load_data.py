@@ -51,6 +51,20 @@ def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config,
     assert data.prompts is data.train
 
 
+def test_training_on_looping_answers_is_warned_of_in_one_line(make_config, console, tmp_path):
+    path = tmp_path / "loops.jsonl"
+    said = {1: "one two three four five one two three " * 3}
+    chats = [[{"from": "human", "value": "one"}, {"from": "gpt", "value": said.get(n, f"two {n}")}] for n in range(30)]
+    path.write_text("".join(json.dumps({"conversations": chat}) + "\n" for chat in chats))
+    datasets = [{"path": str(path), "type": "sharegpt"}]
+    load_data(make_config(datasets=datasets), console)
+    assert "loop" not in console.file.getvalue()  # 3 %
+    path.write_text("".join(json.dumps({"conversations": chat}) + "\n" for chat in chats[:10]))
+    load_data(make_config(datasets=datasets), console)
+    (line,) = [line for line in console.file.getvalue().splitlines() if "loop" in line]
+    assert line.startswith("warning: 1 of 10 answers (10%) loop")
+
+
 def test_data_that_were_generated_with_other_prompts_are_named(make_config, console, chats, tmp_path):
     template = tmp_path / "thinking.jinja"
     template.write_text(

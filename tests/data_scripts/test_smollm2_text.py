@@ -1,0 +1,101 @@
+"""The text of SmolLM2: which prompts a run answers, and what is selected of the answers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from medusa_train.data.records import read_conversations
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = {
+    "max_new_tokens": 256,
+    "questions": {"temperature": 1.0},
+    "validation": {"questions": 2, "temperature": 0.0},
+    "runs": [
+        {"questions": 4},
+        {"prompts": "templates", "count": 3, "temperature": 0.5},
+        {"prompts": "validation"},
+        {"prompts": "questions", "count": 3, "temperature": 0.3},
+        {"questions": 12},
+        {"prompts": "questions", "count": 5, "temperature": 0.7},
+        {"prompts": "templates", "count": 3, "temperature": 0.0},
+    ],
+}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("smollm2_text", ROOT / "data" / "smollm2" / "make_text.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "PROMPT_COUNT", 9)
+    return module
+
+
+def answer(name: str, text: str, tokens: int = 5, reason: str = "stop") -> dict:
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": text}]
+    counts = {"prompt": [9], "completion": [tokens]}
+    sampling = {"temperature": 0.5, "seed": 42}
+    return {
+        "id": name, "messages": messages, "sampling": sampling, "finish_reasons": [reason], "token_counts": counts
+    }  # fmt: skip
+
+
+def test_every_prompt_is_answered_once_and_none_of_validation(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answered: dict[str, list[dict]] = {}
+
+    def distill(output: Path, arguments: object, options: dict, *more: str) -> None:
+        if output.name == "questions.jsonl":
+            texts = [f"What is the use of number {n}?" for n in range(int(more[-1]))]
+            texts[1] = texts[0].upper()  # a repetition
+            records = [{"id": f"question-{n:06d}", "messages": [{"content": text}]} for n, text in enumerate(texts)]
+            script.write_lines(output, reversed(records))  # in the order in which they were finished
+        else:
+            answered[output.stem] = script.read_lines(tmp_path / more[1])
+            assert output.stem == "validation" or output.stem.endswith(f"_t{options['temperature']}")
+
+    monkeypatch.setattr(script, "distill", distill)
+    script.generate(PLAN, tmp_path, argparse.Namespace())
+    assert {name: len(prompts) for name, prompts in answered.items()} == {
+        "01_templates_t0.5": 3, "validation": 118 + 2, "03_questions_t0.3": 1, "05_questions_t0.7": 5,
+        "06_templates_t0.0": 3,
+    }  # fmt: skip
+    names = [prompt["id"] for prompts in answered.values() for prompt in prompts]
+    turns = [prompt["conversations"][0]["value"] for prompts in answered.values() for prompt in prompts]
+    assert len(set(names)) == len(names) == len(set(turns))
+    assert {len(prompt["conversations"]) for prompt in answered["05_questions_t0.7"]} == {1, 2}
+
+
+def test_near_duplicates_and_more_than_the_wanted_tokens_are_left_out(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    texts = [" ".join(f"word{n}{m}" for m in range(20)) for n in range(6)]
+    answers = [answer(f"s-{n}", text, reason="length") for n, text in enumerate(texts)]
+    script.write_lines(tmp_path / "01_templates_t0.5.jsonl", answers)
+    nearly = answer("s-7", texts[1].removesuffix("word119") + "another")
+    held_out = answer("s-8", texts[2])  # what validation has is not trained on either
+    script.write_lines(tmp_path / "02_questions_t0.3.jsonl", [nearly])
+    script.write_lines(tmp_path / "validation.jsonl", [held_out])
+    script.write_selection(tmp_path, tokens=11)
+    text = read_conversations(tmp_path / "text.jsonl.gz", "messages").conversations
+    assert {"s-1", "s-7"} - {chat.id for chat in text} in ({"s-1"}, {"s-7"})
+    assert len(text) == 5
+    assert read_conversations(tmp_path / "smollm2.jsonl.gz", "messages").conversations == [
+        chat.__class__(chat.id, chat.messages, chat.source.replace("text.", "smollm2.")) for chat in text[:3]
+    ]
+    assert [chat.id for chat in read_conversations(tmp_path / "smollm2_validation.jsonl.gz").conversations] == ["s-8"]
+    assert "3 conversations, 15 supervised tokens" in capsys.readouterr().out
+    before = (tmp_path / "text.jsonl.gz").read_bytes()
+    script.write_selection(tmp_path, tokens=11)
+    assert (tmp_path / "text.jsonl.gz").read_bytes() == before
+    assert json.loads(json.dumps(script.shipped(nearly))).keys() == {"id", "messages", "finish_reasons", "temperature"}
