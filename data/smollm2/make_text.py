@@ -126,12 +126,7 @@ def distill(output: Path, arguments: argparse.Namespace, options: Record, *more:
     """Call medusa-selfdistill in the directory of `output`; end this command with its exit code if it fails."""
     print(f"== {output.name}", flush=True)
     keys = [f"{key}={options[key]}" for key in ("temperature", "top_p", "max_new_tokens") if key in options]
-    keys += [
-        f"batch_size={arguments.batch_size}",
-        f"processes={arguments.processes}",
-        "compile=true",
-        "dtype=bfloat16",
-    ]
+    keys += [f"batch_size={arguments.batch_size}", "compile=true", "dtype=bfloat16"]
     command = [sys.executable, "-m", "medusa_train.cli.selfdistill", "--model", MODEL, "--output", output.name]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
@@ -201,8 +196,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the text")
     parser.add_argument("--select", action="store_true", help="generate nothing, select from what is there")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="supervised tokens of the shipped part")
-    parser.add_argument("--processes", type=int, default=2, help="processes that generate (default 2)")
-    parser.add_argument("--batch-size", type=int, default=64, help="conversations at a time (default 64)")
+    parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default 32)")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
