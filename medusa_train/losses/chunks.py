@@ -20,6 +20,8 @@ from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
 from medusa_train.losses.row_losses import RowLoss, label_terms, lk_terms, soft_cross_entropy_terms
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+#: Chunks of a GPU grow up to so many bytes, and to this share of the memory that no process has taken.
+_MAX_CHUNK_BYTES, _FREE_SHARE = 2 << 30, 1 / 8
 _MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
@@ -112,6 +114,9 @@ class ChunkedLoss:
         if inputs.teacher is not None:
             self.teacher = _TeacherRows(inputs.teacher, inputs, hidden.shape[0], student)
         self.grads, self.scale = grads, scale
+        # sums over rows may exceed float16's range whatever the loss scale, unless they are scaled before
+        half = student.weight.dtype == torch.float16
+        self.scale_before, self.scale_after = (scale, 1.0) if half else (1.0, scale)
         self.any_grad = any(grad is not None for grad in grads)
         self.correct = inputs.labels.new_zeros(())
         zeros = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(5))
@@ -119,7 +124,7 @@ class ChunkedLoss:
         self.label_log_probs = student.weight.new_empty(len(inputs.labels), dtype=student.dtype)
 
         vocab, device = student.weight.shape[0], hidden.device.type
-        chunk = inputs.chunk or chunk_rows(vocab, device, student.buffer_dtype.itemsize)
+        chunk = inputs.chunk or chunk_rows(vocab, device, student.buffer_dtype.itemsize, free_bytes(hidden.device))
         self.block = block_rows(vocab, device)
         rows = min(chunk, inputs.rows.shape[0])
         self.buffer = student.weight.new_empty(rows, vocab, dtype=student.buffer_dtype)
@@ -174,6 +179,8 @@ class ChunkedLoss:
         student.transform_grad_(grad, logits)
         if self.grads.bias is not None:
             self.grads.bias.add_(grad.sum(dim=0), alpha=self.scale)
+        if self.scale_before != 1.0:
+            grad.mul_(self.scale_before)
         product.copy_(grad)
 
     def _add_sums(self, log_probs: Tensor, index: Tensor, theirs: Tensor | None) -> Tensor:
@@ -227,21 +234,21 @@ class ChunkedLoss:
         return grad
 
     def _add_grads(self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice) -> None:
-        """Backpropagate the raw logits' gradient [C, V] to weights, z and hidden states."""
+        """Backpropagate the raw logits' gradient [C, V], times `scale_before`, to weights, z and hidden states."""
         student, grads = self.student, self.grads
         if student.up is not None and z is not None:
             narrow = grad.to(student.up.dtype)
             if grads.z is not None:
-                grads.z[part] = (narrow @ student.up).to(grads.z.dtype).mul_(self.scale)
+                grads.z[part] = (narrow @ student.up).to(grads.z.dtype).mul_(self.scale_after)
             if grads.up is not None:
-                _add_product(grads.up, narrow, z.to(narrow.dtype), self.scale)
+                _add_product(grads.up, narrow, z.to(narrow.dtype), self.scale_after)
             del narrow
         grad = grad.to(student.weight.dtype)
         if grads.hidden is not None:
-            grad_states = (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale)
+            grad_states = (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale_after)
             grads.hidden.index_copy_(0, rows, grad_states)
         if grads.weight is not None:
-            _add_product(grads.weight, grad, states, self.scale)
+            _add_product(grads.weight, grad, states, self.scale_after)
 
 
 def _add_product(total: Tensor, grad: Tensor, states: Tensor, scale: float) -> None:
@@ -309,7 +316,8 @@ def log_mass(hidden: Tensor, lm_head: LMHeadLike, tokens: Tensor, rows: Tensor, 
     inputs = LossInputs(rows, rows, lm_head, None, autocast, None)
     source = _TeacherRows(Teacher(hidden, lm_head, 0, share=1.0, divergence=True), inputs, hidden.shape[0], matrix)
     vocab, device = matrix.weight.shape[0], hidden.device.type
-    chunk, block = chunk_rows(vocab, device, matrix.buffer_dtype.itemsize), block_rows(vocab, device)
+    chunk = chunk_rows(vocab, device, matrix.buffer_dtype.itemsize, free_bytes(hidden.device))
+    block = block_rows(vocab, device)
     buffer = matrix.weight.new_empty(min(chunk, len(rows)), vocab, dtype=matrix.buffer_dtype)
     mass = matrix.weight.new_zeros(hidden.shape[0], dtype=matrix.dtype)
     for start in range(0, len(rows), chunk):
@@ -322,12 +330,21 @@ def log_mass(hidden: Tensor, lm_head: LMHeadLike, tokens: Tensor, rows: Tensor, 
     return mass
 
 
-def chunk_rows(vocab: int, device: str, itemsize: int = 4) -> int:
+def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int:
     """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the weights.
 
-    At least 512, since every chunk reads the whole weight and, if trained, its whole gradient.
+    At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a GPU more, in powers
+    of two so that few sizes occur, where `free` bytes leave room (never run).
     """
-    return max(_MIN_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (itemsize * vocab))
+    size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
+    while 2 * size <= min(_MAX_CHUNK_BYTES, _FREE_SHARE * free):
+        size *= 2
+    return max(_MIN_ROWS, size // (itemsize * vocab))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU that no process has taken; 0 on a CPU, whose chunks fit its caches."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def block_rows(vocab: int, device: str) -> int:

@@ -32,6 +32,8 @@ from medusa_train.training.state import make_plan
 SAMPLES = 3
 #: Tokens shown of a sample.
 MAX_TOKENS = 400
+#: Bytes of a GPU that torch's allocator does not count.
+_CONTEXT, _NCCL = 1 << 30, 1 << 30
 #: Aligns the tables of the page.
 LABEL_WIDTH = 10
 SUPERVISED = "bold green"
@@ -196,8 +198,13 @@ def _estimate_for_page(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoa
 def _memory_table(memory: Memory, cfg: TrainConfig) -> Table:
     table = _grid()
     table.add_column(justify="right")
-    table.add_row("memory", Text("needed on one device", "bold"), Text(_size(memory.total), "bold"))
-    for name, size in memory.parts.items():
+    parts = dict(memory.parts)
+    if default_device().type == "cuda":
+        parts["left for CUDA's context and libraries, assumed"] = _CONTEXT
+        if cfg.deepspeed:
+            parts["left for NCCL's buffers, assumed"] = _NCCL
+    table.add_row("memory", Text("needed on one device", "bold"), Text(_size(sum(parts.values())), "bold"))
+    for name, size in parts.items():
         table.add_row("", name, _size(size))
     table.add_row("", f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen", "")
     if cfg.deepspeed:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: Keys of a parameter group that keep this run's values when resuming; the others are restored.
 _NOT_RESTORED = ("initial_lr", "weight_decay")
+#: The entries of bitsandbytes' state that its paged optimizers keep in paged memory.
+_MOMENTS = ("state1", "state2")
 
 
 class Strategy(Protocol):
@@ -229,9 +231,35 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's `state_dict`, keeping this run's learning rates and weight decay."""
     kept = [{name: group[name] for name in _NOT_RESTORED} for group in optimizer.param_groups]
-    optimizer.load_state_dict(saved)
+    if getattr(optimizer, "is_paged", False):
+        _load_paged(optimizer, saved)
+    else:
+        optimizer.load_state_dict(saved)
     for group, values in zip(optimizer.param_groups, kept, strict=True):
         group.update(values)
+
+
+def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Load the state of a paged optimizer of bitsandbytes, whose own loading leaves no moments paged.
+
+    The moments are copied to buffers as the first step would create them: of a CPU and a GPU that share them, so that
+    they need not fit into the GPU's memory.
+    """
+    rest: dict[Any, dict[str, Any]] = {}
+    moments: dict[Any, dict[str, Tensor]] = {}
+    for number, entry in saved["state"].items():
+        flat = {name: value for name, value in entry.items() if not isinstance(value, dict)}
+        for nested in (value for value in entry.values() if isinstance(value, dict)):  # bitsandbytes hides them in one
+            flat.update(nested)
+        moments[number] = {name: flat.pop(name) for name in _MOMENTS if name in flat}
+        rest[number] = flat
+    optimizer.load_state_dict({**saved, "state": rest})
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in moments.get(number, {}).items():
+            buffer = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+            optimizer.state[parameter][name] = buffer.copy_(value)
 
 
 def schedule_state(scheduler: LambdaLR, loss_scale: LossScale | None) -> dict[str, Any]:

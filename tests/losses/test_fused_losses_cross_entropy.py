@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.chunks import block_rows, chunk_rows
+from medusa_train.losses.chunks import block_rows, chunk_rows, free_bytes
 from medusa_train.losses.fused_losses import linear_cross_entropy
 from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, accumulated, leaves, name, plain_logits
@@ -302,6 +302,33 @@ def test_chunks_stay_small_for_any_vocabulary() -> None:
     assert chunk_rows(32_000, "cpu", itemsize=2) == 1048
     assert chunk_rows(128_000, "cpu") == 512
     assert chunk_rows(32_000, "cuda") > chunk_rows(32_000, "cpu")
+
+
+@pytest.mark.parametrize(("free", "rows"), [(0, 1_048), (4 << 30, 2_097), (9 << 30, 4_194), (70 << 30, 8_388)])
+def test_chunks_of_a_gpu_grow_with_its_free_memory(free: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk reads the whole weight and its gradient again."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    free_there, free_here = free_bytes(torch.device("cuda")), free_bytes(torch.device("cpu"))
+    assert (free_there, free_here) == (free, 0)
+    assert chunk_rows(128_000, "cuda", 2, free_there) == rows
+    assert chunk_rows(128_000, "cpu", 2, free_here) == 512
+
+
+def test_sums_beyond_float16_are_scaled_before_they_are_rounded() -> None:
+    """Every loss scale would overflow otherwise, since they are sums over rows."""
+    rows, scale = 600, 64.0 / 600  # a loss scale over the number of targets
+    hidden = torch.full((rows, 4), 200.0, requires_grad=True)
+    weight, bias = (torch.zeros(shape, requires_grad=True) for shape in ((8, 4), (8,)))
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype == torch.float16):
+            hidden.grad = weight.grad = bias.grad = None
+            targets = torch.zeros(rows, dtype=torch.long)
+            linear_cross_entropy(hidden, LMHead(weight, bias), targets, grad_scale=scale)
+            gradients.append([tensor.grad for tensor in (hidden, weight, bias)])
+    assert abs(gradients[0][1]).max() * rows / 64 > 65504  # type: ignore[arg-type]
+    for half, single in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(half, single, rtol=2e-3, atol=0)
 
 
 def test_blocks_are_a_few_rows_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:

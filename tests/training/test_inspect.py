@@ -69,6 +69,14 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert f"{3 * (32 * 32 + 32 + 300 * 32) * 4 / 2**20:.1f} MiB" in rows["heads"]
 
 
+def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):
+    monkeypatch.setattr("medusa_train.training.inspect.default_device", lambda: torch.device("cuda"))
+    for deepspeed, left in ((None, 1), ({"zero_optimization": {"stage": 2}}, 2)):
+        text = page(make_config(base_model=weightless, bf16=False, deepspeed=deepspeed), console)
+        assert rows_of(text)["memory"].startswith(f"needed on one device {left}.0")
+        assert text.count(", assumed") == left
+
+
 def test_rows_of_a_template_that_changes_earlier_turns_are_counted(make_config, weightless, tmp_path, console):
     template = tmp_path / "last_answer_marked.jinja"
     template.write_text(

@@ -190,3 +190,43 @@ def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
     assert math.isfinite(strategy.step())
     assert not strategy.found_inf
     assert strategy.state_dict()["loss_scale"] == {"value": 32768.0, "good": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_a_resumed_paged_optimizer_is_paged_and_goes_on_as_before(monkeypatch):
+    """bitsandbytes' own `load_state_dict` moves all states to the memory of the GPU."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    zeros = optim.PagedAdamW8bit.get_state_buffer
+
+    def paged(self, parameter, dtype):
+        buffer = zeros(self, parameter, dtype)
+        buffer.is_paged = True
+        return buffer
+
+    monkeypatch.setattr(optim.PagedAdamW8bit, "get_state_buffer", paged)
+    monkeypatch.setattr(optim.PagedAdamW8bit, "prefetch_state", lambda self, parameter: None)
+    torch.manual_seed(0)
+    first = nn.Linear(128, 64)  # its bias keeps float32 states
+    second = copy.deepcopy(first)
+    strategies = [
+        LocalStrategy(list(model.parameters()), optimizer, build_scheduler("constant", optimizer, 0, 10), 0.0)
+        for model in (first, second)
+        for optimizer in [optim.PagedAdamW8bit(model.parameters(), lr=0.01)]
+    ]
+    inputs = torch.randn(3, 5, 128)
+
+    def train(index, step):
+        model, strategy = (first, second)[index], strategies[index]
+        accumulate(strategy, model(inputs[step]).square().mean())
+        strategy.step()
+
+    train(0, 0)
+    train(0, 1)
+    second.load_state_dict(first.state_dict())
+    strategies[1].load_state_dict(strategies[0].state_dict(copy=True))
+    states = list(strategies[1].optimizer.state.values())
+    assert [state["state1"].dtype for state in states] == [torch.uint8, torch.float32]
+    assert all(state[name].is_paged for state in states for name in ("state1", "state2"))
+    train(0, 2)
+    train(1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
