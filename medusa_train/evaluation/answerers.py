@@ -67,6 +67,10 @@ class LoopAnswerer:
         seconds = time.perf_counter() - started
         return TimedAnswer(tuple(output.tokens), seconds, output.prefill_seconds, output.steps, tuple(output.accepted))
 
+    def capture(self, longest: int) -> None:
+        """Capture the steps of prompts with answers of up to `longest` tokens, see `Decoder.capture`."""
+        self._decoder.capture(longest)
+
 
 class LoopBatchAnswerer:
     """The same loop for several prompts at once. A row that is complete leaves the batch; none joins before its end."""
@@ -97,6 +101,10 @@ class LoopBatchAnswerer:
             )
             for output in outputs
         ]
+
+    def capture(self, rows: int, shortest: int, longest: int) -> None:
+        """Capture the steps of `rows` rows, see `BatchDecoder.capture`."""
+        self._decoder.capture(rows, shortest, longest)
 
 
 class PassLog(BaseStreamer):

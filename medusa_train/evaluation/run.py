@@ -199,6 +199,9 @@ def time_bench(
     warm_up = bench.questions[: cfg.warmup]
     with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
         test.warm_up(warm_up, phase.advance)
+    if model.backbone.step_runner is not None:
+        with progress.phase("capturing steps of all lengths", ticking=True):
+            test.capture(bench.questions)
     log.start(dtype, completed, compiled=model.backbone.is_compiled)
     detector = SlowStepDetector(model.backbone.device.type)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)

@@ -30,6 +30,7 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
+from medusa_train.trees.static_cache import KEY_BLOCK
 
 WARM_UP_TOKENS = 64
 #: Plain decoding steps that take so many times longer than others mean that the machine is busy. Longer prompts and
@@ -120,6 +121,28 @@ class SpeedTest:
                     self._answer(name, fitting, tokens)
                 for _ in wave:
                     on_answer()
+
+    def capture(self, questions: Sequence[Question]) -> None:
+        """After the warm-up, capture the CUDA graphs that the answers to `questions` replay: not while they are timed.
+
+        Takes a moment for each multiple of `KEY_BLOCK` positions.
+        """
+        shortest = longest = 0
+        for question in questions:
+            messages = [Message("user", question.turns[0])]
+            first = len(self._chat.prompt(messages)) + self._max_new_tokens
+            for turn in question.turns[1:]:
+                messages += [Message("assistant", "."), Message("user", turn)]
+            last = len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens
+            shortest, longest = min(shortest or first, first), max(longest, last)
+        longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
+        shortest, longest = (min(length, self._backbone.max_context) for length in (shortest, longest))
+        for single in self._answerers.values():
+            if isinstance(single, LoopAnswerer):
+                single.capture(longest)
+        for several in self._batch_answerers.values():
+            if isinstance(several, LoopBatchAnswerer):
+                several.capture(self._batch_size, shortest, longest)
 
     def run(
         self,

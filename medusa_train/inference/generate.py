@@ -162,6 +162,13 @@ class Decoder:
             root = tokens[-1]
             yield Step(tokens, min(len(path) - 1, len(tokens)))
 
+    @torch.inference_mode()
+    def capture(self, positions: int) -> None:
+        """After a first answer, capture the steps of all with up to `positions` tokens, the prompt's included."""
+        if self._steps is not None:
+            self._steps.reset()
+            self._steps.capture(1, positions + self.tree.size + 1)
+
     def _new_session(self, capacity: int, rule: Rule) -> DecodingSession:
         """Return a session on the previous answer's memory if it is large enough, else on new memory."""
         draft = effective_draft(self.draft, self.tree)

@@ -169,6 +169,21 @@ class StaticSteps:
         self._paths = [one.path for one in accepted]
         return accepted
 
+    def capture(self, rows: int, positions: int) -> None:
+        """Capture the steps of up to `rows` rows of up to `positions` positions, so that no answer waits for it.
+
+        Drops all rows. Does nothing before a first answer, which allocates the memory.
+        """
+        if not all(cache.is_allocated for cache in self._caches):
+            return
+        nodes, end = self._tree.size + 1, min(self.cache.key_length(positions), self.cache.capacity)
+        counts = {min(1 << power, rows) for power in range(min(rows - 1, 1), rows.bit_length() + 1)}
+        for count in counts:
+            for key_length in range(self.cache.key_length(nodes + 1), end + 1, self.cache.block):
+                self._starts, self._paths = [key_length - nodes - 1] * count, [[0]] * count
+                self.step([0] * count, None, None)
+        self.reset()
+
     @property
     def _caches(self) -> list[StaticCache]:
         return [self.cache, *(() if self._draft is None else self._draft.caches)]

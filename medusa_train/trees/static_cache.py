@@ -45,6 +45,11 @@ class StaticCache:
         self._storage: Tensor | None = None
         self._buckets: dict[int, Tensor] = {}
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether something was written so far."""
+        return self._storage is not None
+
     def make_room(self, rows: int, positions: int) -> None:
         """Make room for `rows` rows, and take no bucket with less than `positions` positions until `reset`.
 
@@ -68,7 +73,7 @@ class StaticCache:
         """Return the storage for prompts with these keys and values, [B, kv_heads, q, head_dim], in each layer."""
         check_shapes(keys, values)
         if self._storage is None:
-            length = self._bucket_length(max(keys.shape[2], self._reserved))
+            length = self.bucket_length(max(keys.shape[2], self._reserved))
             like = keys.new_empty(self._num_layers, 2, 0, keys.shape[1], 0, keys.shape[3])
             self._storage = self._buckets[length] = self._new_bucket(like, length + 1)
         return self.storage(keys.shape[2])
@@ -103,7 +108,7 @@ class StaticCache:
         columns = self._storage.shape[4]
         if positions < columns:
             return self._storage
-        length = self._bucket_length(positions)
+        length = self.bucket_length(positions)
         if length not in self._buckets:
             self._buckets[length] = self._new_bucket(self._storage, length + 1)
         self._buckets[length][:, :, :, :, :columns] = self._storage
@@ -115,7 +120,8 @@ class StaticCache:
         layers, two, _, heads, _, dim = like.shape
         return like.new_zeros(layers, two, self.rows, heads, columns, dim)
 
-    def _bucket_length(self, positions: int) -> int:
+    def bucket_length(self, positions: int) -> int:
+        """Return the columns of the bucket for `positions`."""
         length = self.block
         while length < positions:
             length *= 2

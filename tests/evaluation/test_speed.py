@@ -15,6 +15,8 @@ from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.models.graphs import StepRunner
+from medusa_train.trees.static_cache import StaticCache
+from tests.inference.tape import TapeRunner
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +169,30 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
         tree = [record.tree for record in rows if record.tree is not None]
         assert sum(answer.passes for answer in tree) == pytest.approx(max(answer.steps for answer in tree))
         assert len({answer.seconds for answer in tree}) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_graph_is_captured_while_answers_are_timed(
+    rows: int, subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm-up's answers are shorter, and its prompts those of the first turns."""
+    backbone, runner = subject.backbone, TapeRunner()
+    monkeypatch.setattr(backbone, "step_runner", runner)
+    context = backbone.max_context + 16
+    monkeypatch.setattr(
+        backbone, "new_static_cache", lambda capacity: StaticCache(backbone.num_layers, max(capacity, context), 16)
+    )
+    questions = bench_questions(4)
+    alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
+    test = mode_test(subject, DecodingMode(batch_size=rows))
+    test.warm_up(questions[:rows])
+    test.capture(questions)
+    before = runner.captures
+    records = test.run(questions, lambda turn: None)[0]
+    assert runner.captures == before > 0
+    for record, single in zip(records, alone, strict=True):
+        assert record.tree is not None
+        assert record.tree.tokens == record.plain.tokens == single.plain.tokens
 
 
 def test_rows_whose_prompt_does_not_fit_leave_the_batch(subject: LoadedModel, bench_file: Path) -> None:
