@@ -272,7 +272,15 @@ def test_the_vicuna_configurations_hold_the_papers_numbers() -> None:
         assert cfg.micro_batch_size * cfg.gradient_accumulation_steps == 64
         assert (cfg.num_epochs, cfg.sequence_len, cfg.warmup_steps, cfg.weight_decay) == (2, 4096, 40, 0)
         assert (cfg.learning_rate, cfg.heads_learning_rate) == pytest.approx((5e-4, 2e-3))
-    assert (cfg.medusa_heads_coefficient, cfg.adapter, cfg.lora_r, cfg.lora_alpha) == (0.2, "qlora", 32, 16)
+    assert (cfg.adapter, cfg.lora_r, cfg.lora_alpha) == ("qlora", 32, 16)
+
+
+@pytest.mark.parametrize("name", ["vicuna7b_m2", "vicuna13b_m2", "vicuna33b_m2", "zephyr7b_m2", "llama31_8b_m2"])
+def test_lambda0_belongs_to_the_loss(name: str) -> None:
+    """With the KL the paper's 0.01, converted to means over two thirds of the tokens, rises along a sine."""
+    cfg = load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")
+    assert (cfg.medusa_self_distillation, cfg.medusa_scheduler) == (True, "sine")
+    assert cfg.medusa_heads_coefficient == pytest.approx(0.01 * 3 / 2)
 
 
 @pytest.mark.parametrize(
