@@ -11,7 +11,7 @@ from draft_measurement import CHAIN, OWN, cell_name
 from shared import backbone_note, machine_line, rounded, table, with_interval, write_result
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.bootstrap import Counts, compare_rates
+from medusa_train.evaluation.metrics import Counts, compare_rates
 from medusa_train.evaluation.questions import Bench
 
 if TYPE_CHECKING:
@@ -113,10 +113,9 @@ def _ratio(first: Mapping[str, Sequence[int]], second: Mapping[str, Sequence[int
     """Return how many times more tokens per step the second draft takes, with its paired bootstrap interval."""
     counts = [{name: Counts(*pair) for name, pair in part.items()} for part in (first, second)]
     try:
-        one = compare_rates(counts[0], counts[1])
+        return list(compare_rates(counts[0], counts[1]))
     except DataError:
         return None  # too few questions
-    return [one.ratio, one.ratio_interval]
 
 
 def _explanation(args: argparse.Namespace, base_model: str, reference: str) -> str:

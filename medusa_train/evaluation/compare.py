@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
-from medusa_train.evaluation.html_report.page import compare_page
+from medusa_train.evaluation.report_page import ctar_figure, speedup_figure
 from medusa_train.io import replace_text
+from medusa_train.pages.charts import Curve, curves
+from medusa_train.pages.page import Figure, Section, percent, render_page
+from medusa_train.pages.table import Table, number
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
@@ -110,50 +111,37 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
     return lines
 
 
-def rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
-    """Return titles, and one row of figures per evaluation; with grades and correct answers where there are any."""
-    titles = ["run", "heads", "nodes", "tokens per step", "overhead", "speedup", "over generate", "tokens /s"]
-    titles += ["equal fp32", "loops"]
-    lines = [_row(one) for one in evaluated]
+def runs_table(evaluated: Sequence[Evaluated]) -> Table:
+    """Return one row of figures per evaluation; older reports lack some."""
+    metas, figures = [one.report["meta"] for one in evaluated], [one.report["overall"] for one in evaluated]
+
+    def column(key: str, digits: int = 2, suffix: str = "") -> list[str]:
+        return [number(one.get(key), digits, suffix, one.get("intervals", {}).get(key)) for one in figures]
+
     grades = [(one.report.get("judge") or {}).get("score") for one in evaluated]
-    if any(grade is not None for grade in grades):
-        titles.append("grade")
-        for line, grade in zip(lines, grades, strict=True):
-            line.append("not judged" if grade is None else f"{grade:.2f}")
-    scores = [one.report["overall"].get("scores") for one in evaluated]
-    if any(scores):
-        titles.append("correct")
-        for line, score in zip(lines, scores, strict=True):
-            line.append(_correct(score))
-    return titles, lines
+    columns = {
+        "run": [one.name for one in evaluated],
+        "heads": [str(meta.get("heads") or "-") for meta in metas],
+        "nodes": ["-" if meta.get("tree_nodes") is None else str(meta["tree_nodes"]) for meta in metas],
+        "tokens per step": column("acceleration_rate"),
+        "overhead": column("overhead"),
+        "speedup": column("speedup", suffix="x"),
+        "over generate": column("speedup_over_generate", suffix="x"),
+        "tokens /s": column("tokens_per_s", 0),
+        "equal fp32": [_equal(one) for one in figures],
+        "loops": [f"{one['looping_answers']}/{one['answers']}" for one in figures],
+        "grade": [number(grade) for grade in grades],
+        "correct": [_correct(one.get("scores")) for one in figures],
+    }
+    return Table.of_columns(columns)
 
 
-def _row(one: Evaluated) -> list[str]:
-    meta, overall = one.report["meta"], one.report["overall"]
-    intervals = overall.get("intervals", {})
-
-    def cell(key: str, digits: int = 2, suffix: str = "") -> str:
-        value = overall.get(key)
-        if value is None:
-            return "-"
-        bounds = intervals.get(key)
-        interval = f" ({bounds[0]:.{digits}f}-{bounds[1]:.{digits}f})" if bounds else ""
-        return f"{value:.{digits}f}{suffix}{interval}"
-
-    equal = overall.get("equal_answers")
-    ties = f"+{overall['tie_answers']}" if overall.get("tie_answers") else ""
-    return [
-        one.name,
-        str(meta.get("heads") or "-"),
-        str(meta["tree_nodes"]) if meta.get("tree_nodes") is not None else "-",
-        cell("acceleration_rate"),
-        cell("overhead"),
-        cell("speedup", suffix="x"),
-        cell("speedup_over_generate", suffix="x"),
-        cell("tokens_per_s", 0),
-        "-" if equal is None else f"{equal}{ties}/{overall['answers']}",
-        f"{overall['looping_answers']}/{overall['answers']}",
-    ]
+def _equal(figures: Mapping[str, Any]) -> str:
+    """Format equal answers in float32 out of all, with ties as "+n"."""
+    if figures.get("equal_answers") is None:
+        return "-"
+    ties = f"+{figures['tie_answers']}" if figures.get("tie_answers") else ""
+    return f"{figures['equal_answers']}{ties}/{figures['answers']}"
 
 
 def _correct(scores: Mapping[str, Any] | None) -> str:
@@ -165,39 +153,48 @@ def _correct(scores: Mapping[str, Any] | None) -> str:
     return f"{score['rate']:.1%} ({low:.1%}-{high:.1%})"
 
 
-def category_rows(evaluated: Sequence[Evaluated]) -> tuple[list[str], list[list[str]]]:
-    """Return titles, and one row of speedups for each category of any evaluation."""
-    categories: dict[str, None] = {}
-    for one in evaluated:
-        categories.update(dict.fromkeys(one.report["categories"]))
-    lines = []
-    for category in categories:
-        line = [category]
-        for one in evaluated:
-            speedup = one.report["categories"].get(category, {}).get("speedup")
-            line.append("-" if speedup is None else f"{speedup:.2f}x")
-        lines.append(line)
-    return ["speedup", *(one.name for one in evaluated)], lines
+def categories_table(evaluated: Sequence[Evaluated]) -> Table:
+    """Return one row of speedups for each category of any evaluation."""
+    reports = [one.report["categories"] for one in evaluated]
+    rows = [
+        [category, *(number(report.get(category, {}).get("speedup"), 2, "x") for report in reports)]
+        for category in dict.fromkeys(category for report in reports for category in report)
+    ]
+    return Table(["speedup", *(one.name for one in evaluated)], rows)
 
 
 def show(evaluated: Sequence[Evaluated]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
-    parts: list[Table | Text] = []
-    for titles, lines in (rows(evaluated), category_rows(evaluated)):
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for index, title in enumerate(titles):
-            table.add_column(title, justify="left" if index == 0 else "right", overflow="fold")
-        for line in lines:
-            table.add_row(line[0], *(cell.replace(" (", "\n(") for cell in line[1:]))  # intervals below their values
-        parts.append(table)
-    parts += [Text(line, style="yellow") for line in differences(evaluated)]
-    return Group(*parts)
+    tables = [table.terminal() for table in (runs_table(evaluated), categories_table(evaluated))]
+    return Group(*tables, *(Text(line, style="yellow") for line in differences(evaluated)))
 
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
     """Write compare.html and compare.json to `directory`, created if it does not exist; returns their paths."""
     page, data = directory / "compare.html", directory / "compare.json"
     reports = {one.name: one.report for one in evaluated}
-    replace_text(page, compare_page(reports, rows(evaluated), category_rows(evaluated), differences(evaluated)))
+    replace_text(page, _page(evaluated, reports))
     replace_text(data, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
     return [page, data]
+
+
+def _page(evaluated: Sequence[Evaluated], reports: Mapping[str, Mapping[str, Any]]) -> str:
+    sections = [
+        Section(lines=[f"Not comparable as they stand: {line}" for line in differences(evaluated)]),
+        Section(legend=list(reports), tables=[runs_table(evaluated)]),
+        Section("Speed", figures=[speedup_figure(reports), *_draft_figures(reports)]),
+        Section(tables=[categories_table(evaluated)]),
+    ]
+    return render_page("Comparison of runs", f"{len(reports)} evaluations", sections)
+
+
+def _draft_figures(reports: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    """Draw CTAR and top-1 accuracy where every run has them."""
+    shares = {name: report["overall"].get("ctar") or [] for name, report in reports.items()}
+    accuracy = {name: report["overall"].get("head_accuracy") or [] for name, report in reports.items()}
+    figures = [ctar_figure(shares)] if all(shares.values()) else []
+    if all(accuracy.values()):
+        drawn = [Curve(name, [(k, row[0]) for k, row in enumerate(rows, 1)]) for name, rows in accuracy.items()]
+        drawing = curves(drawn, "top-1 accuracy of every run", "head", y_text=percent)
+        figures.append(Figure("Top-1 accuracy per head", drawing, "On the answers of the bench."))
+    return figures

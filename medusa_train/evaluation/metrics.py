@@ -1,19 +1,21 @@
 """Compute the figures of an evaluation from its timed answers: rates, speedups, overhead, acceptance, equal answers.
 
-A rate is a ratio of sums (total tokens over total time), except `mean_speedup`, a mean over questions. A ratio is
-None if its denominator is zero, that is if nothing of the kind was measured.
+A rate is a ratio of sums (total tokens over total time); None if its denominator is zero, that is if nothing of the
+kind was measured. Intervals are bootstrap intervals over the questions of a bench.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from statistics import fmean
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from medusa_train.data.conversation import is_looping
+from medusa_train.errors import DataError
 from medusa_train.evaluation.answer_scores import summarize_scores
-from medusa_train.evaluation.bootstrap import Interval, speed_intervals
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Ranks, Tree
@@ -21,6 +23,10 @@ from medusa_train.trees.tree import Ranks, Tree
 #: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings (`baselines`,
 #: `intervals`, `scores`).
 Figures = dict[str, Any]
+Interval = tuple[float, float]
+
+RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
+SEED = 20
 
 
 def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
@@ -40,7 +46,6 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
     tree_rate, plain_rate, generate_rate = (tokens_per_second(answers) for answers in (tree, plain, generate))
     fastest = max((rate for rate in (plain_rate, generate_rate) if rate is not None), default=None)
     intervals = speed_intervals(records)
-    chains = chain_rates(traces)
     return {
         "acceleration_rate": acceleration_rate(tree),
         "overhead": overhead(tree, plain),
@@ -56,14 +61,11 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
         "scores": summarize_scores(records),
         "looping_answers": sum(is_looping(record.answer.tokens) for record in records),
-        "mean_speedup": mean_speedup(records),
         "speedup_without_loops": speedup([record for record in records if not is_looping(record.answer.tokens)]),
         "time_to_first_token_s": time_to_first_token(tree),
-        "plain_time_to_first_token_s": time_to_first_token(plain),
         "accepted_lengths": accepted_lengths(tree),
         "ctar": ctar(tree),
-        "chain_acceleration_rate": chains[-1] if chains else None,
-        "chain_rates": chains,
+        "chain_rates": chain_rates(traces),
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": compare_baselines(records, intervals),
         "intervals": {name: interval for name, interval in intervals.items() if not name.startswith("over_")},
@@ -103,15 +105,6 @@ def speedup(records: Sequence[TurnRecord], baseline: str = "plain") -> float | N
     """Return the tokens per second of the tree's answers over those of a baseline."""
     tree = [record.tree for record in records if record.tree is not None]
     return _ratio(tokens_per_second(tree), tokens_per_second([record.baselines[baseline] for record in records]))
-
-
-def mean_speedup(records: Sequence[TurnRecord]) -> float | None:
-    """Return the mean over questions (all turns together) of their speedups, so that short answers weigh as much."""
-    questions: dict[int | str, list[TurnRecord]] = {}
-    for record in records:
-        questions.setdefault(record.question_id, []).append(record)
-    ratios = [ratio for turns in questions.values() if (ratio := speedup(turns)) is not None]
-    return fmean(ratios) if ratios else None
 
 
 def compare_baselines(
@@ -194,3 +187,118 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     if numerator is None or denominator is None or denominator <= 0:
         return None
     return numerator / denominator
+
+
+# Intervals
+
+
+def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
+    """Return the central interval that holds `share` of the samples [R]; None if over a tenth of them is not finite."""
+    finite = samples[torch.isfinite(samples)]
+    if len(finite) < 0.9 * len(samples):
+        return None
+    tail = (1 - share) / 2
+    low, high = torch.quantile(finite, torch.tensor([tail, 1 - tail], dtype=finite.dtype)).tolist()
+    return low, high
+
+
+def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tensor:
+    """Draw R samples of n rows with replacement from `rows` [n, C]; return their sums [R, C]."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(rows), (resamples, len(rows)), generator=generator)
+    counts = torch.zeros(resamples, len(rows), dtype=rows.dtype)
+    counts.scatter_add_(1, drawn, torch.ones_like(counts))
+    return counts @ rows
+
+
+def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]:
+    """Compute 95 % percentile bootstrap intervals of the ratios in `summarize`, by the same names.
+
+    The unit of resampling is a question with all its turns, since the turns of a conversation are not independent.
+    Ratios of sums are recomputed for every sample. Empty with fewer than two questions or without a tree.
+    """
+    if not records or records[0].tree is None:
+        return {}
+    questions: dict[int | str, list[TurnRecord]] = {}
+    for record in records:
+        questions.setdefault(record.question_id, []).append(record)
+    if len(questions) < 2:
+        return {}
+    names = ["tree", *records[0].baselines]
+    rows = torch.tensor([_row(turns, names) for turns in questions.values()], dtype=torch.float64)
+    sums = dict(zip(names, resample(rows).split(len(_sums([])), dim=1), strict=True))
+    return {name: interval(samples) for name, samples in _ratios(sums).items()}
+
+
+def _row(turns: Sequence[TurnRecord], names: Sequence[str]) -> list[float]:
+    row: list[float] = []
+    for name in names:
+        answers = [turn.tree if name == "tree" else turn.baselines[name] for turn in turns]
+        row += _sums([answer for answer in answers if answer is not None])
+    return row
+
+
+def _sums(answers: Sequence[TimedAnswer]) -> list[float]:
+    """Sum tokens and seconds; and for the decoding steps alone: tokens, steps, seconds and passes."""
+    return [
+        sum(len(answer.tokens) for answer in answers),
+        sum(answer.seconds for answer in answers),
+        sum(len(answer.tokens) - 1 for answer in answers),
+        sum(answer.steps for answer in answers),
+        sum(answer.decode_seconds for answer in answers),
+        sum(answer.passes for answer in answers),
+    ]
+
+
+def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Compute the ratios [R] from the sums [R, 6] of every decoder."""
+    tree, plain = sums["tree"], sums["plain"]
+    speed = {name: part[:, 0] / part[:, 1] for name, part in sums.items()}
+    over = {name: speed["tree"] / rate for name, rate in speed.items() if name != "tree"}
+    return {
+        "acceleration_rate": tree[:, 2] / tree[:, 3],
+        "overhead": tree[:, 4] / tree[:, 5] / (plain[:, 4] / plain[:, 5]),
+        "speedup": over["plain"],
+        "speedup_over_generate": over["generate"],
+        "speedup_over_fastest": speed["tree"] / torch.maximum(speed["plain"], speed["generate"]),
+        "tokens_per_s": speed["tree"],
+        **{f"over_{name}": ratio for name, ratio in over.items()},
+    }
+
+
+class Counts(NamedTuple):
+    """Totals of a question's answers: tokens (without the prefill's) and decoding steps, or tokens and seconds."""
+
+    tokens: int
+    steps: float
+
+
+def compare_rates(
+    first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
+) -> tuple[float, Interval]:
+    """Return the ratio of the second run's rate (tokens over steps) to the first one's, with its 95 % interval.
+
+    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs, and resampling pairs
+    removes that variance (Efron and Tibshirani, "An Introduction to the Bootstrap"). A rate is a ratio of sums over the
+    drawn questions; the turns of a question are not independent and form one unit.
+
+    Args:
+        first, second: totals by question, summed over its turns.
+
+    Raises:
+        DataError: the questions differ, or there are fewer than two in which both runs made steps.
+    """
+    if set(first) != set(second):
+        unpaired = sorted(set(first) ^ set(second))[:5]
+        raise DataError(f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same questions")
+    names = [question for question in sorted(first) if first[question].steps and second[question].steps]
+    if len(names) < 2:
+        raise DataError("comparing two runs needs two or more questions")
+    rows = torch.tensor([[*first[name], *second[name]] for name in names], dtype=torch.float64)
+
+    def ratio(sums: Tensor) -> Tensor:
+        return (sums[..., 2] / sums[..., 3]) / (sums[..., 0] / sums[..., 1])
+
+    bounds = interval(ratio(resample(rows, resamples)))
+    assert bounds is not None  # every question has steps
+    return float(ratio(rows.sum(dim=0))), bounds

@@ -1,25 +1,79 @@
-"""Write an evaluation's report: tables for the terminal and report.md, and the files of the report directory."""
+"""The report of an evaluation: its figures, the tables and sentences that show them, and its files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
-from medusa_train.evaluation.html_report.page import html_page, meta_rows
+from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
 from medusa_train.evaluation.judge import model_answers
-from medusa_train.evaluation.metrics import Figures
+from medusa_train.evaluation.metrics import Figures, by_category, node_acceptance, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.evaluation.report_text import Report, definitions, further_figures, notes, summary_of, title_of
+from medusa_train.evaluation.report_page import html_page, meta_rows
 from medusa_train.io import replace_text
+from medusa_train.pages.table import Table, number
+from medusa_train.trees.tree import Tree
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished evaluation.
+
+    Attributes:
+        meta: what was run, on what and with what; plain JSON values.
+        overall: figures of the whole bench.
+        categories: figures per category.
+        extra: further parts of report.json: `judge` (grades; None if nothing was judged), `joint` (perplexity of the
+            backbone before and after joint training), `tree` (its paths and each path's acceptance) and `calibration`
+            (how the tree was chosen, from tree.json).
+    """
+
+    meta: dict[str, Any]
+    overall: Figures
+    categories: dict[str, Figures]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Sequence[TurnRecord],
+        meta: dict[str, Any],
+        tree: Tree | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Report:
+        """Compute the figures of `records`."""
+        parts: dict[str, Any] = {"judge": None}
+        if tree is not None and tree.size:
+            shares = node_acceptance([record.trace for record in records if record.trace is not None], tree)
+            parts["tree"] = {"medusa_choices": [list(path) for path in tree.paths], "accepted": shares}
+        return cls(meta, summarize(records), by_category(records), {**parts, **(extra or {})})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of report.json; `baselines` also stand at the top level."""
+        return {
+            "meta": self.meta,
+            "overall": self.overall,
+            "categories": self.categories,
+            "baselines": self.overall["baselines"],
+            **self.extra,
+        }
+
+    @property
+    def has_tree(self) -> bool:
+        """False for a baseline-only run."""
+        return self.overall["tokens_per_s"] is not None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether answers of different decoders should be equal."""
+        return bool(settings_of(self.meta)["acceptance"] == "greedy")
 
 
 def write_report(
@@ -35,10 +89,11 @@ def write_report(
         for turn in skipped
     ]
     name = model_id(report.meta)
+    tables = [figures_table(report), decoders_table(report)]
     contents = {
         "report.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n",
         "report.md": markdown(report),
-        "report.html": html_page(report.as_json(), answers, table_rows(report, terminal=False), notes(report)),
+        "report.html": html_page(report.as_json(), answers, tables, notes(report)),
         "answers.jsonl": _json_lines(answers),
         f"model_answer/{name}.jsonl": _json_lines(model_answers(records, name)),
     }
@@ -79,35 +134,34 @@ def _answer_line(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[Figures], str]
-    needs_tree: bool = True
-    in_terminal: bool = True
-    needs_scores: bool = False
-    needs_greedy: bool = False
+def terminal_report(report: Report) -> Group:
+    """Return title, tables and summary for the terminal; further decoders than plain and `generate` have a table."""
+    tables = [figures_table(report, columns=TERMINAL_COLUMNS)]
+    if len(report.overall["baselines"]) > 2:
+        tables.append(decoders_table(report))
+    shown = [table.terminal(padding=0) for table in tables]
+    return Group(Text(title_of(report), style="bold"), *shown, Text("\n".join(summary_of(report))))
 
 
-def _number(key: str, digits: int, suffix: str = "") -> Callable[[Figures], str]:
-    def cell(figures: Figures) -> str:
-        value = figures[key]
-        return "-" if value is None else f"{value:.{digits}f}{suffix}"
+def markdown(report: Report) -> str:
+    """Return the content of report.md."""
+    blocks = [f"# {title_of(report)}", *summary_of(report), figures_table(report).markdown()]
+    blocks += [decoders_table(report).markdown(), "\n".join(further_figures(report)), "\n".join(definitions(report))]
+    blocks += ["## Run", "\n".join(f"- {label}: {value}" for label, value in meta_rows(report.meta))]
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
-    return cell
+
+# Tables
 
 
 def _equal_cell(figures: Figures) -> str:
     """Format equal answers in float32 out of all, with ties as "+n"."""
     equal, ties = figures["equal_answers"], figures["tie_answers"]
-    if equal is None:
-        return "-"
-    return f"{equal}+{ties}/{figures['answers']}" if ties else f"{equal}/{figures['answers']}"
+    return _of_answers(figures, f"{equal}+{ties}" if ties else equal)
 
 
-def _equal_bfloat16_cell(figures: Figures) -> str:
-    equal = figures["equal_answers_bf16"]
-    return "-" if equal is None else f"{equal}/{figures['answers']}"
+def _of_answers(figures: Figures, count: object) -> str:
+    return "-" if count is None else f"{count}/{figures['answers']}"
 
 
 def _correct_cell(figures: Figures) -> str:
@@ -120,67 +174,252 @@ def _correct_cell(figures: Figures) -> str:
     return f"{correct}/{scores['answers']}" + (f" (plain {plain})" if plain != correct else "")
 
 
-COLUMNS = (
-    _Column("answers", _number("answers", 0), needs_tree=False, in_terminal=False),
-    _Column("tokens per step", _number("acceleration_rate", 2)),
-    _Column("overhead", _number("overhead", 2)),
-    _Column("speedup", _number("speedup", 2, "x")),
-    _Column("over generate", _number("speedup_over_generate", 2, "x")),
-    _Column("tokens /s", _number("tokens_per_s", 0)),
-    _Column("plain /s", _number("baseline_tokens_per_s", 0), needs_tree=False),
-    _Column("generate /s", _number("generate_tokens_per_s", 0), needs_tree=False),
-    _Column("equal fp32", _equal_cell, needs_greedy=True),
-    _Column("equal bf16", _equal_bfloat16_cell, needs_greedy=True),
-    _Column("correct", _correct_cell, needs_tree=False, in_terminal=False, needs_scores=True),
-    _Column("loops", _number("looping_answers", 0), needs_tree=False, in_terminal=False),
-)
+def _figure(key: str, digits: int = 2, suffix: str = "") -> Callable[[Figures], str]:
+    return lambda figures: number(figures[key], digits, suffix)
 
 
-def table_rows(report: Report, *, terminal: bool) -> tuple[list[str], list[list[str]]]:
-    """Return column titles and one row of cells per category, the overall row last.
+#: The cells of a category by the title of their column.
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "answers": _figure("answers", 0),
+    "tokens per step": _figure("acceleration_rate"),
+    "overhead": _figure("overhead"),
+    "speedup": _figure("speedup", 2, "x"),
+    "over generate": _figure("speedup_over_generate", 2, "x"),
+    "tokens /s": _figure("tokens_per_s", 0),
+    "plain /s": _figure("baseline_tokens_per_s", 0),
+    "generate /s": _figure("generate_tokens_per_s", 0),
+    "equal fp32": _equal_cell,
+    "equal bf16": lambda figures: _of_answers(figures, figures["equal_answers_bf16"]),
+    "correct": _correct_cell,
+    "loops": _figure("looping_answers", 0),
+}
+#: Those that the summary does not repeat, so that the table fits 80 characters.
+TERMINAL_COLUMNS = [title for title in COLUMNS if title not in ("answers", "correct", "loops")]
 
-    With `terminal`, columns that the summary repeats are left out, so that the table fits 80 characters.
+
+def figures_table(report: Report, columns: Sequence[str] = tuple(COLUMNS)) -> Table:
+    """Return one row per category, the overall row last, without columns of which nothing was measured."""
+    groups = {**report.categories, "overall": report.overall}
+    cells = {title: [COLUMNS[title](figures) for figures in groups.values()] for title in columns}
+    return Table.of_columns({"category": list(groups), **cells}, overall=True)
+
+
+def decoders_table(report: Report) -> Table:
+    """Return the tree and all baselines on the whole bench."""
+    overall = report.overall
+    decoders = {name.replace("_", " "): figures for name, figures in overall["baselines"].items()}
+    if report.has_tree:
+        rates = {"tokens_per_s": overall["tokens_per_s"], "tokens_per_step": overall["acceleration_rate"]}
+        decoders = {"tree": {**rates, "speedup": None, "speedup_interval": None}, **decoders}
+    figures = decoders.values()
+    columns = {
+        "decoder": list(decoders),
+        "tokens/s": [number(one["tokens_per_s"], 0) for one in figures],
+        "tokens per step": [number(one["tokens_per_step"]) for one in figures],
+        "tree's speedup over it": [number(one["speedup"], 2, "x", one["speedup_interval"]) for one in figures],
+    }
+    if report.is_greedy:  # other answers are samples
+        columns["answers equal to plain ones"] = [number(one.get("equal_to_plain"), 0) for one in figures]
+    return Table.of_columns(columns)
+
+
+# Sentences
+
+
+def title_of(report: Report) -> str:
+    """Return bench, model and dtype as a title, and the mode if it is not the default."""
+    meta, mode = report.meta, describe_settings(settings_of(report.meta))
+    title = f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
+    return title if mode == describe_settings(settings_of({})) else f"{title}, {mode}"
+
+
+def summary_of(report: Report) -> list[str]:
+    """Summarize the report in sentences."""
+    overall, meta = report.overall, report.meta
+    answers = f"{overall['answers']} answers, {overall['looping_answers']} of them with loops."
+    if not report.has_tree:
+        return [f"Baselines only: no draft heads were given. {answers}", _quality(report)]
+    speedup = number(overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest"))
+    lines = [
+        f"{speedup} the speed of the faster baseline (total tokens per second, prefill included); "
+        f"{_draft(meta)}; {answers}"
+    ]
+    if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
+        lines.append(f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x.")
+    return [*lines, *notes(report), _quality(report)]
+
+
+def _draft(meta: Mapping[str, Any]) -> str:
+    """Say what proposed the guesses."""
+    parts = []
+    if (dynamic := meta.get("dynamic_trees")) is not None:
+        used, nodes = len(dynamic["temperatures"]), dynamic["sizes"][-1]["nodes"]
+        parts.append(
+            f"dynamic trees of up to {nodes} nodes, {used} of {_count(meta['heads'], 'head')}"
+            if used
+            else "dynamic trees, which decode without heads here"
+        )
+    elif meta["heads"] is not None:
+        parts.append(f"tree of {_count(meta['tree_nodes'], 'node')}, {_count(meta['heads'], 'head')}")
+    if meta.get("draft") is not None:
+        parts.append(f"draft {meta['draft']}")
+    return ", ".join(parts)
+
+
+def notes(report: Report) -> list[str]:
+    """Say how the output relates to plain decoding's, and what "tokens per step" means here; empty without a tree.
+
+    Every output of the report shows these sentences beside its figures.
     """
-    columns = [
-        column
-        for column in COLUMNS
-        if (report.has_tree or not column.needs_tree)
-        and (column.in_terminal or not terminal)
-        and (report.overall["scores"] is not None or not column.needs_scores)
-        and (report.is_greedy or not column.needs_greedy)
-    ]
-    groups = [*report.categories.items(), ("overall", report.overall)]
-    rows = [[name, *(column.cell(figures) for column in columns)] for name, figures in groups]
-    return ["category", *(column.title for column in columns)], rows
+    return [_output_note(report), _tokens_per_step_note(report)] if report.has_tree else []
 
 
-def terminal_table(report: Report) -> Group:
-    """Return title, table and summary for the terminal."""
-    titles, rows = table_rows(report, terminal=True)
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column(titles[0], overflow="fold")  # gives way to the figures
-    for title in titles[1:]:
-        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
-    for row in rows[:-1]:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*rows[-1], style="bold")
-    return Group(Text(title_of(report), style="bold"), table, Text(summary_of(report)))
+def _output_note(report: Report) -> str:
+    overall, outcomes = report.overall, report.meta.get("exactness") or {}
+    acceptance = settings_of(report.meta)["acceptance"]
+    if acceptance != "greedy":
+        return f"Output: {_OUTPUT[acceptance]} Speed was measured in {report.meta['dtype']}."
+    equal, ties, count = overall["equal_answers"], overall["tie_answers"] or 0, overall["answers"]
+    if equal is None:
+        float32 = f"float32: {_not_compared(outcomes.get('float32'))}"
+    else:
+        float32 = f"float32: {equal} of {count} answers equal plain decoding's token for token"
+        if ties:
+            float32 += f", {ties} first differ at a tie (logits within 1e-4)"
+        if different := count - equal - ties:
+            float32 += f", {different} differ without a tie"
+    equal = overall["equal_answers_bf16"]
+    if equal is None:
+        bfloat16 = f"bfloat16: {_not_compared(outcomes.get('bfloat16'))}"
+    else:
+        bfloat16 = f"bfloat16: {equal} of {count}"
+        if equal < count:
+            bfloat16 += ", since its rounding changes which of two nearly equal logits is larger"
+    return f"Output: {float32}; {bfloat16}. Speed was measured in {report.meta['dtype']}."
 
 
-def markdown(report: Report) -> str:
-    """Return the content of report.md."""
-    titles, rows = table_rows(report, terminal=False)
-    table = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
-    table += ["| " + " | ".join([row[0].replace("|", r"\|"), *row[1:]]) + " |" for row in rows[:-1]]
-    table.append("| " + " | ".join(f"**{cell}**" for cell in rows[-1]) + " |")
-    run = [f"- {label}: {value}" for label, value in meta_rows(report.meta)]
-    blocks = [
-        [f"# {title_of(report)}"],
-        [summary_of(report).replace("\n", "\n\n")],
-        table,
-        further_figures(report),
-        definitions(report),
-    ]
-    blocks += [["## Run"], run]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+_OUTPUT = {
+    "sampling": "samples, lossless in distribution: whatever the draft, tokens follow the model's own distribution. "
+    "This is a property of the method, held by the project's tests; single answers differ from the baselines'.",
+    "typical": "typical acceptance changes the distribution: it accepts draft tokens that the model finds plausible. "
+    "The baselines sample from the model's distribution at the same temperature; compare the answers' quality, too.",
+}
+
+
+def _not_compared(outcome: str | None) -> str:
+    return f"not compared ({outcome})" if outcome not in (None, "not compared", "compared") else "not compared"
+
+
+def _tokens_per_step_note(report: Report) -> str:
+    if report.meta.get("draft") is not None:
+        note = f"Tokens per step: measured on this bench with the draft {report.meta['draft']}."
+        parts = " The heads alone and the lookup alone were measured in turns with it."
+        return note + parts if "heads_alone" in report.overall["baselines"] else note
+    if report.meta.get("dynamic_trees") is not None:
+        return (
+            "Tokens per step: measured on this bench, with a tree of its own in every step. The fixed trees of the "
+            "same heads were measured in turns with it."
+        )
+    calibration = report.extra.get("calibration") or {}
+    expected = calibration.get("tokens_per_step")
+    estimate = "estimate" if expected is None else f"{expected:.2f}"
+    return (
+        "Tokens per step: measured on this bench with this tree. Training's validation figure is simulated on held-out "
+        f"text, and tree.json's {estimate} on the answers of its calibration, so they differ."
+    )
+
+
+def _quality(report: Report) -> str:
+    """Say how good the answers are: correct ones, grades, and perplexity where joint training changed it."""
+    parts = []
+    if (scores := report.overall["scores"]) is not None:
+        parts.append(_scores_text(scores))
+    if (joint := report.extra.get("joint")) is not None:
+        change = joint["perplexity_after"] / joint["perplexity_before"] - 1
+        parts.append(
+            f"perplexity {joint['perplexity_after']:.3f} after joint training, {joint['perplexity_before']:.3f} before "
+            f"({change:+.1%}), KL {joint['kl']:.4f} nats per token"
+        )
+    judged = report.extra.get("judge")
+    if judged is None:
+        if scores is None:
+            parts.append("not judged")
+    elif judged["score"] is None:
+        parts.append(
+            f"{judged['model']} graded none of the answers ({judged.get('reason', 'no grade in its replies')})"
+        )
+    else:
+        missing = judged["without_grade"] + judged["failed"]
+        graded = f"{judged['graded']} answers" + (f", {missing} without a grade" if missing else "")
+        parts.append(f"{judged['score']:.2f} of 10 by {judged['model']} ({graded})")
+    return f"Quality: {'; '.join(parts)}."
+
+
+def _scores_text(scores: Mapping[str, Any]) -> str:
+    """Say how many answers are correct, and whether plain decoding's scores are the same."""
+
+    def rate(name: str) -> str:
+        score, (low, high) = scores[name], scores[name]["interval"]
+        share = f"{score['rate']:.1%}, 95 % interval {low:.1%} to {high:.1%}"
+        return f"{score['correct']} of {scores['answers']} ({share})"
+
+    if "tree" not in scores:
+        return f"{scores['metric']} {rate('plain')}"
+    text = f"{scores['metric']} {rate('tree')}"
+    if not scores["differing"]:
+        return f"{text}, with plain decoding equal on every question"
+    return f"{text}, with plain decoding {rate('plain')}; {_count(scores['differing'], 'question')} scored differently"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def further_figures(report: Report) -> list[str]:
+    """List the figures of the whole bench that have no column."""
+    overall, lines = report.overall, []
+    if (seconds := overall["time_to_first_token_s"]) is not None:
+        lines.append(f"- milliseconds to the first token: {1000 * seconds:.1f}")
+    if rates := overall["chain_rates"]:
+        values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
+        lines.append(f"- tokens per step with the chain of the first k heads' top-1 guesses (simulated), k = {values}")
+    if shares := overall["ctar"]:
+        values = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
+        lines.append(f"- CTAR(w), steps that accepted at least w draft tokens: {values}")
+    if table := overall["head_accuracy"]:
+        values = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
+        lines.append(f"- top-1 / top-5 accuracy on the answers: {values}")
+    return lines
+
+
+def definitions(report: Report) -> list[str]:
+    """Define the terms of the table, as list items of report.md."""
+    settings = settings_of(report.meta)
+    how = "" if report.is_greedy else f" All baselines sample at temperature {settings['temperature']:g}."
+    lines = [f"- **plain**: the same decoding loop with the empty tree. **generate**: transformers' `generate`.{how}"]
+    if settings["batch_size"] > 1:
+        lines.append(
+            f"- **batches**: {settings['batch_size']} questions in the same passes, for every decoder. Complete "
+            "answers leave a batch, and the next batch starts when all are; a step is a pass over the whole batch."
+        )
+    if report.has_tree:
+        per_row = " of each answer" if settings["batch_size"] > 1 else ""
+        lines += [
+            f"- **tokens per step** (acceleration rate): over decoding steps{per_row}; the first token comes from the "
+            "prefill.",
+            "- **overhead**: latency of a step with the tree over that of a plain step, prefill excluded.",
+            "- **speedup**: total tokens per second with the tree over plain, prefill included. Intervals in brackets "
+            "are 95 % bootstrap intervals over questions.",
+        ]
+    if report.has_tree and report.is_greedy:
+        lines += [
+            "- **equal fp32, bf16**: answers equal to the plain ones token for token, in float32 and in bfloat16; "
+            "+n counts ties, which first differ where the two best logits lie within 1e-4.",
+        ]
+    if report.overall["scores"] is not None:
+        lines.append(
+            "- **correct**: answers whose number equals the reference (exact match) or whose code passes its tests "
+            "(pass@1). Intervals of these rates are 95 % Wilson intervals."
+        )
+    lines.append("- **loops**: answers that hold an 8-token sequence three times or more; loops inflate a speedup.")
+    return lines

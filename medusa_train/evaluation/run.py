@@ -33,8 +33,7 @@ from medusa_train.evaluation.output_equality import (
 )
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
-from medusa_train.evaluation.report import model_id, terminal_table, write_report
-from medusa_train.evaluation.report_text import Report
+from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings, note_other_bench
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.inference.detokenize import token_pieces
@@ -122,7 +121,7 @@ def evaluate(
                 extra["joint"] = _backbone_quality(paths, progress)
         extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, progress)
     except KeyboardInterrupt:
-        progress.console.print(terminal_table(files.write()[0]))
+        progress.console.print(terminal_report(files.write()[0]))
         progress.print(f"interrupted after the timed part; its results are in {directory}")
         raise
     report, written = files.write()
@@ -363,7 +362,7 @@ def _judge(
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:
     """Print the closing tables and what could not be measured."""
-    progress.console.print(terminal_table(report))
+    progress.console.print(terminal_report(report))
     for dtype, outcome in (report.meta["exactness"] or {}).items():
         if outcome in (NO_MEMORY, EMULATED):
             progress.print(f"answers were not compared in {dtype}: {outcome}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.bootstrap import Counts, Interval, compare_rates
+from medusa_train.evaluation.metrics import Counts, Interval, compare_rates
 from medusa_train.server_bench.draft_counts import DraftCounts
 from medusa_train.server_bench.measure import ALONE, PLAIN
 from medusa_train.server_bench.records import Block, Measurement, ServedAnswer
@@ -138,7 +138,7 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> Comparison | Non
         return None
     ratio, bounds = _rate(with_heads) / _rate(without), None
     with contextlib.suppress(DataError):  # fewer than two questions
-        bounds = compare_rates(without, with_heads).ratio_interval
+        _, bounds = compare_rates(without, with_heads)
     equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
     return Comparison(ratio, bounds, equal, compared)
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
-from medusa_train.evaluation.html_report.charts import PALETTE, Bar, Curve, bars, curves
-from medusa_train.evaluation.html_report.layout import cards, document, figure, figures_table, percent
-from medusa_train.evaluation.html_report.page import meta_rows, meta_table
+from medusa_train.evaluation.report_page import meta_rows
 from medusa_train.io import replace_text
+from medusa_train.pages.charts import Bar, Curve, bars, curves
+from medusa_train.pages.page import Figure, Section, percent, render_page
+from medusa_train.pages.table import Table, number
 from medusa_train.server_bench.figures import Cell
 
 Json = Mapping[str, Any]
@@ -65,33 +63,26 @@ def rows_of(report: Json) -> list[Json]:
     return sorted([*report["plain"], *others], key=lambda figures: figures["concurrency"])
 
 
-def table_rows(report: Json) -> tuple[list[str], list[list[str]]]:
-    """Return titles, and one row of cells per concurrency and server. Columns without any value are left out."""
+def figures_table(report: Json) -> Table:
+    """Return one row per concurrency and server."""
     rows = rows_of(report)
     columns = {
         "concurrency": [str(row["concurrency"]) for row in rows],
         "server": [row["server"] for row in rows],
-        "tokens/s": [f"{row['tokens_per_s']:.1f}" for row in rows],
+        "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
         "over plain": [_ratio(row) for row in rows],
         "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
         "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],
-        "tokens per step": ["" if not row["tokens_per_step"] else f"{row['tokens_per_step']:.2f}" for row in rows],
+        "tokens per step": ["" if not row["tokens_per_step"] else number(row["tokens_per_step"]) for row in rows],
         "accepted": [" ".join(f"{share:.2f}" for share in row["acceptance"] or ()) for row in rows],
         "equal": [_equal(row) for row in rows],
     }
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    return list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)]
+    return Table.of_columns(columns)
 
 
 def _ratio(figures: Json) -> str:
-    if figures.get("ratio") is None:
-        return ""
-    return f"{figures['ratio']:.2f}x{_interval(figures)}"
-
-
-def _interval(figures: Json) -> str:
-    bounds = figures["ratio_interval"]
-    return "" if bounds is None else f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+    ratio = figures.get("ratio")
+    return "" if ratio is None else number(ratio, 2, "x", figures["ratio_interval"])
 
 
 def _milliseconds(distribution: Json | None) -> str:
@@ -111,7 +102,7 @@ def recommendation_lines(report: Json) -> list[str]:
     for one in advice:
         tokens = one["num_speculative_tokens"]
         setting = "heads as they were served" if tokens is None else f"num_speculative_tokens {tokens}"
-        measured = f"{one['ratio']:.2f}x{_interval(one)}"
+        measured = _ratio(one)
         if one["use"]:
             lines.append(f"concurrency {one['concurrency']}: {setting}, {measured}")
             continue
@@ -132,94 +123,70 @@ def advice_note(report: Json) -> str:
 
 def terminal_report(report: Json) -> Group:
     """Return title, table, notes and recommendation for the terminal."""
-    titles, rows = table_rows(report)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in titles:
-        left = title in ("server", "accepted")
-        table.add_column(title.replace(" ", "\n"), justify="left" if left else "right", no_wrap=title != "accepted")
-    last = None
-    for row in rows:
-        if last not in (None, row[0]):
-            table.add_section()
-        table.add_row(*row)
-        last = row[0]
-    parts: list[Table | Text] = [Text(title_of(report), style="bold"), table]
-    parts += [Text(f"note: {note}", style="yellow") for note in report["meta"]["notes"]]
-    parts.append(Text("recommendation", style="bold"))
-    parts += [Text(f"  {line}") for line in recommendation_lines(report)]
-    return Group(*parts)
+    return Group(
+        Text(title_of(report), style="bold"),
+        figures_table(report).terminal(),
+        *(Text(f"note: {note}", style="yellow") for note in report["meta"]["notes"]),
+        Text("recommendation", style="bold"),
+        *(Text(f"  {line}") for line in recommendation_lines(report)),
+    )
 
 
 def markdown(report: Json) -> str:
     """Return the content of served.md."""
-    titles, rows = table_rows(report)
-    table = ["| " + " | ".join(titles) + " |", "|" + "---:|" * len(titles)]
-    table += ["| " + " | ".join(row) + " |" for row in rows]
-    blocks = [[f"# {title_of(report)}"], table, [f"- {line}" for line in HOW]]
-    if notes := report["meta"]["notes"]:
-        blocks += [["## Notes"], [f"- {note}" for note in notes]]
-    blocks += [["## Run"], [f"- {label}: {value}" for label, value in meta_rows(_run_meta(report))]]
-    blocks += [["## Recommendation"], [f"- {line}" for line in recommendation_lines(report)], [advice_note(report)]]
-    return "\n\n".join("\n".join(block) for block in blocks).rstrip() + "\n"
+    notes = report["meta"]["notes"]
+    blocks = [f"# {title_of(report)}", figures_table(report).markdown(), _bullets(HOW)]
+    blocks += ["## Notes", _bullets(notes)] if notes else []
+    blocks += ["## Run", _bullets(f"{label}: {value}" for label, value in _facts(report))]
+    blocks += ["## Recommendation", _bullets(recommendation_lines(report)), advice_note(report)]
+    return "\n\n".join(blocks).rstrip() + "\n"
 
 
-def _run_meta(report: Json) -> Json:
-    return {key: value for key, value in report["meta"].items() if key != "notes"}
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _facts(report: Json) -> list[tuple[str, str]]:
+    return meta_rows({key: value for key, value in report["meta"].items() if key != "notes"})
 
 
 def html_page(report: Json) -> str:
     """Return the content of served.html: tiles, charts, table, run, and the recommendation at the end."""
     meta = report["meta"]
-    lines = "".join(f"<li>{escape(line)}</li>" for line in recommendation_lines(report))
-    return document(
-        title_of(report),
-        [
-            f"<h1>{escape(title_of(report))}</h1>",
-            f"<p class=soft>{escape(str(meta['turns']))}; questions: {meta['questions']}, at most "
-            f"{meta['max_new_tokens']} new tokens per answer; {escape(meta['date'])}</p>",
-            _tiles(report),
-            "".join(f"<p><b>Note:</b> {escape(note)}</p>" for note in meta["notes"]),
-            "<h2>Speed</h2>",
-            _legend(report),
-            cards(_figures(report)),
-            figures_table(*table_rows(report), overall=False),
-            "".join(f"<p class=soft>{escape(line)}</p>" for line in HOW),
-            "<h2>Run</h2>",
-            meta_table(_run_meta(report)),
-            "<h2>Recommendation</h2>",
-            f"<ul>{lines}</ul><p class=soft>{escape(advice_note(report))}</p>",
-        ],
+    servers = list(dict.fromkeys(row["server"] for row in rows_of(report)))
+    subtitle = (
+        f"{meta['turns']}; questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; "
+        f"{meta['date']}"
     )
+    sections = [
+        Section(lines=[f"Note: {note}" for note in meta["notes"]]),
+        Section(
+            "Speed", legend=servers, figures=_figures(report, servers), tables=[figures_table(report)], remarks=HOW
+        ),
+        Section("Run", facts=_facts(report)),
+        Section("Recommendation", lines=recommendation_lines(report), remarks=[advice_note(report)]),
+    ]
+    return render_page(title_of(report), subtitle, sections, _tiles(report))
 
 
-def _tiles(report: Json) -> str:
+def _tiles(report: Json) -> list[tuple[str, str]]:
     tiles = []
     for one in report["recommendation"]:
         tokens = one["num_speculative_tokens"]
         on = f"{one['ratio']:.2f}x with " + ("heads" if tokens is None else f"k = {tokens}")
         tiles.append((on if one["use"] else "off", f"concurrency {one['concurrency']}"))
-    body = "".join(f"<div class=tile><b>{escape(b)}</b><span>{escape(s)}</span></div>" for b, s in tiles)
-    return f"<div class=tiles>{body}</div>" if tiles else ""
+    return tiles
 
 
-def _colours(report: Json) -> dict[str, int]:
-    """Return the number of each server's colour."""
-    return {name: number for number, name in enumerate(dict.fromkeys(row["server"] for row in rows_of(report)))}
-
-
-def _legend(report: Json) -> str:
-    chips = (f"<span class='chip h{n % PALETTE + 1}'>{escape(name)}</span>" for name, n in _colours(report).items())
-    return f"<p>{''.join(chips)}</p>"
-
-
-def _figures(report: Json) -> list[str]:
-    rows, colours = rows_of(report), _colours(report)
+def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
+    """Draw the figures of every server by concurrency, each server in one colour."""
+    rows = rows_of(report)
 
     def groups(shown: Sequence[Json], key: str, interval: str | None = None) -> list[tuple[str, list[Bar]]]:
         by_concurrency: dict[str, list[Bar]] = {}
         for row in shown:
             value = row[key]["median"] * 1000 if isinstance(row[key], Mapping) else row[key]
-            bar = Bar(value, row[interval] if interval else None, colours[row["server"]])
+            bar = Bar(value, row[interval] if interval else None, servers.index(row["server"]))
             by_concurrency.setdefault(str(row["concurrency"]), []).append(bar)
         return list(by_concurrency.items())
 
@@ -227,21 +194,20 @@ def _figures(report: Json) -> list[str]:
     if compared := [row for row in rows if row.get("ratio") is not None]:
         drawing = bars(groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0)
         caption = "Tokens per second with heads over those without, by concurrency. Whiskers: 95 % bootstrap intervals."
-        drawn.append(figure("Speed over plain", drawing, caption))
-    drawing = bars(groups(rows, "tokens_per_s"), "tokens per second", digits=0)
-    drawn.append(figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))
-    for key, title, caption in (
-        ("time_to_first_token_s", "Time to first token", "Median over the answers, by concurrency."),
-        ("time_per_token_s", "Time per token", "Median over the answers, without the first token, by concurrency."),
+        drawn.append(Figure("Speed over plain", drawing, caption))
+    for key, title, unit, caption in (
+        ("tokens_per_s", "Tokens per second", "", "Of all concurrent answers together, by concurrency."),
+        ("time_to_first_token_s", "Time to first token", " ms", "Median over the answers, by concurrency."),
+        ("time_per_token_s", "Time per token", " ms", "Median over the answers, without the first token."),
     ):
-        drawn.append(figure(title, bars(groups(rows, key), title, unit=" ms", digits=1), caption))
+        drawn.append(Figure(title, bars(groups(rows, key), title, unit=unit, digits=1 if unit else 0), caption))
     lowest = min((row["concurrency"] for row in rows), default=0)
-    series = [
-        Curve(row["server"], [(float(position), share) for position, share in enumerate(row["acceptance"], 1)])
+    accepted = [
+        Curve(row["server"], list(enumerate(row["acceptance"], 1)))
         for row in rows
         if row["concurrency"] == lowest and row["acceptance"]
     ]
-    if series:
-        drawing = curves(series, "acceptance by position", "position in the draft", y_text=percent)
-        drawn.append(figure("Acceptance by position", drawing, f"Share of accepted tokens, at concurrency {lowest}."))
+    if accepted:
+        drawing = curves(accepted, "acceptance by position", "position in the draft", y_text=percent)
+        drawn.append(Figure("Acceptance by position", drawing, f"Share of accepted tokens, at concurrency {lowest}."))
     return drawn

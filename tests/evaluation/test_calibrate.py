@@ -19,7 +19,7 @@ from medusa_train.inference.tree_fit import SEARCHES
 from medusa_train.progress import RunProgress
 from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
-from tests.evaluation.html_report.test_page import Balance
+from tests.evaluation.test_report_page import Balance
 from tests.evaluation.tiny_model import write_backbone, write_run
 
 

@@ -8,11 +8,10 @@ import pytest
 from rich.console import Console
 
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.evaluation.compare import category_rows, differences, load_reports, rows, show, write
-from medusa_train.evaluation.report import write_report
-from medusa_train.evaluation.report_text import Report
-from tests.evaluation.html_report.test_page import TREE, Balance, record
+from medusa_train.evaluation.compare import categories_table, differences, load_reports, runs_table, show, write
+from medusa_train.evaluation.report import Report, write_report
 from tests.evaluation.test_report import meta
+from tests.evaluation.test_report_page import TREE, Balance, record
 
 
 def write_run(run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("math", "code"), **changes: Any) -> Path:
@@ -25,15 +24,14 @@ def write_run(run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("ma
 def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", categories=("math", "law"), heads=3)
     evaluated = load_reports([str(a), str(b)], None)
-    titles, lines = rows(evaluated)
-    assert [line[0] for line in lines] == [str(a), str(b)]
-    assert [line[titles.index("heads")] for line in lines] == ["5", "3"]
-    assert all("x (" in line[titles.index("speedup")] for line in lines)
-    assert "grade" not in titles
-    titles, lines = category_rows(evaluated)
-    assert [line[0] for line in lines] == ["math", "code", "law"]
-    assert lines[1][2] == "-"
-    assert lines[2][1] == "-"
+    table = runs_table(evaluated)
+    assert table.column("run") == [str(a), str(b)]
+    assert table.column("heads") == ["5", "3"]
+    assert all("x (" in cell for cell in table.column("speedup"))
+    assert "grade" not in table.titles
+    table = categories_table(evaluated)
+    assert table.column("speedup") == ["math", "code", "law"]
+    assert table.rows[1][2] == table.rows[2][1] == "-"
     console = Console(file=io.StringIO(), width=200)
     console.print(show(evaluated))
     assert "different" not in console.file.getvalue()  # type: ignore[attr-defined]
@@ -41,20 +39,19 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
 
 def test_correct_answers_have_a_column_where_they_were_counted(tmp_path: Path) -> None:
     old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new")
-    assert "correct" not in rows(load_reports([str(old), str(new)], None))[0]
+    assert "correct" not in runs_table(load_reports([str(old), str(new)], None)).titles
     path = new / "eval" / "tiny" / "report.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     plain = {"correct": 2, "rate": 0.5, "interval": [0.15, 0.85]}
     report["overall"]["scores"] = {"metric": "pass@1", "answers": 4, "plain": plain}
     path.write_text(json.dumps(report), encoding="utf-8")
-    titles, lines = rows(load_reports([str(old), str(new)], None))
-    assert [line[titles.index("correct")] for line in lines] == ["-", "50.0% (15.0%-85.0%)"]
+    assert runs_table(load_reports([str(old), str(new)], None)).column("correct") == ["-", "50.0% (15.0%-85.0%)"]
 
 
 def test_grades_have_a_column_where_there_are_any_and_intervals_stay_whole(tmp_path: Path) -> None:
     old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new")
     evaluated = load_reports([str(old), str(new)], None)
-    intervals = [cell.split(" ")[1] for cell in rows(evaluated)[1][0] if " (" in cell]
+    intervals = [cell.split(" ")[1] for cell in runs_table(evaluated).rows[0] if " (" in cell]
     console = Console(file=io.StringIO(), width=120)
     console.print(show(evaluated))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -64,8 +61,7 @@ def test_grades_have_a_column_where_there_are_any_and_intervals_stay_whole(tmp_p
     path = new / "eval" / "tiny" / "report.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**report, "judge": {"score": 7.5, "model": "judge"}}), encoding="utf-8")
-    titles, lines = rows(load_reports([str(old), str(new)], None))
-    assert [line[titles.index("grade")] for line in lines] == ["not judged", "7.50"]
+    assert runs_table(load_reports([str(old), str(new)], None)).column("grade") == ["-", "7.50"]
 
 
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_a_report_of_an_older_version_has_fewer_figures(tmp_path: Path) -> None:
             del figures[key]
     path.write_text(json.dumps(report), encoding="utf-8")
     evaluated = load_reports([str(run), str(write_run(tmp_path / "b"))], None)
-    assert "(" not in rows(evaluated)[1][0][5]
+    assert "(" not in runs_table(evaluated).column("speedup")[0]
     write(evaluated, tmp_path / "out")
 
 

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, benc
     assert isinstance(tree, dict)
     assert len(tree["accepted"]) == len(tree["medusa_choices"]) == 6
     assert len(overall["head_accuracy"]) == 3
-    assert overall["chain_acceleration_rate"] >= 1.0
+    assert overall["chain_rates"][-1] >= 1.0
     assert not (tmp_path / "out" / "turns.jsonl").exists()
     assert meta["resumed_turns"] == 0
     assert "overall" in shown
@@ -94,7 +95,7 @@ def test_drafts_without_training_are_timed_like_heads(
     for name in parts:
         assert report["baselines"][name]["tokens_per_step"] >= 1.0  # type: ignore[index]
         assert report["baselines"][name]["equal_to_plain"] == 4  # type: ignore[index]
-        assert f"the speed of {name.replace('_', ' ')} (" in shown.replace("\n", " ")
+        assert re.search(rf"^ {name.replace('_', ' ')} +\d", shown, re.MULTILINE)
 
 
 def test_turns_that_lack_the_parts_of_a_merged_draft_are_not_resumed(
@@ -142,7 +143,7 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
     assert "tree" not in report
     summary = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "dynamic trees of up to 8 nodes, 2 of 3 heads" in summary
-    assert "the speed of fixed tree (" in summary
+    assert "| fixed tree |" in summary
 
 
 def test_without_exactness_only_the_timed_dtype_is_compared(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from medusa_train.evaluation.html_report.charts import Bar, Curve, bars, curves, tree_drawing
-from medusa_train.evaluation.html_report.layout import document, figure, figures_table
+from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
+from medusa_train.pages.page import Figure, Section, render_page
+from medusa_train.pages.table import Table
 
 #: Labels of the searches.
 NAMES = {
@@ -36,24 +36,24 @@ def calibration_page(calibration: Mapping[str, Any], title: str) -> str:
         "conversations, with trees fitted to other conversations. Tokens per step measured on a bench differ."
     )
     cards = [
-        figure(
+        Figure(
             "Acceleration rate over tree size",
             _search_curves(calibration, "tokens_per_step"),
             "Simulated tokens per step. Rings mark the size of each search's tree in the table below.",
         ),
-        figure(
+        Figure(
             "Speed over tree size",
             _search_curves(calibration, "tokens_per_s"),
             "Simulated tokens per step over the measured latency of a step with a tree of that size.",
         ),
-        figure("Step latency", _latency_curve(calibration), "Measured latency of a decoding step by number of nodes."),
-        figure(
+        Figure("Step latency", _latency_curve(calibration), "Measured latency of a decoding step by number of nodes."),
+        Figure(
             "Best tree of each search",
             _candidate_bars(calibration),
             "Tokens per second: simulated tokens per step over the latency measured with this very tree, without "
             "prefill.",
         ),
-        figure(
+        Figure(
             "The chosen tree",
             tree_drawing(calibration["medusa_choices"], calibration["accepted"]),
             f"{calibration['nodes']} nodes, {calibration['tokens_per_step']:.2f} tokens per step (simulated). Below "
@@ -63,16 +63,8 @@ def calibration_page(calibration: Mapping[str, Any], title: str) -> str:
     ]
     rows = [_row(candidate) for candidate in calibration["candidates"]]
     titles = ["search", "nodes", "tokens per step", "ms per step", "tokens /s"]
-    return document(
-        title,
-        [
-            f"<h1>{escape(title)}</h1>",
-            f"<p class=soft>{escape(basis)}</p>",
-            f"<div class='cards two'>{''.join(cards)}</div>",
-            figures_table(titles, rows, overall=False),
-            f"<p class=soft>{BY_CONSTRUCTION}</p>",
-        ],
-    )
+    section = Section(figures=cards, tables=[Table(titles, rows)], remarks=[BY_CONSTRUCTION])
+    return render_page(title, basis, [section])
 
 
 def _row(candidate: Mapping[str, Any]) -> list[str]:

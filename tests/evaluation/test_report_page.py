@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.html_report.page import answers_section, coloured_text, html_page, proposing_heads
 from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
-from medusa_train.evaluation.report import table_rows
-from medusa_train.evaluation.report_text import Report, notes
+from medusa_train.evaluation.report import Report, decoders_table, figures_table, notes
+from medusa_train.evaluation.report_page import answers_section, coloured_runs, html_page, proposing_heads
 from medusa_train.inference.traces import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report import meta
@@ -53,9 +52,8 @@ def page(records: list[TurnRecord], **changes: Any) -> str:
     tree = TREE if records[0].tree is not None else None
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = Report.from_records(records, meta(**changes), tree, extra)
-    return html_page(
-        report.as_json(), [answer(one) for one in records], table_rows(report, terminal=False), notes(report)
-    )
+    tables = [figures_table(report), decoders_table(report)]
+    return html_page(report.as_json(), [answer(one) for one in records], tables, notes(report))
 
 
 class Balance(HTMLParser):
@@ -137,10 +135,12 @@ def test_a_baseline_only_page_has_no_draft() -> None:
 
 
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
-    shown = coloured_text(answer(record(1, "math")))
+    one = answer(record(1, "math"))
     # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1 space, backbone c
-    assert shown == "a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c"
-    assert coloured_text({"pieces": [], "text": "<x>", "accepted": []}) == "&lt;x&gt;"
+    assert coloured_runs(one) == [(0, "a"), (1, "<"), (2, "i>"), (0, "b &"), (1, " "), (0, "c")]
+    assert coloured_runs({"pieces": [], "text": "<x>", "accepted": []}) == [(0, "<x>")]
+    shown = "<div class=answer>a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c</div>"
+    assert shown in page([record(1, "math")])
 
 
 def test_correct_answers_have_a_tile_and_every_answer_its_score() -> None:
@@ -154,17 +154,16 @@ def test_correct_answers_have_a_tile_and_every_answer_its_score() -> None:
     scored[1].scores["plain"] = right
     assert "exact match: 1 of 2 (9.5%-90.5%); plain 100.0%" in page(scored)
     lines = [{**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}} for one in scored]
-    shown = answers_section(lines)
-    assert "tokens per step, correct</span>" in shown
-    assert "wrong (&lt;5&gt;), plain: correct</span>" in shown
+    right, wrong = (one["details"] for one in answers_section(lines).answers[0].answers)
+    assert right.endswith("tokens per step, correct")
+    assert wrong.endswith("wrong (<5>), plain: correct")
 
 
 def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
-    html = answers_section([answer(record(1, "math")), {"question_id": 9, "turn": 1, "skipped": True}])
-    assert "1 turns were skipped" in html
-    assert "head 2</span>" in html
-    assert "head 3" not in html
-    assert answers_section([]) == ""
+    section = answers_section([answer(record(1, "math")), {"question_id": 9, "turn": 1, "skipped": True}])
+    assert section.remarks[0].startswith("1 turns were skipped")
+    assert section.legend == ["head 1", "head 2"]
+    assert not answers_section([]).answers
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,10 @@ from html import escape
 PALETTE = 8
 
 
-@dataclass(frozen=True)
-class Scale:
-    """A linear map from values in `low..high` to pixels in `start..end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
-        if self.high == self.low:
-            return self.start
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the linear map from values in `low..high` to pixels in `start..end`."""
+    factor = (end - start) / (high - low) if high > low else 0.0
+    return lambda value: start + (value - low) * factor
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -45,54 +35,41 @@ def short(value: float) -> str:
     return f"{value:.10g}"
 
 
-def element(name: str, content: str = "", **attributes: object) -> str:
-    """Render one element. Floats are rounded to 0.1; `cls` becomes class, underscores in names become hyphens."""
-    shown = []
-    for key, value in attributes.items():
-        if value is None:
-            continue
-        text = f"{value:.1f}" if isinstance(value, float) else escape(str(value), quote=True)
-        shown.append(f' {"class" if key == "cls" else key.replace("_", "-")}="{text}"')
+def element(name: str, content: str = "", title: str = "", **attributes: object) -> str:
+    """Render one element with an optional tooltip. Floats are rounded to 0.1; underscores in names become hyphens."""
+    content += f"<title>{escape(title)}</title>" if title else ""
+    shown = [
+        f' {key.rstrip("_").replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else escape(str(value))}"'
+        for key, value in attributes.items()
+    ]
     opened = f"<{name}{''.join(shown)}"
     return f"{opened}>{content}</{name}>" if content else f"{opened}/>"
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", cls: str = "label") -> str:
     """Render a line of text; `anchor` is start, middle or end."""
-    return element("text", escape(content), x=float(x), y=float(y), text_anchor=anchor, cls=cls)
+    return element("text", escape(content), x=float(x), y=float(y), text_anchor=anchor, class_=cls)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid") -> str:
     """Render a straight line."""
-    return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), cls=cls)
+    return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=cls)
 
 
 def rect(x: float, y: float, width: float, height: float, cls: str, title: str = "") -> str:
-    """Render a rectangle with an optional tooltip."""
-    tip = f"<title>{escape(title)}</title>" if title else ""
-    return element(
-        "rect", tip, x=float(x), y=float(y), width=float(max(width, 0)), height=float(max(height, 0)), rx=2, cls=cls
-    )
+    """Render a rectangle."""
+    return element("rect", title=title, x=float(x), y=float(y), width=float(width), height=height, rx=2, class_=cls)
 
 
 def circle(x: float, y: float, radius: float, cls: str, title: str = "") -> str:
-    """Render a disc with an optional tooltip."""
-    tip = f"<title>{escape(title)}</title>" if title else ""
-    return element("circle", tip, cx=float(x), cy=float(y), r=float(radius), cls=cls)
-
-
-def polyline(points: Sequence[tuple[float, float]], cls: str) -> str:
-    """Render connected line segments."""
-    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), cls=cls)
+    """Render a disc."""
+    return element("circle", title=title, cx=float(x), cy=float(y), r=float(radius), class_=cls)
 
 
 def drawing(width: float, height: float, parts: Iterable[str], label: str) -> str:
     """Render the `<svg>` element, at most `width` pixels wide; `label` is its text for screen readers."""
-    body = "".join(parts)
-    return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{width:.0f}px" role="img" '
-        f'aria-label="{escape(label, quote=True)}">{body}</svg>'
-    )
+    attributes = f'viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{width:.0f}px" role="img"'
+    return f'<svg {attributes} aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def series(number: int) -> str:
@@ -133,41 +110,32 @@ def bars(
     reference: float | None = None,
     width: float = 560,
 ) -> str:
-    """Draw horizontal bars in named groups, with intervals as whiskers.
-
-    Args:
-        groups: name and bars of each group, from top to bottom.
-        label: text for screen readers.
-        unit: suffix of every value.
-        digits: decimal places of every value.
-        reference: value of a dashed vertical line.
-        width: of the drawing in pixels.
-    """
+    """Draw horizontal bars in named groups, with intervals as whiskers and a dashed line at `reference`."""
     left = 14 + _LETTER * max(len(name) for name, _ in groups)
     right = width - 14 - _LETTER * (digits + 4 + len(unit))
     ends = [bar.interval[1] if bar.interval else bar.value or 0.0 for _, group in groups for bar in group]
     top = max([*ends, reference or 0.0]) or 1.0
-    scale = Scale(0.0, top, left, right)
+    x_of = scale(0.0, top, left, right)
     height = 8 + sum(len(group) * _BAR + _GAP for _, group in groups) + 18
     bottom = height - 20
-    parts = [line(scale(x), 4, scale(x), bottom) for x in ticks(0.0, top)]
-    parts += [text(scale(x), height - 5, short(x) + unit, "middle", "tick") for x in ticks(0.0, top)]
+    parts = [line(x_of(x), 4, x_of(x), bottom) for x in ticks(0.0, top)]
+    parts += [text(x_of(x), height - 5, short(x) + unit, "middle", "tick") for x in ticks(0.0, top)]
     if reference is not None:
-        parts.append(line(scale(reference), 4, scale(reference), bottom, "reference"))
+        parts.append(line(x_of(reference), 4, x_of(reference), bottom, "reference"))
     y = 8.0
     for name, group in groups:
         parts.append(text(left - 8, y + len(group) * _BAR / 2 + 4, name, "end"))
         for bar in group:
-            parts += _bar(bar, scale, y, name, unit, digits)
+            parts += _bar(bar, x_of, y, name, unit, digits)
             y += _BAR
         y += _GAP
     return drawing(width, height, parts, label)
 
 
-def _bar(bar: Bar, scale: Scale, y: float, name: str, unit: str, digits: int) -> list[str]:
+def _bar(bar: Bar, x_of: Callable[[float], float], y: float, name: str, unit: str, digits: int) -> list[str]:
     middle = y + _BAR / 2 - 0.5
     if bar.value is None:
-        return [text(scale(0) + 4, middle + 4, "not measured", cls="tick")]
+        return [text(x_of(0) + 4, middle + 4, "not measured", cls="tick")]
     tip = f"{name}: {bar.value:.{digits}f}{unit}"
     end = bar.value
     whisker = []
@@ -175,28 +143,10 @@ def _bar(bar: Bar, scale: Scale, y: float, name: str, unit: str, digits: int) ->
         low, high = bar.interval
         tip += f" (95 % interval {low:.{digits}f}-{high:.{digits}f})"
         end = max(end, high)
-        whisker = [line(scale(low), middle, scale(high), middle, "whisker")]
-        whisker += [line(scale(x), middle - 3, scale(x), middle + 3, "whisker") for x in (low, high)]
-    body = rect(scale(0), y, scale(bar.value) - scale(0), _BAR - 2, series(bar.colour), tip)
-    return [body, *whisker, text(scale(end) + 6, middle + 4, f"{bar.value:.{digits}f}{unit}", cls="value")]
-
-
-def columns(shares: Sequence[float], label: str, x_title: str, *, width: float = 400, height: float = 230) -> str:
-    """Draw a histogram of `shares` (fractions of 1), numbered from 0, with percentages above the columns."""
-    left, bottom, top = 44.0, height - 40, 22.0
-    high = max([*shares, 0.01])
-    scale = Scale(0.0, high, bottom, top)
-    step = (width - left - 10) / max(len(shares), 1)
-    parts = [line(left, scale(y), width - 10, scale(y)) for y in ticks(0.0, high, 4)]
-    parts += [text(left - 6, scale(y) + 4, f"{100 * y:g} %", "end", "tick") for y in ticks(0.0, high, 4)]
-    for number, share in enumerate(shares):
-        x = left + number * step
-        tip = f"{number}: {100 * share:.1f} %"
-        parts.append(rect(x + step * 0.12, scale(share), step * 0.76, bottom - scale(share), series(0), tip))
-        parts.append(text(x + step / 2, scale(share) - 5, f"{100 * share:.0f} %", "middle", "value"))
-        parts.append(text(x + step / 2, bottom + 15, str(number), "middle", "tick"))
-    parts.append(text((left + width) / 2, height - 6, x_title, "middle"))
-    return drawing(width, height, parts, label)
+        whisker = [line(x_of(low), middle, x_of(high), middle, "whisker")]
+        whisker += [line(x_of(x), middle - 3, x_of(x), middle + 3, "whisker") for x in (low, high)]
+    body = rect(x_of(0), y, x_of(bar.value) - x_of(0), _BAR - 2, series(bar.colour), tip)
+    return [body, *whisker, text(x_of(end) + 6, middle + 4, f"{bar.value:.{digits}f}{unit}", cls="value")]
 
 
 def curves(
@@ -216,7 +166,7 @@ def curves(
     high = max(ys) + 0.06 * ((max(ys) - low) or 1.0)
     rows = _legend(shown, width) if len(shown) > 1 else []
     top, bottom, left = 14.0 + 17 * len(rows), height - 40, 20 + _LETTER * max(len(y_text(y)) for y in ticks(low, high))
-    x_scale, y_scale = Scale(min(xs), max(xs), left + 8, width - 16), Scale(low, high, bottom, top)
+    x_scale, y_scale = scale(min(xs), max(xs), left + 8, width - 16), scale(low, high, bottom, top)
     parts = [line(left, y_scale(y), width - 8, y_scale(y)) for y in ticks(low, high)]
     parts += [text(left - 6, y_scale(y) + 4, y_text(y), "end", "tick") for y in ticks(low, high)]
     x_ticks = sorted(set(xs)) if len(set(xs)) <= 10 else ticks(min(xs), max(xs), 7)
@@ -225,7 +175,8 @@ def curves(
     parts += [part for row in rows for part in row]
     for number, curve in enumerate(shown):
         pixels = [(x_scale(x), y_scale(y)) for x, y in curve.points]
-        parts.append(polyline(pixels, f"curve {series(number)}"))
+        points_text = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+        parts.append(element("polyline", points=points_text, class_=f"curve {series(number)}"))
         for (x, y), (px, py) in zip(curve.points, pixels, strict=True):
             ringed = x in curve.marked
             radius = 5.5 if ringed else 2.6 if len(pixels) <= _CROWDED else 1.4
@@ -278,14 +229,8 @@ def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float] | Non
     for path in nodes:
         (x1, y1), (x2, y2) = at[path[:-1]], at[path]
         middle = (y1 + y2) / 2
-        parts.append(
-            element(
-                "path",
-                d=f"M{x1:.1f},{y1:.1f}C{x1:.1f},{middle:.1f} {x2:.1f},{middle:.1f} {x2:.1f},{y2:.1f}",
-                cls="edge",
-                stroke_width=1 + 7 * share[path],
-            )
-        )
+        curve = f"M{x1:.1f},{y1:.1f}C{x1:.1f},{middle:.1f} {x2:.1f},{middle:.1f} {x2:.1f},{y2:.1f}"
+        parts.append(element("path", d=curve, class_="edge", stroke_width=1 + 7 * share[path]))
     parts.append(circle(*at[()], 8, "root", "next token of the backbone: always accepted"))
     for path in nodes:
         parts += _node(path, at[path], None if accepted is None else share[path], step)

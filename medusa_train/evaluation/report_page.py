@@ -1,0 +1,284 @@
+"""Render report.html: tiles, charts, tables and coloured answers of one evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
+from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
+from medusa_train.pages.page import AnswerGroup, Figure, Section, percent, render_page
+from medusa_train.pages.table import Table, number
+
+Json = Mapping[str, Any]
+
+SPEEDUP_CAPTION = (
+    "Total tokens per second over those of plain decoding (the same loop without a tree). "
+    "Whiskers: 95 % bootstrap intervals over questions."
+)
+CTAR_CAPTION = "Share of decoding steps that accepted at least w draft tokens."
+
+
+def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], notes: Sequence[str]) -> str:
+    """Render the page of one evaluation.
+
+    Args:
+        report: content of report.json.
+        answers: lines of answers.jsonl.
+        tables: of the figures, as in report.md.
+        notes: sentences that say how to read the figures.
+    """
+    meta = report["meta"]
+    setting = (
+        f"{describe_settings(settings_of(meta))}; {meta['dtype']} on {meta['device']}, threads: {meta['threads']}; "
+        f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
+    )
+    return render_page(
+        f"{meta['bench']}: {meta['model'] or meta['base_model']}",
+        setting,
+        [
+            Section(lines=notes),
+            Section("Speed", figures=_speed_figures(report), tables=tables),
+            Section("Draft", figures=_draft_figures(report)),
+            answers_section(answers),
+            Section("Run", facts=meta_rows(meta)),
+        ],
+        _tiles(report),
+    )
+
+
+def _tiles(report: Json) -> list[tuple[str, str]]:
+    overall, scores, judged = report["overall"], report["overall"]["scores"], report.get("judge")
+    tiles: list[tuple[str, str]] = []
+
+    def tile(key: str, label: str, suffix: str = "", digits: int = 2, scale: float = 1.0) -> None:
+        if (value := overall[key]) is not None:
+            bounds = overall["intervals"].get(key)
+            figure, _, interval = number(value * scale, digits, suffix, bounds).partition(" (")
+            tiles.append((figure, f"{label} ({interval}" if interval else label))
+
+    tile("speedup", "speedup over plain decoding", "x")
+    if overall["looping_answers"]:
+        tile("speedup_without_loops", "speedup without answers that loop", "x")
+    tile("acceleration_rate", "tokens per step on this bench")
+    tile("overhead", "overhead: step latency over a plain step's")
+    tile("tokens_per_s", "tokens per second", digits=0)
+    if overall["time_to_first_token_s"] is not None:
+        tiles.append((f"{1000 * overall['time_to_first_token_s']:.1f} ms", "time to first token"))
+    for key, dtype in (("equal_answers", "float32"), ("equal_answers_bf16", "bfloat16")):
+        if (equal := overall[key]) is not None:
+            ties = overall["tie_answers"] if dtype == "float32" else 0
+            label = f"answers equal to plain ones in {dtype}" + (f" + {ties} ties" if ties else "")
+            tiles.append((f"{equal} / {overall['answers']}", label))
+    if (joint := report.get("joint")) is not None:
+        label = f"perplexity after joint training ({joint['perplexity_before']:.2f} before)"
+        tiles.append((f"{joint['perplexity_after']:.2f}", label))
+    if scores is not None:
+        tiles.append(_score_tile(scores))
+    if judged is not None and judged["score"] is not None:
+        tiles.append((f"{judged['score']:.2f} / 10", f"quality, graded by {judged['model']}"))
+    elif scores is None:
+        tiles.append(("not judged", "quality of the answers"))
+    if report["meta"]["model"] is None:
+        tile("baseline_tokens_per_s", "tokens per second, plain decoding", digits=0)
+    return tiles
+
+
+def _score_tile(scores: Json) -> tuple[str, str]:
+    """Return the share of correct answers and its label: the tree's, beside plain decoding's."""
+    score = scores.get("tree", scores["plain"])
+    low, high = score["interval"]
+    label = f"{scores['metric']}: {score['correct']} of {scores['answers']} ({low:.1%}-{high:.1%})"
+    if "tree" in scores:
+        label += f"; plain {scores['plain']['rate']:.1%}" if scores["differing"] else "; plain decoding is equal"
+    return f"{score['rate']:.1%}", label
+
+
+def _speed_figures(report: Json) -> list[Figure]:
+    overall, figures = report["overall"], []
+    if overall["speedup"] is not None:
+        figures.append(speedup_figure({"": report}))
+    rates = {"tree": overall["tokens_per_s"]}
+    rates |= {name.replace("_", " "): baseline["tokens_per_s"] for name, baseline in overall["baselines"].items()}
+    bounds = {"tree": overall["intervals"].get("tokens_per_s")}
+    groups = [(name, [Bar(rate, bounds.get(name), int(name == "tree"))]) for name, rate in rates.items() if rate]
+    drawing = bars(groups, "tokens per second", digits=0, width=480)
+    caption = "Total tokens over total time, prefill included. The decoders took turns on every prompt or batch."
+    return [*figures, Figure("Tokens per second", drawing, caption)]
+
+
+def speedup_figure(reports: Mapping[str, Json]) -> Figure:
+    """Draw the speedups per category and overall of one run, or of several beside each other."""
+    shown = [{**report["categories"], "overall": report["overall"]} for report in reports.values()]
+    several = len(shown) > 1
+    groups = []
+    for category in [*dict.fromkeys(name for one in shown for name in one if name != "overall"), "overall"]:
+        found = [one.get(category, {}) for one in shown]
+        colours = range(len(shown)) if several else [int(category == "overall")]
+        groups.append(
+            (
+                category,
+                [
+                    Bar(figures.get("speedup"), figures.get("intervals", {}).get("speedup"), colour)
+                    for figures, colour in zip(found, colours, strict=True)
+                ],
+            )
+        )
+    drawing = bars(groups, "speedup per category", unit="x", reference=1.0, width=760 if several else 560)
+    return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
+
+
+def ctar_figure(shares: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw CTAR(w) by name of the run."""
+    drawn = [Curve(name, list(enumerate(values, start=1))) for name, values in shares.items()]
+    return Figure("CTAR(w)", curves(drawn, "CTAR", "w", y_text=percent), CTAR_CAPTION)
+
+
+def _draft_figures(report: Json) -> list[Figure]:
+    overall, figures = report["overall"], []
+    if lengths := overall["accepted_lengths"]:
+        steps = sum(lengths)
+        groups = [(str(length), [Bar(100 * count / steps)]) for length, count in enumerate(lengths)]
+        drawing = bars(groups, "accepted draft tokens per step", unit=" %", digits=0, width=400)
+        caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
+        figures.append(Figure("Accepted length", drawing, caption))
+    if shares := overall["ctar"]:
+        figures.append(ctar_figure({"CTAR": shares}))
+    if table := overall["head_accuracy"]:
+        heads = [Curve(f"head {k}", list(enumerate(row, start=1))) for k, row in enumerate(table, start=1)]
+        drawing = curves(heads, "head accuracy", "k", y_text=percent)
+        caption = "Top-k accuracy: share of positions where the answer's token is among the head's k most probable."
+        figures.append(Figure("Head accuracy", drawing, caption))
+    if calibration := report.get("calibration"):
+        figures += _size_figures(calibration["sizes"], calibration.get("nodes"))
+    if tree := report.get("tree"):
+        caption = f"{len(tree['medusa_choices'])} nodes. Below each node: the share of steps in which it was accepted."
+        if report["meta"].get("early_stop"):
+            caption += " Simulated without the draft's early exit."
+        if chains := overall["chain_rates"]:
+            caption += f" The chain of top-1 guesses alone would give {chains[-1]:.2f} tokens per step (simulated)."
+        drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
+        figures.append(Figure("The tree", drawing, caption, wide=True))
+    return figures
+
+
+def _size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
+    """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen size ringed."""
+    ring = "Simulated on answers that the tree was not fitted to. The ring marks the chosen size."
+    figures = []
+    for title, key, caption in (
+        ("Tokens per step over tree size", "tokens_per_step", f"From the tree's calibration, not this bench. {ring}"),
+        ("Speed over tree size", "tokens_per_s", "Those tokens per step over the measured step latency, no prefill."),
+    ):
+        marked = [] if chosen is None else [float(chosen)]
+        curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], marked)
+        figures.append(Figure(title, curves([curve], title.lower(), "nodes", from_zero=False), caption))
+    return figures
+
+
+def answers_section(answers: Sequence[Json]) -> Section:
+    """Return all answers by category, with the names of the heads whose tokens were accepted.
+
+    Args:
+        answers: lines of answers.jsonl, skipped turns included.
+    """
+    answered = [answer for answer in answers if not answer.get("skipped")]
+    categories: dict[str, list[Json]] = {}
+    for answer in answered:
+        categories.setdefault(answer["category"], []).append(_shown_answer(answer))
+    heads = max((max(answer["accepted"], default=0) for answer in answered), default=0)
+    lines = ["Accepted tokens by the head that proposed them:"] if heads else []
+    if answered and not heads:
+        lines = ["No draft token was accepted in these answers."]
+    skipped = len(answers) - len(answered)
+    return Section(
+        "Answers",
+        lines=lines,
+        legend=[f"head {head}" for head in range(1, heads + 1)],
+        answers=[AnswerGroup(category, members) for category, members in categories.items()],
+        remarks=[f"{skipped} turns were skipped: prompt and answer do not fit the model's context."] if skipped else [],
+    )
+
+
+def _shown_answer(answer: Json) -> Json:
+    tokens, steps = answer["tokens"], answer["steps"]
+    details = [f"turn {answer['turn']}", f"{tokens} tokens"]
+    if steps:
+        details += [f"{steps} steps", f"{(tokens - 1) / steps:.2f} tokens per step"]
+    if answer.get("loops"):
+        details.append("loops")
+    details += _score_details(answer.get("scores") or {})
+    return {
+        "summary": f"question {answer['question_id']}",
+        "details": ", ".join(details),
+        "asked": answer.get("asked"),
+        "runs": coloured_runs(answer),
+    }
+
+
+def _score_details(scores: Json) -> list[str]:
+    """Say whether an answer is correct and why not, and plain decoding's score where it differs."""
+    if not scores:
+        return []
+
+    def verdict(score: Json) -> str:
+        return "correct" if score["correct"] else f"wrong ({score['detail']})"
+
+    plain, reported = scores["plain"], scores.get("tree", scores["plain"])
+    return [verdict(reported)] + ([f"plain: {verdict(plain)}"] if plain["correct"] != reported["correct"] else [])
+
+
+def coloured_runs(answer: Json) -> list[tuple[int, str]]:
+    """Return the text of an answer in runs of tokens by one head, each after the head's number (0: backbone)."""
+    pieces = answer.get("pieces")
+    if not pieces:
+        return [(0, answer["text"])]
+    by_head = zip(proposing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
+    return [(head, "".join(piece for _, piece in run)) for head, run in groupby(by_head, key=lambda pair: pair[0])]
+
+
+def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
+    """Return which head proposed each token of an answer: k for head k, 0 for the backbone.
+
+    The first token comes from the prefill. Each step then adds as many tokens as `accepted` says, by heads 1, 2, ...,
+    and one by the backbone, unless the answer ends before it.
+    """
+    heads = [0]
+    for length in accepted:
+        heads += [*range(1, length + 1), 0]
+    return (heads + [0] * tokens)[:tokens]
+
+
+#: Labels of `meta` keys that are not clear as they are.
+META_LABELS = {
+    "chat_template_kwargs": "variables of the chat template",
+    "packed": "prepacked weights",
+    "compiled": "torch.compile",
+    "early_stop": "early exit threshold of the draft",
+    "plain_equal_generate": "plain answers equal to generate's",
+    "exactness": "answers compared in",
+    "resumed_turns": "turns measured before an interruption",
+    "seconds": "seconds in all",
+    "baseline_tokens_per_s": "plain",
+    "generate_tokens_per_s": "generate",
+}
+
+
+def meta_rows(meta: Json) -> list[tuple[str, str]]:
+    """Return label and text of every entry of `meta`, for the pages of a report."""
+    return [(_meta_label(key), _meta_text(value)) for key, value in meta.items()]
+
+
+def _meta_label(key: str) -> str:
+    return META_LABELS.get(key, key.replace("_", " "))
+
+
+def _meta_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{_meta_label(key)}: {item}" for key, item in value.items()) or "-"
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)

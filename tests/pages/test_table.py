@@ -1,0 +1,46 @@
+import io
+
+from rich.console import Console
+
+from medusa_train.pages.table import Table, number
+
+TABLE = Table(
+    ["category", "speed up", "name"], [["a|b", "1.27x (1.20-1.34)", "k=1"], ["all", "-", "k=2"]], overall=True
+)
+
+
+def test_markdown_escapes_bars_and_sets_the_overall_row_in_bold() -> None:
+    assert TABLE.markdown().splitlines() == [
+        "| category | speed up | name |",
+        "|---|---:|---:|",
+        r"| a\|b | 1.27x (1.20-1.34) | k=1 |",
+        "| **all** | **-** | **k=2** |",
+    ]
+
+
+def test_columns_without_text_are_left_out() -> None:
+    table = Table.of_columns({"a": ["1", "2"], "b": ["", "-"], "c": ["-", "3"]})
+    assert (table.titles, table.rows) == (["a", "c"], [["1", "-"], ["2", "3"]])
+    assert table.column("c") == ["-", "3"]
+
+
+def shown(table: Table, width: int = 40) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    console.print(table.terminal())
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(" ".join(line.split()) for line in console.file.getvalue().splitlines()).strip().splitlines()
+
+
+def test_the_terminal_shows_intervals_below_their_values_and_groups_rows() -> None:
+    assert [line for line in shown(TABLE) if "─" not in line] == [
+        *["speed", "category up name", "a|b 1.27x k=1", "(1.20-1.34)", "", "all - k=2"]
+    ]
+    grouped = Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]])
+    assert shown(grouped)[2:] == ["1 2", "1 3", "", "2 4"]
+    long = Table(["category", "speed"], [["a very long name of a category", "123456.7x"]])
+    assert "123456.7x" in "".join(shown(long, 20))  # the name gives way
+
+
+def test_a_number_has_its_digits_unit_and_interval() -> None:
+    assert number(1.267, 2, "x", (1.2, 1.338)) == "1.27x (1.20-1.34)"
+    assert (number(3.6, 0), number(None)) == ("4", "-")
