@@ -102,7 +102,9 @@ class DatasetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    path: Text = key(..., "file (JSONL, JSON or Parquet), directory of files, or name of a dataset on the hub")
+    path: Text = key(
+        ..., "file (JSONL or JSON, also gzipped, or Parquet), directory of files, or name of a dataset on the hub"
+    )
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
         "auto", "format of the records; auto: detected from their keys"
     )
