@@ -71,14 +71,16 @@ def open_metric_loggers(
     step: int = 0,
     extra: Sequence[MetricLogger] = (),
     evaluated: int = 0,
+    title: str = "",
 ) -> MetricLoggers:
     """Open metrics.jsonl in `run_dir`, the console's bar or lines, and the `extra` loggers.
 
     Args:
         step: the optimizer step that a resumed run continues after; 0 for a new run.
         evaluated: the last step of the resumed run whose validation is part of its checkpoint.
+        title: of the bar, see `RunProgress`.
     """
-    shown = ConsoleLogger(console, total_steps, step)
+    shown = ConsoleLogger(console, total_steps, step, title)
     return MetricLoggers([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, shown.warn), shown, *extra])
 
 
@@ -146,10 +148,10 @@ def _keep(line: bytes, step: int, evaluated: int) -> bool:
 class ConsoleLogger:
     """Shows training on the console: a bar with the last figures on a terminal, one line per record elsewhere."""
 
-    def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
+    def __init__(self, console: Console, total_steps: int, step: int = 0, title: str = "") -> None:
         """Start at `step` of `total_steps`."""
         self._is_terminal = console.is_terminal
-        self._progress = RunProgress(console, line_seconds=QUIET_SECONDS)
+        self._progress = RunProgress(console, line_seconds=QUIET_SECONDS, title=title)
         self._phase = self._progress.phase("train", total_steps, "steps", completed=step, transient=False)
         self._phase.start()
 

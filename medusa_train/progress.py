@@ -38,13 +38,17 @@ class RunProgress:
         console: where bars or lines are shown.
         started: `time.perf_counter()` when the command began; default: now.
         line_seconds: where the console is not a terminal, at most one progress line in this many seconds.
+        title: shown before the name of every phase.
 
     Attributes:
         seconds: wall time of every finished phase by name, in order; phases of the same name are added up.
     """
 
-    def __init__(self, console: Console, started: float | None = None, line_seconds: float = LINE_SECONDS) -> None:
+    def __init__(
+        self, console: Console, started: float | None = None, line_seconds: float = LINE_SECONDS, title: str = ""
+    ) -> None:
         self.console = console
+        self.title = title
         self.line_seconds = line_seconds
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter() if started is None else started
@@ -125,6 +129,7 @@ class Phase:
         inline: bool,
     ) -> None:
         self.name, self.total, self.completed = name, total, completed
+        self.label = f"{progress.title}: {name}" if progress.title else name
         self._progress, self._unit, self._ticking, self._inline = progress, unit, ticking, inline
         self._first, self._tokens, self._detail = completed, 0, ""
         self._started = time.perf_counter()
@@ -137,7 +142,7 @@ class Phase:
             self._bar = rich_progress.Progress(
                 *_columns(total), console=progress.console, auto_refresh=False, transient=transient
             )
-            self._task = self._bar.add_task(name, total=total, completed=completed, unit=unit, detail="", left="")
+            self._task = self._bar.add_task(self.label, total=total, completed=completed, unit=unit, detail="", left="")
 
     @property
     def seconds(self) -> float:
@@ -190,10 +195,10 @@ class Phase:
         """Return the state of the phase as one line of text."""
         if self.total is None:
             done = [f"{self.completed:,} {self._unit}".rstrip()] if self.completed else []
-            return f"{self.name}: {', '.join([*done, *self._figures(), f'{duration(self.seconds)} so far'])}"
+            return f"{self.label}: {', '.join([*done, *self._figures(), f'{duration(self.seconds)} so far'])}"
         done = [f"{self.completed:,}/{self.total:,} {self._unit}".rstrip()]
         left = [f"{self.time_left()} left"] if self.time_left() else []
-        return f"{self.name}: {', '.join([*done, *self._figures(), *left])}"
+        return f"{self.label}: {', '.join([*done, *self._figures(), *left])}"
 
     def _figures(self) -> list[str]:
         rate = [f"{self._tokens / max(self.seconds, 1e-9):,.0f} tokens/s"] if self._tokens else []

@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from medusa_train.config.load import dump_config, load_config
+import yaml
+
+from medusa_train.config.load import dump_config, load_config, stage_one_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig, TrainConfig
+from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
@@ -32,12 +35,14 @@ CHECKPOINTS = "checkpoints"
 #: Results of a run, deleted only by overwrite_output_dir.
 RESULTS = (HEADS, ADAPTER, MODEL)
 #: Everything that a run writes; nothing else in its directory is ever deleted.
-RUN_FILES = (CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS, "eval", "export", "tensorboard", "wandb")
+RUN_FILES = (
+    *(CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS),
+    *("eval", "export", "tensorboard", "wandb", STAGE_ONE),
+)
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
 #: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's own.
 _WEIGHT_KEYS = (
-    "draft",
     "recipe",
     "adapter",
     "lora_r",
@@ -112,14 +117,14 @@ def named_checkpoint(cfg: TrainConfig) -> Path | None:
     return path
 
 
-def changed_weight_keys(cfg: TrainConfig, checkpoint: Path) -> list[str]:
-    """List the keys on which weights and optimizer depend and that the run of `checkpoint` had other values of.
+def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
+    """List the keys on which weights and optimizer depend and that the run in the directory `run` had other values of.
 
     Returns:
         Lines `key: was A, now B`; none if that run's config.yaml cannot be read.
     """
     try:
-        before = _weight_keys(load_config(TrainConfig, checkpoint.parent.parent / CONFIG))
+        before = _weight_keys(load_config(TrainConfig, run / CONFIG))
     except ConfigError:
         return []
     return [
@@ -130,10 +135,8 @@ def changed_weight_keys(cfg: TrainConfig, checkpoint: Path) -> list[str]:
 
 
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
-    section = cfg.draft_config
-    draft = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
     others = {name: getattr(cfg, name) for name in _WEIGHT_KEYS if name not in cfg.ineffective_keys}
-    return {"base_model": _absolute(cfg.base_model), **others, **draft}
+    return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
 
 
 def check_nothing_is_lost(cfg: TrainConfig) -> None:
@@ -155,8 +158,8 @@ def check_nothing_is_lost(cfg: TrainConfig) -> None:
 def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
     """Create `output_dir` for a new run (`step` 0) or one resumed after `step`.
 
-    A new run deletes the files of the run that it overwrites; a resumed one deletes checkpoints of later steps and
-    those that were not written completely. Other files in the directory are kept.
+    A new run deletes the files of the run that it overwrites, but none that it starts from; a resumed one deletes
+    checkpoints of later steps and those that were not written completely. Other files in the directory are kept.
 
     Raises:
         CheckpointError: the directory cannot be written to.
@@ -164,7 +167,9 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
     out = expand_user(cfg.output_dir)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        stale = [out / name for name in RUN_FILES] if step == 0 else _stale_checkpoints(out, step)
+        start = out if cfg.initial_run is None else expand_user(cfg.initial_run).resolve()
+        files = [out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())]
+        stale = files if step == 0 else _stale_checkpoints(out, step)
         for path in stale:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -174,11 +179,23 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration as config.yaml, with local paths made absolute.
+    """Write the resolved configuration as config.yaml, with local paths made absolute and stage one in full.
 
     Raises:
         CheckpointError: `out` cannot be written to; an earlier config.yaml is unchanged.
     """
+    portable = _with_absolute_paths(cfg)
+    if (first := stage_one_config(cfg)) is not None:
+        whole, part = (yaml.safe_load(dump_config(values)) for values in (portable, _with_absolute_paths(first)))
+        stage = {key: value for key, value in part.items() if key not in cfg.run_keys}
+        stage = {key: value for key, value in stage.items() if key not in cfg.shared_keys or whole.get(key) != value}
+        stage |= {key: None for key in cfg.shared_keys if key in whole and key not in part}
+        portable = portable.model_copy(update={"stage_one": stage})
+    with writing(out):
+        replace_text(out / CONFIG, dump_config(portable))
+
+
+def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
     update = {
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
@@ -189,8 +206,7 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }
-    with writing(out):
-        replace_text(out / CONFIG, dump_config(cfg.model_copy(update=update)))
+    return cfg.model_copy(update=update)
 
 
 @contextmanager
@@ -236,7 +252,8 @@ def check_inputs(cfg: TrainConfig) -> None:
     Raises:
         MedusaError: inputs are missing; lists all of them.
     """
-    missing = missing_inputs(cfg)
+    first = stage_one_config(cfg)
+    missing = list(dict.fromkeys([*missing_inputs(cfg), *([] if first is None else missing_inputs(first))]))
     if len(missing) == 1:
         raise MedusaError(missing[0])
     if missing:

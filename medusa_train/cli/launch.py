@@ -182,9 +182,9 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
 
     try:
         world = init_distributed(process)
-        from medusa_train.training.run import train
+        from medusa_train.training.stages import train_stages
 
-        code = train(cfg, console, results, world)
+        code = train_stages(cfg, console, results, world)
         world.destroy()
         if code:
             _exit_now(code)

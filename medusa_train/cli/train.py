@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 
 import typer
 
@@ -16,6 +17,7 @@ from medusa_train.cli.common import (
 )
 from medusa_train.cli.launch import check_and_launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
+from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.process_info import process_info_from_env
 
@@ -101,6 +103,8 @@ def train(
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
         print(format_config(cfg), end="")
+        if (first := stage_one_config(cfg)) is not None:
+            print(f"\n# stage one:\n{indent(format_config(first), '# ')}", end="")
         return 0
     console = error_console()
     path, _ = split_arguments(arguments or [])
@@ -123,9 +127,9 @@ def train(
     if process is not None:
         code = train_distributed(process, cfg, console, results)
     else:
-        from medusa_train.training.run import train as run_training
+        from medusa_train.training.stages import train_stages
 
-        code = run_training(cfg, console, results)
+        code = train_stages(cfg, console, results)
     if code == 0 and cfg.export:
         from medusa_train.cli.export import export_after_training
 
@@ -136,6 +140,8 @@ def train(
 def headline(cfg: TrainConfig, source: str) -> list[str]:
     """Return the first lines of the output: draft, backbone, recipe, data and run directory."""
     recipe = "frozen backbone" if cfg.recipe == "medusa1" else "joint training"
+    if cfg.trains_stage_one:
+        recipe = f"two stages: heads on a frozen backbone, then {recipe}"
     sources = ", ".join(dataset.path for dataset in cfg.datasets)
     return [
         f"medusa-train ({source}): {cfg.draft_config.describe()} on {cfg.base_model}, {recipe}",

@@ -64,6 +64,8 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
         yield "cosine_min_lr_ratio"
     if cfg.lr_scheduler == "constant":
         yield from (name for name in ("warmup_steps", "warmup_ratio") if getattr(cfg, name))
+    if cfg.lora_model_dir is not None:
+        yield "stage_one"
     if not _has_validation(cfg):
         yield from ("eval_steps", "evals_per_epoch")
     if cfg.wandb_project is None:

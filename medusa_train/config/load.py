@@ -1,4 +1,4 @@
-"""Load a configuration from a YAML file, `key=value` overrides and command-line flags.
+"""Load a configuration from a YAML file, `key=value` overrides and flags; with `stage_one`, that of the first stage.
 
 All problems are reported at once, each with file and line and, for a mistyped key, the nearest valid one.
 """
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.types import Config, format_value
+from medusa_train.config.types import STAGE_ONE, Config, format_value
 from medusa_train.config.yaml_lines import KeyPath, StringDateLoader, YamlSource, format_path, read_yaml_file
 from medusa_train.errors import ConfigError
 
@@ -59,7 +59,30 @@ def load_config(
     for name, value in (flags or {}).items():
         if value is not None:
             _set_value(source, (name,), value, f"--{name.replace('_', '-')}")
-    return _validate(cls, source)
+    cfg, problems = _validate(cls, source)
+    lines = _problem_lines(problems, source)
+    if cfg.trains_stage_one:
+        lines += _load_stage_one(cfg, source, {str(path[0]) for path, _ in problems if path})[1]
+    if lines:
+        raise ConfigError(list(dict.fromkeys(lines)))
+    return cfg.resolved()
+
+
+def stage_one_config(cfg: C) -> C | None:
+    """Return the configuration of the stage that `cfg` trains first; None without one.
+
+    Raises:
+        ConfigError: all problems in it. `load_config` reports the same, with more lines of files.
+    """
+    if not cfg.trains_stage_one:
+        return None
+    given = set(cfg._origins) or cfg.model_fields_set
+    locations: dict[KeyPath, str] = {(name,): origin[0] for name, origin in cfg._origins.items()}
+    source = YamlSource("configuration", cfg.model_dump(mode="json", include=given), locations)
+    first, problems = _load_stage_one(cfg, source, set())
+    if problems:
+        raise ConfigError(problems)
+    return first
 
 
 def dump_config(cfg: Config) -> str:
@@ -76,7 +99,13 @@ def _read(path: Path) -> YamlSource:
         raise ConfigError(f"{path}: no such file{_nearby_files(path)}")
     if resolved.is_dir():
         raise ConfigError(f"{path}: is a directory, not a YAML file{_nearby_files(resolved / 'config.yaml')}")
-    return read_yaml_file(resolved, str(path))
+    source = read_yaml_file(resolved, str(path))
+    stage = source.values.get(STAGE_ONE)
+    values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
+    name = values.get(key)
+    if isinstance(name, str) and resolve_path(name) is None and (resolved.parent / name).is_file():
+        values[key] = str(resolved.parent / name)  # relative to this file
+    return source
 
 
 def _nearby_files(path: Path) -> str:
@@ -111,6 +140,8 @@ def _apply_override(source: YamlSource, override: str) -> None:
 def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:
     """Set the value at `path`, creating missing mappings, and record `location` for it."""
     target: Any = source.values
+    if path[0] == STAGE_ONE and len(path) > 1 and isinstance(target.get(STAGE_ONE), str):
+        target[STAGE_ONE] = {"config": target[STAGE_ONE]}
     for depth, part in enumerate(path[:-1]):
         if isinstance(target, dict) and target.get(str(part)) is None and isinstance(path[depth + 1], str):
             target[str(part)] = {}
@@ -137,7 +168,50 @@ def _child(target: Any, part: str | int) -> Any:
     return target[part] if isinstance(part, int) and part < len(target) else None
 
 
-def _validate(cls: type[C], source: YamlSource) -> C:
+def _load_stage_one(cfg: C, outer: YamlSource, invalid: set[str]) -> tuple[C, list[str]]:
+    """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then its overrides.
+
+    Args:
+        cfg: the configuration of the whole run.
+        outer: what the user wrote for it.
+        invalid: its keys with problems, which are not shared.
+
+    Returns:
+        The configuration and a line per problem.
+    """
+    written, location = outer.values[STAGE_ONE], outer.location((STAGE_ONE,))
+    overrides = {"config": written} if isinstance(written, str) else dict(written)
+    file = overrides.pop("config", None)
+    try:
+        source = YamlSource(location) if file is None else _read(Path(str(file)))
+    except ConfigError as error:
+        return cfg, [f"{location}: {STAGE_ONE}: {error}"]
+    if source.values.get(STAGE_ONE):
+        source.problems.append(((STAGE_ONE,), "a stage one cannot have a stage one itself"))
+    for key in cfg.run_keys:
+        source.values.pop(key, None)
+    for key in cfg.shared_keys:
+        if outer.values.get(key) is not None and key not in invalid:
+            source.values[key] = outer.values[key]
+            source.locations = {path: where for path, where in source.locations.items() if path[0] != key}
+            source.locations |= {path: where for path, where in outer.locations.items() if path[0] == key}
+    source.values |= cfg.stage_one_values
+    for key, value in overrides.items():
+        source.locations[(key,)] = f"{outer.location((STAGE_ONE, key))}: {STAGE_ONE}"
+        if key in cfg.run_keys:
+            source.problems.append(((key,), "is set for the whole run; remove it"))
+        else:
+            source.values[key] = value
+    first, problems = _validate(type(cfg), source)
+    unknown = invalid.intersection(cfg.shared_keys)  # reported for the whole run
+    problems = [(path, text) for path, text in problems if not path or path[0] not in unknown]
+    if not unknown and not any(path and path[0] in cfg.shared_keys for path, _ in problems):
+        first = first.resolved()
+        problems += [((*key.split("."),), message) for key, message in cfg.mismatches(first).items()]
+    return first, _problem_lines(problems, source)
+
+
+def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, str]]]:
     """Validate every key, then the constraints between the valid ones, so that no problem hides another."""
     problems: list[tuple[KeyPath, str]] = list(source.problems)
     cfg = cast(C, cls.model_construct())
@@ -149,7 +223,7 @@ def _validate(cls: type[C], source: YamlSource) -> C:
             ignored.extend([name] if value is not None else [])
         elif name not in cls.model_fields:
             problems.append(((name,), _unknown(name, cls)))
-        elif (value := _without_nulls(value)) is not None:
+        elif (value := value if name == STAGE_ONE else _without_nulls(value)) is not None:
             given.add(name)
             try:
                 setattr(cfg, name, value)
@@ -161,11 +235,9 @@ def _validate(cls: type[C], source: YamlSource) -> C:
             invalid.add(name)
             problems.append(((name,), f"is missing ({info.description})"))
     problems.extend(_violations(cfg, given, invalid, source))
-    if problems:
-        raise ConfigError([_problem_line(path, message, source) for path, message in _in_file_order(problems, source)])
     cfg._ignored = tuple(sorted(ignored))
     cfg._origins = {name: _origin(source, name) for name in given}
-    return cfg.resolved()
+    return cfg, problems
 
 
 def _origin(source: YamlSource, name: str) -> tuple[str, ...]:
@@ -236,12 +308,14 @@ def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
     return owner
 
 
-def _in_file_order(problems: list[tuple[KeyPath, str]], source: YamlSource) -> list[tuple[KeyPath, str]]:
+def _problem_lines(problems: list[tuple[KeyPath, str]], source: YamlSource) -> list[str]:
+    """Format problems in the order of the file."""
+
     def line(problem: tuple[KeyPath, str]) -> float:
         number = source.location(problem[0]).removeprefix(f"{source.name}:")
         return int(number) if number.isdigit() else float("inf")
 
-    return sorted(problems, key=line)
+    return [_problem_line(path, message, source) for path, message in sorted(problems, key=line)]
 
 
 def _problem_line(path: KeyPath, message: str, source: YamlSource) -> str:

@@ -6,6 +6,7 @@ paper's settings. An empty key (null) means the default.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -35,6 +36,7 @@ from medusa_train.config.drafts import (
     RestConfig,
 )
 from medusa_train.config.types import (
+    STAGE_ONE,
     Bool,
     BoolOrAuto,
     Config,
@@ -53,6 +55,7 @@ from medusa_train.config.types import (
     TextList,
     TextOrMapping,
     TrainedDraft,
+    format_value,
     key,
 )
 
@@ -95,6 +98,51 @@ AUTOMATIC_KEYS = (
 )
 
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"]
+
+
+#: Keys that stage one takes from the configuration that names it, where that sets them.
+SHARED_WITH_STAGE_ONE = (
+    "base_model",
+    "trust_remote_code",
+    "draft",
+    *SECTIONS,
+    "medusa_num_heads",
+    "medusa_num_layers",
+    "medusa_share_lm_head",
+    "medusa_vocab_size",
+    "medusa_markov_rank",
+    "datasets",
+    "dataset_prepared_path",
+    "dataset_processes",
+    "sequence_len",
+    "sample_packing",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_tags",
+    "roles_to_train",
+    "train_on_inputs",
+    "val_set_size",
+    "skip_bad_records",
+    "optimizer",
+    "seed",
+    "bf16",
+    "fp16",
+    "tf32",
+    "flash_attention",
+    "deepspeed",
+    "use_tensorboard",
+    "wandb_project",
+    "wandb_entity",
+)
+#: Keys that stage one does not have: the configuration that names it decides for both.
+NOT_IN_STAGE_ONE = (
+    "stage_one",
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "export",
+    "wandb_run_id",
+)
 
 
 class DatasetConfig(BaseModel):
@@ -200,7 +248,16 @@ class TrainConfig(Config):
     lora_target_modules: TextList | None = key(None, "names of the linear layers to adapt")
     lora_target_linear: Bool = key(False, "adapt every linear layer")
     lora_modules_to_save: TextList | None = key(None, "modules to train in full in addition to the adapter")
-    lora_model_dir: Text | None = key(None, "run to initialize heads and adapter from (two-stage training)")
+    lora_model_dir: Text | None = key(
+        None, "finished run to initialize heads and adapter from (two-stage training); replaces stage_one"
+    )
+    stage_one: TextOrMapping | None = key(
+        None,
+        "two-stage training in one run: configuration that trains the heads first, in output_dir/stage_one; a YAML "
+        "file, or a mapping of `config: FILE` and keys that override it (stage_one.max_steps=100). Model, heads, data, "
+        "precision, optimizer, deepspeed, seed and dashboards that are set here hold for it, too; batch size, learning "
+        "rate, length and quantization are its own",
+    )
 
     # Data
     datasets: list[DatasetConfig] = key(..., "training data", min_length=1)
@@ -309,6 +366,43 @@ class TrainConfig(Config):
 
     ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS
     constraints: ClassVar[tuple[Constraint, ...]] = TRAIN_CONSTRAINTS
+    shared_keys: ClassVar[tuple[str, ...]] = SHARED_WITH_STAGE_ONE
+    run_keys: ClassVar[tuple[str, ...]] = NOT_IN_STAGE_ONE
+
+    @property
+    def trains_stage_one(self) -> bool:
+        """Whether heads are trained first; `lora_model_dir` names a run that already did."""
+        return bool(self.stage_one) and self.lora_model_dir is None
+
+    @property
+    def initial_run(self) -> str | None:
+        """The run whose heads, and adapter if it has one, this one starts from."""
+        return self.stage_one_values["output_dir"] if self.trains_stage_one else self.lora_model_dir
+
+    @property
+    def stage_one_values(self) -> dict[str, Any]:
+        """The directory of stage one, which needs no tree."""
+        return {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
+
+    @property
+    def heads_keys(self) -> dict[str, Any]:
+        """The keys that heads depend on, by name: backbone, kind and shape."""
+        section = self.draft_config
+        settings = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
+        return {"base_model": self.base_model, "draft": self.draft, **settings}
+
+    def mismatches(self, first: TrainConfig) -> dict[str, str]:
+        """Compare the heads that `first` trains with those of this run; it must train nothing else."""
+        theirs = first.heads_keys
+        different = {
+            key: f"{format_value(theirs.get(key))}: the heads of stage two have {format_value(value)}"
+            f" ({', '.join(self.origin(key)) or 'default'}); both must be equal"
+            for key, value in self.heads_keys.items()
+            if value != theirs.get(key)
+        }
+        if first.recipe != "medusa1":
+            different["recipe"] = f"{first.recipe}: stage one trains heads on a frozen backbone, recipe: medusa1"
+        return different
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+#: The key that describes a first stage, and the name of its directory in the run directory.
+STAGE_ONE = "stage_one"
 #: Pattern of the schedules of lambda0.
 SCHEDULES = r"^(constant|linear|sine|sine_(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?))$"
 
@@ -252,6 +254,9 @@ class Config(BaseModel):
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     constraints: ClassVar[tuple[Constraint, ...]] = ()
+    #: Keys that stage one takes from the configuration of the run, and those that it does not have.
+    shared_keys: ClassVar[tuple[str, ...]] = ()
+    run_keys: ClassVar[tuple[str, ...]] = ()
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
@@ -269,6 +274,20 @@ class Config(BaseModel):
     def ineffective_keys(self) -> tuple[str, ...]:
         """Keys that have no effect given the values of the others; `dump_config` omits them."""
         return ()
+
+    @property
+    def trains_stage_one(self) -> bool:
+        """Whether `stage_one` describes a configuration to train before this one."""
+        return False
+
+    @property
+    def stage_one_values(self) -> dict[str, Any]:
+        """Values that stage one has unless `stage_one` overrides them, whatever its file says."""
+        return {}
+
+    def mismatches(self: Self, first: Self) -> dict[str, str]:
+        """Return the keys of the stage one `first` with which this configuration cannot go on, and why."""
+        return {}
 
     def resolved(self: Self) -> Self:
         """Return a copy with the values filled in that are derived from other keys."""

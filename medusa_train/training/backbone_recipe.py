@@ -307,15 +307,15 @@ def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
 
 
 def find_initial_heads(cfg: TrainConfig) -> Path | None:
-    """Return the heads in `lora_model_dir` (a run, or a directory of heads in any supported layout), or None."""
+    """Return the heads in `initial_run` (a run, or a directory of heads in any supported layout), or None."""
     return _find_initial(cfg, HEADS, lambda path: heads_layout(path) is not None)
 
 
 def find_initial_adapter(cfg: TrainConfig) -> Path | None:
-    """Return the adapter in `lora_model_dir` (a run, or an adapter's directory), or None."""
+    """Return the adapter in `initial_run` (a run, or an adapter's directory), or None."""
     return _find_initial(cfg, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
 
 
 def _find_initial(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    home = None if cfg.lora_model_dir is None else resolve_path(cfg.lora_model_dir)
+    home = None if cfg.initial_run is None else resolve_path(cfg.initial_run)
     return None if home is None else next((path for path in (home / name, home) if holds(path)), None)

@@ -100,7 +100,12 @@ def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[Trai
             shutil.rmtree(created, ignore_errors=True)
 
 
-def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: OnEncoded | None = None) -> TrainingData:
+def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
+    """Check the configuration against the backbone's config and the number of processes, as `load_data` does first.
+
+    Returns:
+        The backbone's path or hub name, and its transformers config.
+    """
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_deepspeed(cfg, processes)
     check_8bit_states(cfg, config, processes)
@@ -117,7 +122,12 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: O
         )
     if cfg.draft == "kangaroo":
         check_exit_layer(cfg.draft_config.settings["exit_layer"], layers, cfg.base_model)
-    context = context_length(text_config)
+    return resolved, config
+
+
+def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: OnEncoded | None = None) -> TrainingData:
+    resolved, config = check_run(cfg, processes)
+    context = context_length(config.get_text_config())
     if cfg.sequence_len > context:
         console.print(
             f"sequence_len: {cfg.sequence_len} exceeds the context length of {cfg.base_model}; using {context}"

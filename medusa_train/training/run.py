@@ -37,13 +37,27 @@ ECHO_SECONDS = 10.0
 ANSWER_TOKENS = 256
 
 
-def train(cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS) -> int:
+def train(
+    cfg: TrainConfig,
+    console: Console,
+    results: Console,
+    world: World = SINGLE_PROCESS,
+    *,
+    data: TrainingData | None = None,
+    progress: RunProgress | None = None,
+    whole_run: Path | None = None,
+) -> int:
     """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing tables.
+
+    Trains one stage; `stages.train_stages` also trains the one that `cfg.stage_one` describes.
 
     Args:
         cfg: a validated configuration.
         console: for progress and notes. results: for the closing tables. Only rank 0 prints.
         world: the processes that train together; each of them calls this function.
+        data: the result of `load_data`, if it is loaded already.
+        progress: of both stages, for the second one's tables.
+        whole_run: run directory of the two-stage run whose stage one this is.
 
     Returns:
         The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is saved and how to resume.
@@ -52,12 +66,14 @@ def train(cfg: TrainConfig, console: Console, results: Console, world: World = S
         MedusaError: an error of configuration, data or environment.
         KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
-    progress = RunProgress(console)
+    progress = progress or RunProgress(console)
     with sigterm_as_interrupt():
         world.run_on_main(lambda: check_output_dir(cfg))
-        with LoadingProgress(progress) as shown:
-            data = load_data(cfg, console, world, shown.on_encoded)
+        if data is None:
+            with LoadingProgress(progress) as shown:
+                data = load_data(cfg, console, world, shown.on_encoded)
         trainer = build_trainer(cfg, data, progress, world)
+        trainer.whole_run = whole_run
         try:
             with _resume_hint(trainer):
                 return _train_and_finish(cfg, data, trainer, progress, results)
@@ -120,7 +136,8 @@ def resume_command(trainer: Trainer) -> str:
     """Return the command that resumes a stopped run, relative to the directory that it was started in."""
     processes = trainer.world.size
     num_gpus = ["--num-gpus", str(processes)] if processes > 1 else []
-    return shlex.join(["medusa-train", str(trainer.output_dir / CONFIG), "resume_from_checkpoint=auto", *num_gpus])
+    config = (trainer.whole_run or trainer.output_dir) / CONFIG
+    return shlex.join(["medusa-train", str(config), "resume_from_checkpoint=auto", *num_gpus])
 
 
 @contextmanager
@@ -135,7 +152,7 @@ def _resume_hint(trainer: Trainer) -> Iterator[None]:
 def _describe_interruption(trainer: Trainer) -> str:
     """Say what is saved of a run that was interrupted within a step, or while it was finishing."""
     state, store, heads = trainer.state, trainer.store, trainer.output_dir / HEADS
-    if store.at(state.step) is not None and heads.exists():
+    if store.at(state.step) is not None and heads.exists() and trainer.whole_run is None:
         status = f"{heads} is saved, {TREE} is not. To create it"
     elif store.at(state.step) is not None:
         status = "the checkpoint is saved. To resume"
@@ -330,7 +347,8 @@ def summary(
     table.add_row("saved", Text(f"{out} ({', '.join(files)})"))
     bench = ["--bench", "tiny" if _is_embedded(cfg.base_model) else "mtbench"]
     action = ["--calibrate"] if cfg.calibration_tokens and trainer.strategy.partitioned else bench
-    table.add_row("next", Text(shlex.join(["medusa-eval", *action, "--model", str(out)]), style="bold"))
+    command = shlex.join(["medusa-eval", *action, "--model", str(out)])
+    table.add_row("next", Text(command if trainer.whole_run is None else "stage two, from these heads", style="bold"))
     return table
 
 

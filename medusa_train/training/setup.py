@@ -18,7 +18,7 @@ from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
-from medusa_train.errors import ConfigError
+from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import Dashboard, MetricLoggers, TensorBoard, Wandb, open_metric_loggers
 from medusa_train.models.backbone import Backbone
@@ -85,6 +85,8 @@ def build_trainer(
 
     store = CheckpointStore(expand_user(cfg.output_dir), cfg.save_total_limit)
     checkpoint = find_checkpoint(cfg, store, world, console)
+    if checkpoint is None and cfg.trains_stage_one and find_initial_heads(cfg) is None:
+        raise CheckpointError(f"stage_one: {cfg.initial_run} holds no heads; train them first")
     if checkpoint is not None:  # before the strategy partitions or copies the weights
         restore_weights(checkpoint, draft, recipe)
     strategy = build_strategy(cfg, draft, recipe, plan.total_steps, warmup, world, console)
@@ -113,7 +115,9 @@ def build_trainer(
         write_config(with_template(cfg, recipe.backbone.tokenizer), out)
         dashboards = _dashboards(cfg, out, state.step, console)
         with writing(out):
-            loggers = open_metric_loggers(out, console, plan.total_steps, state.step, dashboards, state.evaluated)
+            loggers = open_metric_loggers(
+                out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
+            )
     return Trainer(
         recipe=recipe,
         draft=draft,
@@ -141,8 +145,7 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
     Several processes that train with ZeRO-3 load their part of the backbone only.
     """
     seed_all(cfg.seed)
-    if cfg.tf32:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {world.device.type}; using {precision}")
@@ -162,7 +165,7 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
 
 
 def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console) -> Draft:
-    """Build new heads, or load those of `lora_model_dir` (two-stage training), in float32.
+    """Build new heads, or load those of `initial_run` (two-stage training), in float32.
 
     Raises:
         ConfigError: the heads of `lora_model_dir` have another kind or other settings than the configuration.
@@ -306,7 +309,7 @@ def build_strategy(
     if not use_deepspeed:
         return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
-    if world.size == 1:
+    if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
     default = " (default, deepspeed is not set)" if configured is None else ""
     console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage}{default}")

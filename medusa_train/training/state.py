@@ -193,7 +193,9 @@ def find_checkpoint(
         world.run_on_main(lambda: check_nothing_is_lost(cfg))
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
         return None
-    return world.run_on_all(lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path)))
+    return world.run_on_all(
+        lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
+    )
 
 
 @dataclass(frozen=True)

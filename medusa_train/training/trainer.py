@@ -67,6 +67,7 @@ class Trainer:
         max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
         world: the processes that train together.
         progress: shows and times evaluations and checkpoints.
+        whole_run: run directory of the two-stage run whose stage one this is.
     """
 
     recipe: BackboneRecipe
@@ -87,6 +88,7 @@ class Trainer:
     max_nonfinite_steps: int = 0
     world: World = SINGLE_PROCESS
     progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
+    whole_run: Path | None = None
 
     def __post_init__(self) -> None:
         self.writer = BackgroundWriter(self.progress.print)

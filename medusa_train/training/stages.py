@@ -1,0 +1,174 @@
+"""Train in two stages in one run: the heads that the key `stage_one` describes, then the run that starts from them.
+
+Both stages train in the same processes, one after the other, so that every launcher starts them as it starts one run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from medusa_train.checkpoint.resolve import heads_layout
+from medusa_train.checkpoint.run_layout import (
+    CHECKPOINTS,
+    HEADS,
+    changed_weight_keys,
+    check_output_dir,
+    named_checkpoint,
+    prepare_output_dir,
+    write_config,
+)
+from medusa_train.config.load import load_config, stage_one_config
+from medusa_train.config.paths import expand_user, resolve_path
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.dataset import BatchLoader
+from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.progress import RunProgress
+from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.load_data import LoadingProgress, TrainingData, check_run, load_data
+from medusa_train.training.run import train
+from medusa_train.training.signals import sigterm_as_interrupt
+from medusa_train.training.state import make_plan
+
+#: Keys that `load_data` reads: stages with equal values share the data.
+_DATA_KEYS = (
+    *("base_model", "trust_remote_code", "datasets", "sequence_len", "sample_packing", "chat_template"),
+    *("chat_template_kwargs", "reasoning_tags", "roles_to_train", "train_on_inputs", "val_set_size"),
+    *("skip_bad_records", "seed"),
+)
+TITLES = ("stage 1 of 2", "stage 2 of 2")
+
+
+def train_stages(cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS) -> int:
+    """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`; parameters as in `run.train`.
+
+    The data of both stages are loaded and checked before stage one trains. With `resume_from_checkpoint`, the run goes
+    on in the stage in which it was stopped.
+
+    Returns:
+        The exit code; that of stage one if it was stopped.
+
+    Raises:
+        MedusaError, KeyboardInterrupt: see `run.train`. ConfigError: also if the finished heads don't fit `cfg`.
+    """
+    first = stage_one_config(cfg)
+    if first is None:
+        return train(cfg, console, results, world)
+    progress = RunProgress(console)
+    with sigterm_as_interrupt():
+        world.run_on_main(lambda: check_output_dir(cfg))
+        if cfg.resume_from_checkpoint is not None and world.run_on_main(partial(_is_finished, cfg, first)):
+            console.print(f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True)
+            progress.title = TITLES[1]
+            return train(_as_started(cfg), console, results, world, progress=progress)
+
+        with LoadingProgress(progress) as shown:
+            data = load_stages((first, cfg), console, world, shown)
+        for line in [*_plans((first, cfg), data, world), *_finished_elsewhere(cfg)]:
+            console.print(line, highlight=False, soft_wrap=True)
+        world.run_on_main(lambda: _begin(cfg))
+        progress.title = TITLES[0]
+        first = first.model_copy(update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"})
+        out = expand_user(cfg.output_dir)
+        code = train(first, console, results, world, data=data[0], progress=progress, whole_run=out)
+        if code == 0:
+            _free_memory()
+            progress.title, progress.seconds = TITLES[1], {"stage one": progress.total_seconds}
+            code = train(_as_started(cfg), console, results, world, data=data[1], progress=progress)
+        return code
+
+
+def load_stages(
+    stages: Sequence[TrainConfig], console: Console, world: World, shown: LoadingProgress
+) -> list[TrainingData]:
+    """Load the data of all stages, once for those that read the same, and check each stage as `load_data` does."""
+    loaded: list[TrainingData] = []
+    for number, cfg in enumerate(stages):
+        equal = number > 0 and all(getattr(cfg, key) == getattr(stages[0], key) for key in _DATA_KEYS)
+        if equal:
+            world.run_on_all(lambda cfg=cfg: check_run(cfg, world.size))  # type: ignore[misc]
+        loaded.append(loaded[0] if equal else load_data(cfg, console, world, shown.on_encoded))
+    return loaded
+
+
+def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: World) -> list[str]:
+    lines = []
+    for title, cfg, part in zip(TITLES, stages, data, strict=True):
+        loader = BatchLoader(part.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
+        steps = make_plan(cfg, loader.steps_per_epoch, world.size).total_steps
+        trained = cfg.draft_config.describe() if cfg.recipe == "medusa1" else f"heads and {cfg.adapter or 'backbone'}"
+        lines.append(f"{title}: {trained}, {steps:,} steps; output: {cfg.output_dir}")
+    return lines
+
+
+def _finished_elsewhere(cfg: TrainConfig) -> list[str]:
+    """Name the heads that the file of stage one has already trained in its own run directory, if there are any."""
+    file = cfg.stage_one.get("config") if isinstance(cfg.stage_one, dict) else cfg.stage_one
+    if file is None:
+        return []
+    try:
+        other = load_config(TrainConfig, Path(file))
+        run = resolve_path(other.output_dir)
+    except ConfigError:  # the file is not complete without the keys of this run
+        return []
+    if run is None or heads_layout(run / HEADS) is None or other.heads_keys != cfg.heads_keys:
+        return []
+    return [f"note: {run} holds heads of {file}; lora_model_dir={run} starts from them, without stage one"]
+
+
+def _begin(cfg: TrainConfig) -> None:
+    """Delete the run that this one overwrites, its stage one included, and write the configuration of both stages."""
+    if cfg.resume_from_checkpoint is None:
+        prepare_output_dir(cfg.model_copy(update={"stage_one": None}), 0)
+    out = expand_user(cfg.output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    write_config(cfg, out)
+
+
+def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
+    """Return whether stage one needs no further training: its heads are saved, or stage two has a checkpoint.
+
+    Raises:
+        ConfigError: the heads don't fit `cfg`. CheckpointError: `resume_from_checkpoint` is a checkpoint of stage one.
+    """
+    run = expand_user(first.output_dir)
+    named = named_checkpoint(cfg)
+    if named is not None and named.resolve().is_relative_to(run.resolve()):
+        raise CheckpointError(
+            f"resume_from_checkpoint: {named} is a checkpoint of stage one; resume_from_checkpoint=auto continues "
+            "stage one from its newest checkpoint"
+        )
+    if _has_checkpoint(cfg):
+        return True
+    # weights and config.json are written one after the other
+    if heads_layout(run / HEADS) is None or not (run / HEADS / "config.json").is_file():
+        return False
+    if changed := [line for line in changed_weight_keys(first, run) if line.partition(":")[0] in cfg.heads_keys]:
+        raise ConfigError(
+            f"stage_one: the heads in {run} were trained with other settings ({'; '.join(changed)}). Set these back, "
+            "set output_dir to a new directory, or replace this run with overwrite_output_dir=true"
+        )
+    return True
+
+
+def _has_checkpoint(cfg: TrainConfig) -> bool:
+    return any((expand_user(cfg.output_dir) / CHECKPOINTS).glob("step-*"))
+
+
+def _as_started(cfg: TrainConfig) -> TrainConfig:
+    """Let stage two begin in the directory that holds stage one, unless there is a checkpoint of it to resume from."""
+    if cfg.resume_from_checkpoint is not None and _has_checkpoint(cfg):
+        return cfg
+    return cfg.model_copy(update={"resume_from_checkpoint": None, "overwrite_output_dir": True})
+
+
+def _free_memory() -> None:
+    """Free the model of stage one, whose modules and hooks refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
