@@ -333,7 +333,7 @@ def tiny_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone,
     """
     overrides = ["output_dir=runs/none"]
     if case.what == "tiny2":
-        overrides += ["lora_model_dir=null", "medusa_self_distillation=false", "lora_dropout=0"]
+        overrides += ["stage_one=null", "medusa_self_distillation=false", "lora_dropout=0"]
     cfg = load_config(TrainConfig, ROOT / "configs" / f"tiny_m{case.what[-1]}.yaml", overrides).resolved()
     data = load_data(cfg, Console(file=io.StringIO()))
     loader = iter(BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.checkpoint.background import copy_fits
+from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, coverage, describe_vocabulary, token_counts
@@ -23,10 +24,12 @@ from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.compute import GPUS, UTILIZATION, estimate_hours, estimate_operations
+from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.heads_cost import NOTABLE_SHARE, cheaper_settings, count_step_bytes
 from medusa_train.training.hidden_states import describe_states, state_format
-from medusa_train.training.load_data import LoadingProgress, TrainingData, load_data, load_tokenizer
+from medusa_train.training.load_data import LoadingProgress, TrainingData, load_tokenizer
 from medusa_train.training.memory import Memory, estimate_memory
+from medusa_train.training.stages import TITLES, load_stages
 from medusa_train.training.state import make_plan
 
 SAMPLES = 3
@@ -53,14 +56,41 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
     Raises:
         MedusaError: as training would before it loads the backbone.
     """
+    first = stage_one_config(cfg)
+    stages = [cfg] if first is None else [first, cfg]
     with LoadingProgress(RunProgress(console)) as shown:
-        data = load_data(cfg, console, on_encoded=shown.on_encoded)
+        loaded = load_stages(stages, console, SINGLE_PROCESS, shown)
     resolved, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    results.print(inspection_page(cfg, data, load_tokenizer(cfg, resolved), model_config))
+    for title, stage, data in zip(TITLES, stages, loaded, strict=False):
+        if first is not None:
+            results.print(Text(f"{title}: {stage.output_dir}\n", "bold underline"))
+        samples = stage is stages[0] or data is not loaded[0]
+        results.print(inspection_page(stage, data, load_tokenizer(stage, resolved), model_config, samples=samples))
+    if first is not None:
+        results.print(_both_stages(stages, loaded, model_config))
     return 0
 
 
-def inspection_page(cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_config: Any) -> RenderableType:
+def _both_stages(stages: Sequence[TrainConfig], loaded: Sequence[TrainingData], model_config: Any) -> RenderableType:
+    """Add up the steps, disk and time of stages that run one after the other; the larger one decides on memory."""
+    steps, disk, operations, memory = 0, 0, 0.0, 0
+    for cfg, data in zip(stages, loaded, strict=True):
+        loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        estimate = _estimate_for_page(cfg, data.train, loader, model_config)
+        steps += make_plan(cfg, loader.steps_per_epoch).total_steps
+        disk += _disk(estimate, cfg)
+        operations += count_operations(cfg, data.train, loader, model_config)
+        memory = max(memory, estimate.total)
+    table = _grid()
+    table.add_row("steps", f"{steps:,} in all on one device")
+    table.add_row("memory", f"{_size(memory)}, of the larger stage")
+    table.add_row("disk", f"at most {_size(disk)}")
+    return Group(Text("\nboth stages\n", "bold underline"), table, _time_table(operations))
+
+
+def inspection_page(
+    cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_config: Any, *, samples: bool = True
+) -> RenderableType:
     """Render the first samples, the data's figures and the memory estimate.
 
     Args:
@@ -68,15 +98,16 @@ def inspection_page(cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_
         data: loaded for it.
         tokenizer: with which the data were tokenized.
         model_config: the backbone's transformers config.
+        samples: whether to show samples.
     """
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
     figures = _data_table(cfg, data, loader, _describe_draft_vocabulary(cfg, data, tokenizer, model_config))
     if cfg.cache_hidden_states:
         figures.add_row("hidden states", _describe_hidden_states(cfg, data, model_config))
     heads = _heads_table(cfg, data, loader, tokenizer, model_config)
+    legend = Text.assemble("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
     return Group(
-        Text.assemble("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n"),
-        *_samples(data.train, tokenizer),
+        *([legend, *_samples(data.train, tokenizer)] if samples else []),
         Padding(figures, (0, 0, 1, 0)),
         _memory_table(_estimate_for_page(cfg, data.train, loader, model_config), cfg),
         _time_table(count_operations(cfg, data.train, loader, model_config)),
@@ -209,16 +240,23 @@ def _memory_table(memory: Memory, cfg: TrainConfig) -> Table:
     table.add_row("", f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen", "")
     if cfg.deepspeed:
         table.add_row("", "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices", "")
-    size, weights = memory.checkpoint, memory.weights
+    size = memory.checkpoint
     table.add_row("CPU memory", "copy of a checkpoint while it is written", _size(size))
     if not copy_fits(size):
         table.add_row("", "more than half of what is free here, so training waits until it is written", "")
     limit = cfg.save_total_limit
     checkpoints = f"{limit} checkpoint{'' if limit == 1 else 's'}"
     kept = f"{checkpoints} of {_size(size)}, one being written, and weights of two evaluations"
-    # until the next checkpoint two evaluations may be kept: its best one so far, and that of the last checkpoint
-    table.add_row("disk", f"at most: {kept}", _size((cfg.save_total_limit + 1) * size + 2 * weights))
+    table.add_row("disk", f"at most: {kept}", _size(_disk(memory, cfg)))
     return table
+
+
+def _disk(memory: Memory, cfg: TrainConfig) -> int:
+    """Return the most bytes that a run's checkpoints take.
+
+    Until the next checkpoint two evaluations may be kept: its best one so far, and that of the last checkpoint.
+    """
+    return (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
 
 
 def count_operations(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_config: Any) -> float:

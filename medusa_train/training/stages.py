@@ -72,12 +72,14 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
         for line in [*_plans((first, cfg), data, world), *_finished_elsewhere(cfg)]:
             console.print(line, highlight=False, soft_wrap=True)
         world.run_on_main(lambda: _begin(cfg))
+        console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
         first = first.model_copy(update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"})
         out = expand_user(cfg.output_dir)
         code = train(first, console, results, world, data=data[0], progress=progress, whole_run=out)
         if code == 0:
             _free_memory()
+            console.print(f"\n{TITLES[1]}", style="bold")
             progress.title, progress.seconds = TITLES[1], {"stage one": progress.total_seconds}
             code = train(_as_started(cfg), console, results, world, data=data[1], progress=progress)
         return code

@@ -54,6 +54,8 @@ CACHED: dict[str, Any] = {
     "max_steps": None,
     "num_epochs": 3,
 }
+#: The first stage of a run in two; its keys are those of a run with one recipe.
+STAGE_ONE = {"recipe": "medusa1", "max_steps": 3, "micro_batch_size": 2, "save_steps": 3, "logging_steps": 1}
 OTHER: dict[str, Any] = {"recipe": "medusa1", "medusa_num_heads": None}
 RECIPES: dict[str, dict[str, Any]] = {
     "m1": {"recipe": "medusa1"},
@@ -169,6 +171,11 @@ READS = {
         "{strategy}-parts",
         "{strategy}-rest",
     ],
+    "test_a_run_in_two_stages_is_resumed_in_the_first_to_the_bit": [
+        "{strategy}-two-whole",
+        "{strategy}-two-parts",
+        "{strategy}-two-rest",
+    ],
     "test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both": ["{strategy}-whole", "{strategy}-spoilt"],
     "test_stopped_early_under_zero3_the_best_heads_are_published": ["early"],
     "test_a_step_that_was_scaled_too_far_is_counted_and_left_out": ["overscaled"],
@@ -217,6 +224,11 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
         whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
         parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
         spoilt = {**whole, "output_dir": str(out / f"{strategy}-spoilt" / "run"), "max_nonfinite_steps": 1}
+        two, two_parts = (
+            {**whole, "stage_one": STAGE_ONE, "output_dir": str(out / f"{strategy}-two-{part}" / "run")}
+            for part in ("whole", "parts")
+        )
+        two_rest = {**two_parts, "resume_from_checkpoint": "latest"}
         cached = given({**whole, **CACHED, "output_dir": str(out / f"{strategy}-cached" / "run")})
         cached["dataset_prepared_path"] = str(out / f"{strategy}-prepared")
         cases += [
@@ -224,6 +236,9 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
             {"do": "whole_run", "name": f"{strategy}-whole", "keys": whole},
             {"do": "whole_run", "name": f"{strategy}-parts", "keys": parts, "stop": 2},
             {"do": "whole_run", "name": f"{strategy}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
+            {"do": "whole_run", "name": f"{strategy}-two-whole", "keys": two},
+            {"do": "whole_run", "name": f"{strategy}-two-parts", "keys": two_parts, "stop": 2},
+            {"do": "whole_run", "name": f"{strategy}-two-rest", "keys": two_rest},
             {"do": "whole_run", "name": f"{strategy}-spoilt", "keys": spoilt, "spoil": 2},
         ]
     zero3 = {**run_keys, "deepspeed": ZERO3}
@@ -297,15 +312,38 @@ def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, strategy):
     """The signal reached rank 1 alone; both stopped after the same step, and both were saved."""
     assert (two / f"{strategy}-rest" / "done").exists(), logs(two)
     assert [(two / f"{strategy}-parts" / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
+    assert_equal_runs(two / f"{strategy}-whole" / "run", two / f"{strategy}-parts" / "run", [1, 2, 3, 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_in_two_stages_is_resumed_in_the_first_to_the_bit(two, strategy):
+    assert (two / f"{strategy}-two-rest" / "done").exists(), logs(two)
+    codes = {case: [(two / f"{strategy}-two-{case}" / f"code-{rank}").read_text() for rank in (0, 1)]
+             for case in ("whole", "parts", "rest")}  # fmt: skip
+    assert codes == {"whole": ["0", "0"], "parts": ["143", "143"], "rest": ["0", "0"]}
+    whole, parts = (two / f"{strategy}-two-{case}" / "run" for case in ("whole", "parts"))
+    assert_equal_runs(whole / "stage_one", parts / "stage_one", [1, 2, 3])
+    assert_equal_runs(whole, parts, [1, 2, 3, 4])
+    if strategy == "zero1":
+        assert [(whole.parent / f"left-{rank}").read_text() for rank in (0, 1)] == ["0", "0"]
+
+
+def assert_equal_runs(ours: Path, theirs: Path, steps: list[int]) -> None:
+    """All figures and trained weights are equal."""
     whole, parts = (
-        [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(path / "run")]
-        for path in (two / f"{strategy}-whole", two / f"{strategy}-parts")
+        [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(run)]
+        for run in (ours, theirs)
     )
-    assert [record["step"] for record in whole if record["kind"] == "train"] == [1, 2, 3, 4]
+    assert [record["step"] for record in whole if record["kind"] == "train"] == steps
     assert parts == whole
-    for name in ("heads/medusa_lm_head.safetensors", "adapter/adapter_model.safetensors"):
-        ours, theirs = (load_file(two / f"{strategy}-{part}" / "run" / name) for part in ("parts", "whole"))
-        assert all((ours[key] == theirs[key]).all() for key in theirs), name
+    names = [
+        str(path.relative_to(ours)) for part in ("heads", "adapter") for path in (ours / part).glob("*.safetensors")
+    ]
+    assert names
+    for name in names:
+        first, second = load_file(ours / name), load_file(theirs / name)
+        assert all((first[key] == second[key]).all() for key in first), name
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ finds is written beside the plan, for the test to compare with what one process 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
@@ -28,6 +30,7 @@ from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_precision
+from medusa_train.training import stages
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.deepspeed import partitioned_loading
 from medusa_train.training.deepspeed_config import complete_config, loading_config
@@ -35,7 +38,6 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distri
 from medusa_train.training.load_data import load_data, validation_batches
 from medusa_train.training.optim import build_scheduler, parameter_groups
 from medusa_train.training.process_info import process_info_from_env
-from medusa_train.training.run import train
 from medusa_train.training.setup import build_heads
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState, take_weights
@@ -182,13 +184,19 @@ def at_once() -> Iterator[list[int]]:
 
 
 def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
-    """`train` with the case's keys; rank 0's console and every rank's exit code are written.
+    """`train_stages` with the case's keys; rank 0's console and every rank's exit code are written.
 
+    Between two stages, the number of backbones that are left in memory is written.
     The last rank alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
     """
     cfg = TrainConfig(**case["keys"]).resolved()
     out.mkdir(parents=True, exist_ok=True)
-    step, compare = Trainer.train_step, Trainer.compute_loss
+    step, compare, free = Trainer.train_step, Trainer.compute_loss, stages._free_memory
+
+    def freed() -> None:
+        free()
+        left = [thing for thing in gc.get_objects() if isinstance(thing, PreTrainedModel)]
+        (out / f"left-{world.rank}").write_text(str(len(left)))
 
     def stopped(trainer: Trainer, batches: Any) -> None:
         step(trainer, batches)
@@ -202,9 +210,11 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     if world.rank == world.size - 1:
         Trainer.train_step, Trainer.compute_loss = stopped, spoilt  # type: ignore[method-assign]
     console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main)
+    stages._free_memory = freed
     try:
-        code = train(cfg, console, console, world)
+        code = stages.train_stages(cfg, console, console, world)
     finally:
+        stages._free_memory = free
         Trainer.train_step, Trainer.compute_loss = step, compare  # type: ignore[method-assign]
     (out / f"code-{world.rank}").write_text(str(code))
 
