@@ -122,6 +122,7 @@ SHARED_WITH_STAGE_ONE = (
     "roles_to_train",
     "train_on_inputs",
     "val_set_size",
+    "test_datasets",
     "skip_bad_records",
     "optimizer",
     "seed",
@@ -381,8 +382,13 @@ class TrainConfig(Config):
 
     @property
     def stage_one_values(self) -> dict[str, Any]:
-        """The directory of stage one, which needs no tree."""
-        return {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
+        """The directory of stage one, which needs no tree, and one way to hold data out where this run sets one."""
+        values: dict[str, Any] = {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
+        if self.test_datasets is not None:
+            values["val_set_size"] = None
+        elif "val_set_size" in self.model_fields_set:
+            values["test_datasets"] = None
+        return values
 
     @property
     def heads_keys(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from medusa_train.training.state import make_plan
 _DATA_KEYS = (
     *("base_model", "trust_remote_code", "datasets", "sequence_len", "sample_packing", "chat_template"),
     *("chat_template_kwargs", "reasoning_tags", "roles_to_train", "train_on_inputs", "val_set_size"),
-    *("skip_bad_records", "seed"),
+    *("test_datasets", "skip_bad_records", "seed"),
 )
 TITLES = ("stage 1 of 2", "stage 2 of 2")
 
