@@ -258,7 +258,7 @@ class Measurement:
             chats = gsm8k_chats(self._args.gsm8k, self._args.problems)
             replace_text(path, "".join(json.dumps(chat) + "\n" for chat in chats))
             entry = DatasetConfig(path=str(path), type="messages")
-            texts["GSM8K"] = self._datasets(datasets=[entry], val_set_size=0.0)[0]
+            texts["GSM8K"] = self._datasets(datasets=[entry], test_datasets=None, val_set_size=0.0)[0]
         for name, text in texts.items():
             loader = BatchLoader(text, micro_batch_size=8, seed=0, shuffle=False)
             batches = zip(range(min(loader.steps_per_epoch, TEXT_BATCHES)), loader, strict=False)
