@@ -81,9 +81,12 @@ class Result:
         return self.steps / max(self.passes, 1)
 
 
+KEEP_ALL = DropRules(drop_truncated=False, drop_looping=False)
+
+
 def answer_all(engine: Engine, seeds: Sequence[Prompt]) -> tuple[int, int]:
     """Answer all turns of `seeds`, truncated answers included; returns numbers of answers and tokens."""
-    chats = {n: replay(seed, random_seed=1, rules=DropRules(drop_truncated=False)) for n, seed in enumerate(seeds)}
+    chats = {n: replay(seed, random_seed=1, rules=KEEP_ALL) for n, seed in enumerate(seeds)}
     waiting = [(n, next(chat)) for n, chat in chats.items()][::-1]
     answers = tokens = running = 0
     while waiting or running:

@@ -48,7 +48,7 @@ def run(out: Path, seeds: list[Prompt], answering: OpenAIEngine) -> RunStats:
                 seeds,
                 answering,
                 writer,
-                mode=partial(replay, random_seed=1, rules=DropRules()),
+                mode=partial(replay, random_seed=1, rules=DropRules(drop_looping=False)),
                 metadata={"model": "served", "sampling": {"temperature": 0.5}},
             )
         finally:
