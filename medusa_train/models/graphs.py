@@ -7,6 +7,7 @@ its results in fixed buffers, and never waits for the device.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -101,6 +102,11 @@ class CudaGraphRunner(GraphRunner):
             # other threads may use the device during a capture, for example to write a checkpoint
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 step()
+        except RuntimeError:
+            # before torch 2.13 the allocator still counts a failed capture as underway, and `empty_cache` then fails
+            with contextlib.suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            raise
         finally:
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream as the current one
         self._first = self._first or graph  # nothing can be captured to a pool all of whose graphs are gone

@@ -43,6 +43,10 @@ def load_backbone(
     """
     source, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
     device = default_device() if device is None else torch.device(device)
+    if device.type == "cuda":
+        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape: trees and unpacked
+        # batches have a new one every step, which took 0.4 s each on a B200 (FunASR issue 3704; not measured here)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     dtype = parse_dtype(dtype, device)
     # sdpa cannot soft-cap attention scores; eager can, and takes an additive mask as well
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None

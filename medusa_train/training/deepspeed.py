@@ -147,6 +147,7 @@ class DeepSpeedStrategy:
         elif self._stage == 3:
             self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
+        self._optimizer.state.clear()
 
     def step(self) -> float:
         """Clip, step optimizer and schedule, drop the gradients; return the global norm before clipping."""

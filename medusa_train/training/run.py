@@ -103,9 +103,12 @@ def _train_and_finish(
     if trainer.last_validation is None and trainer.validation_batches is not None:  # nothing was left to train
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
-    if world.is_main:  # the remaining work needs no other process
-        with writing(trainer.output_dir):
-            _finish(cfg, data, trainer, step, progress, results)
+    try:
+        if world.is_main:  # the remaining work needs no other process
+            with writing(trainer.output_dir):
+                _finish(cfg, data, trainer, step, progress, results)
+    finally:
+        world.gather(None)  # the others wait, since NCCL's connections must be closed together
     return 0
 
 
@@ -238,6 +241,12 @@ def choose_tree(
             )
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}", style="yellow")
+        return None
+    except torch.OutOfMemoryError:
+        again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
+        progress.print(
+            f"no tree was chosen: not enough memory beside the training. To choose it: {again}", style="yellow"
+        )
         return None
     calibration.save(out / TREE)
     return calibration

@@ -57,7 +57,7 @@ class Strategy(Protocol):
         """Call `function(*args)`, which computes without gradients, with all weights readable."""
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
-        """End training: remove all hooks.
+        """End training: remove all hooks and the optimizer's state.
 
         All weights are whole then; with `partitioned` only the parameters `saved`, in rank 0 and in CPU memory.
         """
@@ -132,7 +132,8 @@ class LocalStrategy:
         return function(*args)
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
-        """Do nothing: there are no hooks."""
+        """Drop the optimizer's state."""
+        self.optimizer.state.clear()
 
     def step(self) -> float:
         """Clip, step optimizer and schedule, zero the gradients; return the norm before clipping."""

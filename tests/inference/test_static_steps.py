@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,15 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.dynamic import DynamicDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
-from medusa_train.models.graphs import GraphRunner, Replayable, Step, StepRunner, graph_obstacle, graph_runner
+from medusa_train.models.graphs import (
+    CudaGraphRunner,
+    GraphRunner,
+    Replayable,
+    Step,
+    StepRunner,
+    graph_obstacle,
+    graph_runner,
+)
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.static_cache import KEY_BLOCK, StaticCache
 from medusa_train.trees.tree import Tree
@@ -223,6 +233,24 @@ def test_where_capture_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixt
     assert runner.warm_ups == 1
     assert caplog.text.count("capture failed") == 1
     assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `empty_cache` fails from then on."""
+    device, closed = torch.device("cuda", 3), Mock()
+    for name in ("Stream", "CUDAGraph", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock(device_index=device.index))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", closed, raising=False)
+
+    def fails() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphRunner(device)._capture(fails)
+    closed.assert_called_once_with(3, (0, 7))
 
 
 @pytest.mark.parametrize(

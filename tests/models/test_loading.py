@@ -60,6 +60,23 @@ def test_other_errors_of_torch_are_not_taken_for_damage(whole: Path, monkeypatch
         load_backbone(str(whole))
 
 
+def test_attention_on_a_gpu_is_not_cudnns(whole: Path) -> None:
+    """It would build a plan for each of a tree's key lengths."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        load_backbone(str(whole), device="cpu")
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        if torch.cuda.is_available():
+            load_backbone(str(whole), device="cuda")
+        else:
+            with pytest.raises((AssertionError, RuntimeError)):  # after it was chosen
+                load_backbone(str(whole), device="cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_of_several_files_the_torn_one_is_named(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "sharded"
     backbone = load_backbone(str(whole))

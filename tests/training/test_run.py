@@ -18,6 +18,7 @@ from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaE
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
 from medusa_train.training import run as run_module
+from medusa_train.training.distributed import World
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import metrics
@@ -73,6 +74,33 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     text = console.file.getvalue()
     assert f"medusa-eval --bench mtbench --model {out}" in text
     assert "greedy continuations" in text
+
+
+def test_without_memory_for_the_tree_the_heads_are_kept(make_config, console, tmp_path, monkeypatch):
+    def prefill(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("medusa_train.inference.generate.DecodingSession.prefill", prefill)
+    assert train(make_config(calibration_tokens=120, max_steps=1), console) == 0
+    out = tmp_path / "run"
+    assert (out / "heads" / "medusa_lm_head.safetensors").exists()
+    assert not (out / "tree.json").exists()
+    text = console.file.getvalue()
+    assert "no tree was chosen: not enough memory" in text
+    assert f"medusa-eval --calibrate --model {out}" in text
+
+
+def test_the_other_processes_wait_until_the_tree_is_chosen(make_config, console, tmp_path):
+    """NCCL's connections are closed together."""
+    chosen = []
+
+    class Observed(World):
+        def gather(self, value):
+            chosen.append((tmp_path / "run" / "tree.json").exists())
+            return super().gather(value)
+
+    assert run_module.train(make_config(calibration_tokens=120, max_steps=1), console, console, Observed()) == 0
+    assert chosen[-1]
 
 
 def test_the_tree_of_the_latest_evaluation_lies_in_every_checkpoint(make_config, console, tmp_path, monkeypatch):

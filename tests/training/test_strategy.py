@@ -49,6 +49,17 @@ def test_zero_clips_nothing():
     assert strategy.step() == pytest.approx(100 * math.sqrt(8))
 
 
+def test_the_optimizers_memory_is_free_after_training():
+    """It may be needed to choose the tree."""
+    model = linear()
+    strategy = make_strategy(model)
+    accumulate(strategy, model(torch.ones(1, 3)).sum())
+    strategy.step()
+    assert strategy.state_bytes
+    strategy.release([])
+    assert not strategy.state_bytes
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing():
     model = linear()
     strategy = make_strategy(model)
