@@ -67,7 +67,7 @@ def train(
         KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
     progress = progress or RunProgress(console)
-    with sigterm_as_interrupt():
+    with sigterm_as_interrupt(), _explain_out_of_memory(cfg):
         world.run_on_main(lambda: check_output_dir(cfg))
         if data is None:
             with LoadingProgress(progress) as shown:
@@ -150,6 +150,29 @@ def _resume_hint(trainer: Trainer) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{error}\nAfter fixing this, resume with:\n  {resume_command(trainer)}") from error
+
+
+@contextmanager
+def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
+    """Say which keys take less of a GPU's memory where it does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fewer = f"micro_batch_size: {max(1, cfg.micro_batch_size // 2)} with more gradient_accumulation_steps"
+        advice = {
+            fewer: cfg.micro_batch_size > 1,
+            f"a sequence_len below {cfg.sequence_len}": True,
+            "gradient_checkpointing: true": cfg.recipe == "medusa2" and not cfg.gradient_checkpointing,
+            "optimizer: paged_adamw_8bit": "8bit" not in cfg.optimizer,
+            "load_in_4bit: true": not cfg.load_in_4bit,
+            "medusa_share_lm_head: true or a medusa_vocab_size": cfg.draft == "medusa",
+        }
+        raise MedusaError(
+            f"not enough GPU memory for this run ({str(error).partition('. ')[0]}).\n"
+            f"Less takes: {'; '.join(name for name, applies in advice.items() if applies)}.\n"
+            "--inspect estimates the parts. Where torch reports much memory as reserved but unallocated, set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True."
+        ) from error
 
 
 def _describe_interruption(trainer: Trainer) -> str:

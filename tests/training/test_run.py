@@ -90,6 +90,18 @@ def test_without_memory_for_the_tree_the_heads_are_kept(make_config, console, tm
     assert f"medusa-eval --calibrate --model {out}" in text
 
 
+def test_without_memory_for_training_the_error_names_keys_that_take_less(make_config, console, monkeypatch):
+    def forward_backward(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr("medusa_train.training.strategy.LocalStrategy.forward_backward", forward_backward)
+    with pytest.raises(MedusaError, match=r"GPU memory for this run \(CUDA out of memory\)") as caught:
+        train(make_config(micro_batch_size=4, load_in_4bit=False), console)
+    for key in ("micro_batch_size: 2 ", "optimizer: paged_adamw_8bit", "load_in_4bit: true", "--inspect"):
+        assert key in str(caught.value)
+    assert "gradient_checkpointing" not in str(caught.value)
+
+
 def test_the_other_processes_wait_until_the_tree_is_chosen(make_config, console, tmp_path):
     """NCCL's connections are closed together."""
     chosen = []
