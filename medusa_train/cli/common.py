@@ -61,9 +61,9 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command function so that user errors print a message and exit with a code, without a stack trace.
 
     A `MedusaError` prints "error:" and its message to stderr and exits with its code. KeyboardInterrupt exits with 130,
-    `Terminated` with 143. A file that cannot be read or written, or a full disk, prints a message and exits with 1. An
-    integer returned by the command is the exit code. Other exceptions are bugs and propagate. The signature is kept for
-    typer.
+    `Terminated` with 143. A file that cannot be read or written, a full disk, or a GPU without enough memory prints a
+    message and exits with 1. An integer returned by the command is the exit code. Other exceptions are bugs and
+    propagate. The signature is kept for typer.
     """
 
     @functools.wraps(command)
@@ -91,6 +91,11 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             if _debugging() or (error.filename is None and error.errno not in _DISK_ERRORS):
                 raise
             print_error(f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}")
+            code = 1
+        except RuntimeError as error:
+            if _debugging() or type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
+                raise
+            print_error(f"not enough GPU memory: {error}")
             code = 1
         if code:
             sys.exit(code)

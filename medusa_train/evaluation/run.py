@@ -200,7 +200,10 @@ def time_bench(
         test.warm_up(warm_up, phase.advance)
     if model.backbone.step_runner is not None:
         with progress.phase("capturing steps of all lengths", ticking=True):
-            test.capture(bench.questions)
+            try:
+                test.capture(bench.questions)
+            except torch.OutOfMemoryError:  # most answers are shorter than the longest that may be given
+                progress.print("memory does not suffice for the longest answers: their steps are captured when needed")
     log.start(dtype, completed, compiled=model.backbone.is_compiled)
     detector = SlowStepDetector(model.backbone.device.type)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)

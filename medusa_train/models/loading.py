@@ -163,14 +163,12 @@ def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, dev
         dtype: dtype of the matrix products.
 
     Raises:
-        BackboneError: bitsandbytes is not installed.
+        BackboneError: bitsandbytes cannot be used.
     """
     if quantization is None:
         return {}
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise BackboneError("load_in_4bit and load_in_8bit need bitsandbytes: pip install bitsandbytes") from error
+    if (obstacle := bitsandbytes_obstacle(torch.device(device))) is not None:
+        raise BackboneError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
     from transformers import BitsAndBytesConfig
 
     if quantization == "nf4":
@@ -183,6 +181,19 @@ def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, dev
     else:
         config = BitsAndBytesConfig(load_in_8bit=True)
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def bitsandbytes_obstacle(device: torch.device) -> str | None:
+    """Return why bitsandbytes cannot be used on a device, or None if it can; its own error comes at the first call."""
+    try:
+        import bitsandbytes
+    except ImportError:
+        return "pip install bitsandbytes"
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    if device.type == "cuda" and not bitsandbytes.functional.lib.compiled_with_cuda:
+        return f"{bitsandbytes.__version__} has no library for CUDA {torch.version.cuda}; install another version"
+    return None
 
 
 def keep_trainable_kernels(model: Any) -> None:

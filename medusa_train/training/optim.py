@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from medusa_train.errors import ConfigError
+from medusa_train.models.loading import bitsandbytes_obstacle
 from medusa_train.models.partitioned import full_shape
 
 ParameterGroup = dict[str, Any]
@@ -84,11 +85,9 @@ def build_optimizer(
         raise ConfigError([f"optimizer: {name!r} is not one of {names}"])
     if device.type != "cuda":
         return _adamw(groups), f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
-    try:
-        optim = importlib.import_module("bitsandbytes").optim
-    except (ImportError, OSError, RuntimeError) as error:
-        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({error}); using adamw_torch"
-    optimizer: torch.optim.Optimizer = getattr(optim, EIGHT_BIT[name])(groups)
+    if (obstacle := bitsandbytes_obstacle(device)) is not None:
+        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({obstacle}); using adamw_torch"
+    optimizer: torch.optim.Optimizer = getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])(groups)
     return optimizer, None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.table import Table
 
 from medusa_train.cli.common import (
@@ -138,6 +139,14 @@ def test_sigterm_exits_143(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert exit_code(command) == 143
     assert capsys.readouterr().err == "error: terminated\n"
+
+
+def test_a_gpu_without_enough_memory_prints_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert exit_code(command) == 1
+    assert capsys.readouterr().err.startswith("error: not enough GPU memory: CUDA out of memory.")
 
 
 def test_a_bug_keeps_its_trace() -> None:

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from medusa_train.errors import ConfigError
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.models.loading import quantized_loading
 from medusa_train.training.optim import (
     assert_exhaustive,
     build_optimizer,
@@ -63,6 +64,18 @@ def test_eight_bits_on_a_cpu_fall_back_with_one_line(name):
     assert name in notice
     assert "adamw_torch" in notice
     assert "\n" not in notice
+
+
+def test_eight_bits_without_a_library_for_this_cuda_fall_back(monkeypatch):
+    """bitsandbytes itself raises in the first step."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    monkeypatch.setattr(functional.lib, "compiled_with_cuda", False)
+    groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
+    optimizer, notice = build_optimizer("adamw_bnb_8bit", groups, torch.device("cuda"))
+    assert type(optimizer) is torch.optim.AdamW
+    assert "has no library for CUDA" in notice
+    with pytest.raises(BackboneError, match=r"load_in_4bit.*has no library for CUDA"):
+        quantized_loading("nf4", torch.bfloat16, "cuda")
 
 
 def test_an_unknown_name_lists_the_known_ones():
