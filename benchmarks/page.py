@@ -14,8 +14,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from medusa_train.evaluation.html_report.charts import Bar, bars  # noqa: E402
 from medusa_train.io import replace_text  # noqa: E402
+from medusa_train.pages.charts import Bar, bars  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 #: Colours that are readable on a light and on a dark background, since a picture in Markdown can't ask which it is on.

@@ -23,12 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from shared import machine_facts, machine_line, rounded, table, warn_if_busy, write_result  # noqa: E402
+from shared import machine_facts, machine_line, rounded, warn_if_busy, write_result  # noqa: E402
 
 from medusa_train.config.paths import resolve_path  # noqa: E402
 from medusa_train.evaluation.questions import load_bench  # noqa: E402
-from medusa_train.export.served_card import speed_table  # noqa: E402
-from medusa_train.server_bench.report import HOW, advice_note, recommendation_lines, rows_of, table_rows  # noqa: E402
+from medusa_train.export.card import speed_table  # noqa: E402
+from medusa_train.server_bench.report import HOW, advice_note, figures_table, recommendation_lines, rows_of  # noqa: E402
 
 CODE = "import sys; from medusa_train.cli.evaluate import main; sys.argv[0] = 'medusa-eval'; main()"
 #: Figures of served.json that the result keeps, by their names there.
@@ -136,11 +136,11 @@ def to_page(machine: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]]
     for mode, report in reports.items():
         meta = report["meta"]
         parts += [f"## {mode[0].upper()}{mode[1:]}", f"`{meta['command']}`, {meta['seconds'] / 60:.0f} minutes."]
-        parts.append(table(*table_rows(report), text_columns=2))
+        parts.append(figures_table(report).markdown())
         parts += [f"Note: {note}." for note in meta["notes"]]
     parts += ["## How to read it", "\n".join(f"- {line}" for line in HOW), "## Recommendation"]
     for mode, report in reports.items():
-        parts += [f"{mode[0].upper()}{mode[1:]}:", table(*speed_table(report))]
+        parts += [f"{mode[0].upper()}{mode[1:]}:", speed_table(report).markdown()]
         parts.append("\n".join(f"- {line}" for line in recommendation_lines(report)))
     parts.append(advice_note(next(iter(reports.values()))))
     return "\n\n".join(part for part in parts if part) + "\n"

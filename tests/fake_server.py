@@ -139,7 +139,7 @@ def short_context(
             text = message.format(context=context, prompt=prompt, asked=asked, total=prompt + asked)
             return 400, {}, json.dumps({"error": {"message": text}}).encode()
         length = min(answer, asked)
-        reply = completion(body, "stop" if length == answer else "length", "word " * length)
+        reply = completion(body, "stop" if length == answer else "length", " ".join(map(str, range(length))))
         reply["usage"] = {"prompt_tokens": prompt, "completion_tokens": length}
         return 200, {}, json.dumps(reply).encode()
 

@@ -11,7 +11,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +21,8 @@ from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.io import JsonLinesFile, complete_lines
-from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.server import RequestRejected
+from medusa_train.servers.client import OpenAIClient, run_concurrently
+from medusa_train.servers.responses import RequestRejected
 
 PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0
@@ -61,48 +60,6 @@ class Judge:
         return content if isinstance(content, str) else ""
 
 
-@dataclass(frozen=True)
-class Grades:
-    """The judgements of an evaluation.
-
-    Attributes:
-        judge: name of the judge model.
-        lines: all judgements in FastChat's format.
-        categories: category of each question.
-        failed: number of answers that were not judged.
-        reason: why the last of those was not judged.
-    """
-
-    judge: str
-    lines: list[dict[str, Any]]
-    categories: Mapping[int | str, str]
-    failed: int = 0
-    reason: str = ""
-
-    def summary(self) -> dict[str, Any]:
-        """Return mean grades overall, per turn and per category; answers without a grade are counted separately."""
-        graded = [line for line in self.lines if line["score"] != NO_SCORE]
-
-        def mean(lines: Sequence[Mapping[str, Any]]) -> float | None:
-            return fmean(line["score"] for line in lines) if lines else None
-
-        turns = sorted({line["turn"] for line in graded})
-        categories: dict[str, list[Mapping[str, Any]]] = {}
-        for line in graded:
-            categories.setdefault(self.categories[line["question_id"]], []).append(line)
-        return {
-            "model": self.judge,
-            "prompt": PROMPT_NAME,
-            "score": mean(graded),
-            "turns": {str(turn): mean([line for line in graded if line["turn"] == turn]) for turn in turns},
-            "categories": {name: mean(lines) for name, lines in categories.items()},
-            "graded": len(graded),
-            "without_grade": len(self.lines) - len(graded),
-            "failed": self.failed,
-            **({"reason": self.reason} if self.failed else {}),
-        }
-
-
 def grade(
     records: Sequence[TurnRecord],
     questions: Sequence[Question],
@@ -111,7 +68,7 @@ def grade(
     path: Path,
     concurrency: int = 4,
     on_done: Callable[[], None] = lambda: None,
-) -> Grades:
+) -> dict[str, Any]:
     """Grade every answer; judgements are appended to `path` as they arrive, and those already there are reused.
 
     A judgement is reused if judge, question, turn and the whole prompt, which contains the answer, are the same. An
@@ -119,64 +76,65 @@ def grade(
     answers are graded when the evaluation is run again.
 
     Args:
-        records: the answers.
-        questions: their questions.
+        records, questions: the answers, and their questions.
         model_id: name of the judged model, for the judgements.
-        judge: the judge model.
         path: JSON Lines file of judgements.
         concurrency: number of requests at a time.
         on_done: called after each request.
+
+    Returns:
+        Mean grades overall, per turn and per category, and the numbers of answers with a grade (`graded`), with a reply
+        that has none (`without_grade`), and without a reply (`failed`, and the `reason` of the last).
     """
-    prompts = {(r.question_id, r.turn): prompt for r, prompt in zip(records, _prompts(records, questions), strict=True)}
+    prompts = dict(zip([(r.question_id, r.turn) for r in records], _prompts(records, questions), strict=True))
     texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
     lines: dict[Key, dict[str, Any]] = {}
     for line in _read(path):
         key = (line["question_id"], line["turn"])
         if line["judge"] == [judge.model, PROMPT_NAME] and texts.get(key) == line["user_prompt"]:
             lines[key] = line
-    missing = {key: prompt for key, prompt in prompts.items() if key not in lines}
-    with JsonLinesFile(path) as file:
 
-        def append(key: Key, reply: str) -> None:
-            lines[key] = judgement(
-                key[0], model_id, judge.model, PROMPT_NAME, texts[key], reply, parse_grade(reply), key[1]
-            )
-            file.append(lines[key])
-
-        reason = _ask_all(judge, missing, concurrency, append, on_done)
-    judged = [lines[key] for key in prompts if key in lines]
-    categories = {record.question_id: record.category for record in records}
-    return Grades(judge.model, judged, categories, len(prompts) - len(judged), reason)
-
-
-def _ask_all(
-    judge: Judge,
-    prompts: Mapping[Key, list[dict[str, str]]],
-    concurrency: int,
-    on_reply: Callable[[Key, str], None],
-    on_done: Callable[[], None],
-) -> str:
-    """Send all prompts; return why the last failing request failed, or "". Stops at an error other than a rejection."""
-    reason = ""
-    with ThreadPoolExecutor(max(concurrency, 1)) as pool:
-        requests = {pool.submit(judge.ask, prompt): key for key, prompt in prompts.items()}
+    def ask(key: Key) -> tuple[Key, str | RequestRejected]:
         try:
-            for future in as_completed(requests):
+            return key, judge.ask(prompts[key])
+        except RequestRejected as rejected:
+            return key, rejected
+
+    reason = ""
+    with JsonLinesFile(path) as file:
+        try:
+            for key, reply in run_concurrently(ask, [key for key in prompts if key not in lines], concurrency):
                 on_done()
-                try:
-                    reply = future.result()
-                except RequestRejected as error:
-                    reason = str(error)
-                except ServerError as error:
-                    reason = str(error)
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
+                if isinstance(reply, str):
+                    lines[key] = _judgement(key, model_id, judge.model, texts[key], reply)
+                    file.append(lines[key])
                 else:
-                    on_reply(requests[future], reply)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return reason
+                    reason = str(reply)
+        except ServerError as error:
+            reason = str(error)
+    categories = {record.question_id: record.category for record in records}
+    judged = [lines[key] for key in prompts if key in lines]
+    failed = len(prompts) - len(judged)
+    return {**_means(judged, categories, judge.model), "failed": failed, **({"reason": reason} if failed else {})}
+
+
+def _means(lines: Sequence[Mapping[str, Any]], categories: Mapping[int | str, str], judge: str) -> dict[str, Any]:
+    graded = [line for line in lines if line["score"] != NO_SCORE]
+    by_turn: dict[str, list[float]] = {}
+    by_category: dict[str, list[float]] = {}
+    for line in sorted(graded, key=lambda line: line["turn"]):
+        by_turn.setdefault(str(line["turn"]), []).append(line["score"])
+    for line in graded:
+        by_category.setdefault(categories[line["question_id"]], []).append(line["score"])
+    return {
+        "model": judge,
+        "prompt": PROMPT_NAME,
+        "score": fmean(line["score"] for line in graded) if graded else None,
+        "turns": {name: fmean(scores) for name, scores in by_turn.items()},
+        "categories": {name: fmean(scores) for name, scores in by_category.items()},
+        "graded": len(graded),
+        "without_grade": len(lines) - len(graded),
+    }
 
 
 def parse_grade(reply: str) -> float:
@@ -211,12 +169,8 @@ def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """Read the judgements of an earlier run; incomplete and unrelated lines are skipped."""
-    try:
-        lines = list(complete_lines(path))
-    except OSError:
-        return []
     judgements = []
-    for _, line in lines:
+    for _, line in complete_lines(path) if path.is_file() else ():
         try:
             record = json.loads(line)
             record["question_id"], record["turn"], record["judge"], record["user_prompt"], record["score"]
@@ -224,6 +178,23 @@ def _read(path: Path) -> list[dict[str, Any]]:
             continue
         judgements.append(record)
     return judgements
+
+
+def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> dict[str, Any]:
+    """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has no grade."""
+    return {
+        "question_id": key[0],
+        "model": model_id,
+        "judge": [judge, PROMPT_NAME],
+        "user_prompt": prompt,
+        "judgment": reply,
+        "score": parse_grade(reply),
+        "turn": key[1],
+        "tstamp": time.time(),
+    }
+
+
+# FastChat's and Spec-Bench's files of answers
 
 
 def _step_lengths(answer: TimedAnswer) -> list[int]:
@@ -265,26 +236,3 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
             }
         )
     return lines
-
-
-def judgement(
-    question_id: int | str,
-    model_id: str,
-    judge: str,
-    prompt_name: str,
-    prompt: str,
-    reply: str,
-    score: float,
-    turn: int,
-) -> dict[str, Any]:
-    """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has no grade."""
-    return {
-        "question_id": question_id,
-        "model": model_id,
-        "judge": [judge, prompt_name],
-        "user_prompt": prompt,
-        "judgment": reply,
-        "score": score,
-        "turn": turn,
-        "tstamp": time.time(),
-    }

@@ -1,13 +1,14 @@
-"""Records of measured answers, and the log from which an interrupted evaluation is resumed."""
+"""Records of measured answers, and the log from which an interrupted measurement is resumed."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from medusa_train.evaluation.questions import Question
 from medusa_train.inference.traces import Trace
@@ -122,62 +123,65 @@ class SkippedTurn:
 
 
 Turn = TurnRecord | SkippedTurn
+Entry = TypeVar("Entry")
 
 #: Not logged: computed from the tokens when the report is written.
 _DERIVED = ("exact", "scores", "pieces", "trace")
 
 
-class TurnLog:
-    """The turns of an evaluation, appended to a file as they are measured.
+class MeasurementLog(Generic[Entry]):
+    """What was measured, appended to a file from which an interrupted measurement is resumed.
 
     Args:
-        path: the file; created by `start`.
-        settings: everything that the answers and their times depend on, as plain JSON values.
+        path: the file; created by `begin`.
+        settings: everything that answers and their times depend on, as plain JSON values.
+        parse: returns the entry of a line's JSON; raises ValueError, KeyError or TypeError if it is none.
 
     Attributes:
-        dtype: dtype of the turns in an existing file; None if there are none.
-        compiled: whether their passes were compiled; None if there are none, or the file does not say.
-        turns: turns in an existing file, in the order in which they were measured.
-        differing: settings in which an existing file differs; its turns are not used then.
+        header: of an existing file with the same settings; else empty.
+        entries: its entries up to the first invalid line.
+        differing: settings in which an existing file differs; nothing of it is used then.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], parse: Callable[[Any], Entry]) -> None:
         self.path = path
-        self._settings = dict(settings)
-        self._file: JsonLinesFile | None = None
-        self.dtype: str | None = None
-        self.compiled: bool | None = None
-        self.turns: list[Turn] = []
+        self.header: dict[str, Any] = {}
+        self.entries: list[Entry] = []
         self.differing: list[str] = []
-        header, lines = _read(path)
-        if header is None:
+        self._settings: dict[str, Any] = json.loads(json_line(settings))
+        self._file: JsonLinesFile | None = None
+        try:
+            first, *lines = [line for _, line in complete_lines(path)]
+            header = json.loads(first)
+            stored = header["settings"]
+            self.differing = [key for key in {**stored, **self._settings} if stored.get(key) != self._settings.get(key)]
+        except (OSError, ValueError, LookupError, TypeError):
             return
-        stored = header["settings"]
-        self.differing = [key for key in {**stored, **self._settings} if stored.get(key) != self._settings.get(key)]
-        if not self.differing and lines:
-            self.dtype = header["dtype"]
-            self.compiled = header.get("compiled")
-            self.turns = lines
+        if self.differing:
+            return
+        self.header = header
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            for line in lines:
+                self.entries.append(parse(json.loads(line)))
 
-    def completed(self, questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
-        """Return the logged turns of the questions that have all their turns in the log, by question."""
-        logged: dict[int | str, list[Turn]] = {}
-        for turn in self.turns:
-            logged.setdefault(turn.question_id, []).append(turn)
-        expected = {question.question_id: len(question.turns) for question in questions}
-        return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
+    def resumption(self, what: str, units: str, count: int) -> str | None:
+        """Say whether an interrupted measurement, of which `count` units are there, is resumed; None without one."""
+        if self.differing:
+            names = ", ".join(self.differing)
+            return f"the interrupted {what} in {self.path.parent} had a different {names}: starting over"
+        over = f"(delete {self.path} to start over)"
+        return f"resuming an interrupted {what}: {count} {units} are measured {over}" if count else None
 
-    def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]], *, compiled: bool = False) -> None:
-        """Replace the file by a header and the `kept` turns, and open it for appending."""
-        header = json_line({"settings": self._settings, "dtype": dtype, "compiled": compiled})
-        replace_bytes(self.path, [header, *(json_line(_as_json(turn)) for turns in kept.values() for turn in turns)])
+    def begin(self, lines: Iterable[Any], **header: Any) -> None:
+        """Replace the file by a header and `lines`, the JSON values of entries, and open it for appending."""
+        replace_bytes(self.path, map(json_line, [{"settings": self._settings, **header}, *lines]))
         self._file = JsonLinesFile(self.path)
 
-    def append(self, turn: Turn) -> None:
-        """Append one turn, which survives a crash of the process."""
+    def write(self, line: Any) -> None:
+        """Append one JSON value, which survives a crash of the process."""
         if self._file is None:
             raise ValueError("the log was not started")
-        self._file.append(_as_json(turn))
+        self._file.append(line)
 
     def close(self) -> None:
         """Close the file and keep it."""
@@ -191,39 +195,49 @@ class TurnLog:
         self.path.unlink(missing_ok=True)
 
 
+class TurnLog(MeasurementLog[Turn]):
+    """The turns of an evaluation, appended as they are measured.
+
+    Attributes:
+        dtype: dtype of the turns in an existing file; None if there are none.
+        compiled: whether their passes were compiled; None if there are none, or the file does not say.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        super().__init__(path, settings, _parse_turn)
+        self.dtype: str | None = self.header.get("dtype") if self.entries else None
+        self.compiled: bool | None = self.header.get("compiled") if self.entries else None
+
+    def completed(self, questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
+        """Return the logged turns of the questions that have all their turns in the log, by question."""
+        logged: dict[int | str, list[Turn]] = {}
+        for turn in self.entries:
+            logged.setdefault(turn.question_id, []).append(turn)
+        expected = {question.question_id: len(question.turns) for question in questions}
+        return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
+
+    def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]], *, compiled: bool = False) -> None:
+        """Replace the file by the `kept` turns, and open it for appending."""
+        self.begin((_as_json(turn) for turns in kept.values() for turn in turns), dtype=dtype, compiled=compiled)
+
+    def append(self, turn: Turn) -> None:
+        """Append one turn."""
+        self.write(_as_json(turn))
+
+
 def _as_json(turn: Turn) -> dict[str, Any]:
-    record = asdict(turn)
-    for name in _DERIVED:
-        record.pop(name, None)
-    return record
+    return {name: value for name, value in asdict(turn).items() if name not in _DERIVED}
 
 
-def _read(path: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
-    """Return header and turns up to the first incomplete line; (None, []) if it is not such a file."""
-    try:
-        lines = [line for _, line in complete_lines(path)]
-        header = json.loads(lines[0])
-        header["settings"], header["dtype"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None, []
-    turns: list[Turn] = []
-    for line in lines[1:]:
-        try:
-            turns.append(_turn(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
-            break
-    return header, turns
-
-
-def _turn(record: dict[str, Any]) -> Turn:
+def _parse_turn(record: dict[str, Any]) -> Turn:
     if "prompt_tokens" in record:
         return SkippedTurn(**record)
     for name in ("tree", "plain", "generate"):
-        record[name] = None if record[name] is None else _answer(record[name])
-    record["others"] = {name: _answer(answer) for name, answer in record["others"].items()}
+        record[name] = None if record[name] is None else _parse_answer(record[name])
+    record["others"] = {name: _parse_answer(answer) for name, answer in record["others"].items()}
     record["prompt_ids"] = tuple(record["prompt_ids"])
     return TurnRecord(**record)
 
 
-def _answer(record: dict[str, Any]) -> TimedAnswer:
+def _parse_answer(record: dict[str, Any]) -> TimedAnswer:
     return TimedAnswer(**{**record, "tokens": tuple(record["tokens"]), "accepted": tuple(record["accepted"])})

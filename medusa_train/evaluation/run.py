@@ -157,14 +157,8 @@ class ReportFiles:
 def open_log(path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> TurnLog:
     """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
     log = TurnLog(path, measurement_settings(cfg, bench, paths))
-    if log.differing:
-        progress.print(
-            f"the interrupted evaluation in {path.parent} had a different {', '.join(log.differing)}: starting over"
-        )
-    elif log.turns:
-        progress.print(
-            f"resuming an interrupted evaluation: {len(log.turns)} turns are measured (delete {path} to start over)"
-        )
+    if (line := log.resumption("evaluation", "turns", len(log.entries))) is not None:
+        progress.print(line)
     return log
 
 
@@ -357,10 +351,9 @@ def _judge(
     path = directory / "model_judgment" / f"{name}_single.jsonl"
     try:
         with progress.phase(f"grading by {cfg.judge_model}", len(records), "turns", ticking=True) as phase:
-            grades = grade(records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance)
+            return grade(records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance)
     finally:
         server.close()
-    return grades.summary()
 
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:

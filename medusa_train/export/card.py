@@ -1,8 +1,10 @@
-"""Write the model card of an export: what it is, how it was trained, and what was measured."""
+"""Write the model card of an export: what it is, how it was trained, and what was measured here and in servers."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,40 +14,18 @@ import yaml
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
-from medusa_train.export.served_card import NOT_MEASURED, read_served, served_section
+from medusa_train.pages.table import Table, number
+
+Json = Mapping[str, Any]
 
 #: Keys of config.yaml that the card lists.
 SETTINGS = (
-    "recipe",
-    "medusa_decay_coefficient",
-    "medusa_heads_coefficient",
-    "medusa_scheduler",
-    "medusa_self_distillation",
-    "medusa_soft_targets",
-    "head_loss",
-    "lk_eta",
-    "head_weights",
-    "adapter",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "load_in_4bit",
-    "load_in_8bit",
-    "sequence_len",
-    "num_epochs",
-    "max_steps",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "optimizer",
-    "learning_rate",
-    "medusa_lr_multiplier",
-    "lr_scheduler",
-    "warmup_steps",
-    "weight_decay",
-    "chat_template",
-    "chat_template_kwargs",
-    "seed",
-)
+    "recipe", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler", "medusa_self_distillation",
+    "medusa_soft_targets", "head_loss", "lk_eta", "head_weights", "adapter", "lora_r", "lora_alpha", "lora_dropout",
+    "load_in_4bit", "load_in_8bit", "sequence_len", "num_epochs", "max_steps", "micro_batch_size",
+    "gradient_accumulation_steps", "optimizer", "learning_rate", "medusa_lr_multiplier", "lr_scheduler",
+    "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",
+)  # fmt: skip
 
 _USE: dict[ExportTarget, str] = {
     "reference": "The public Medusa code reads `medusa_lm_head.pt`.",
@@ -86,9 +66,10 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
         to: the layout that was written.
         licence: licence to name; None: the base model's.
     """
-    run = _yaml(paths.home / "config.yaml")
-    reports = [_json(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
-    served = read_served(paths.home)
+    run = _read(paths.home / "config.yaml")
+    reports = [report for path in sorted(paths.home.glob("eval/*/report.json")) if _is_default(report := _read(path))]
+    served = [_read(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
+    served = [report for report in served if report.get("recommendation")]  # others measured one server alone
     base = str(run.get("base_model") or paths.base_model)
     what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
     parts = [
@@ -97,12 +78,12 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
         _description(heads, to),
         _USE[to].format(
             heads=heads.num_heads,
-            chain=_chain(reports, heads.num_heads, is_served=bool(served)),
+            chain=_chain(reports, is_served=bool(served)),
             backbone=_served_backbone(heads),
         ),
         _training(run),
         _measured(reports),
-        _served(served, reports, to),
+        _served(served, reports) if served else NOT_MEASURED if to == "vllm" else "",
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -140,28 +121,6 @@ def _description(heads: HeadTensors, to: ExportTarget) -> str:
     )
 
 
-def _chain(reports: Sequence[Mapping[str, Any]], num_heads: int, *, is_served: bool) -> str:
-    """Say what the chain of top-1 tokens was measured to give, which is what a server without trees can reach."""
-    rates = []
-    for report in reports:
-        overall, bench = report.get("overall") or {}, (report.get("meta") or {}).get("bench")
-        if not _is_default_mode(report):
-            continue
-        if chains := overall.get("chain_rates"):
-            by_length = ", ".join(f"{rate:.2f} with N = {k}" for k, rate in enumerate(chains, start=1))
-        elif (rate := overall.get("chain_acceleration_rate")) is not None:  # of a report by an earlier version
-            by_length = f"{rate:.2f} with N = {num_heads}"
-        else:
-            continue
-        tree = overall.get("acceleration_rate")
-        beside = "" if tree is None else f" (the tree: {tree:.2f})"
-        rates.append(f"on {bench} {by_length}{beside}")
-    if not rates:
-        return "What that chain gives was not measured here."
-    speed = "speed in a server is below" if is_served else "speed in vLLM was not measured here"
-    return f"Tokens per step of that chain: {'; '.join(rates)}. Counted on greedy answers outside vLLM; {speed}."
-
-
 def _training(run: dict[str, Any]) -> str:
     """Describe data and settings of the run; empty where neither is known."""
     data = ", ".join(_public(name) for name in _data(run))
@@ -171,20 +130,45 @@ def _training(run: dict[str, Any]) -> str:
     return "\n\n".join(["## Training", *parts]) if parts else ""
 
 
-def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
+def _chain(reports: Sequence[Json], *, is_served: bool) -> str:
+    """Say what the chain of top-1 tokens was measured to give, which is what a server without trees can reach."""
+    rates = []
+    for report in reports:
+        overall = report["overall"]
+        if chain := overall.get("chain_rates"):
+            by_length = ", ".join(f"{rate:.2f} with N = {k}" for k, rate in enumerate(chain, start=1))
+            tree = overall.get("acceleration_rate")
+            rates.append(
+                f"on {report['meta']['bench']} {by_length}" + ("" if tree is None else f" (the tree: {tree:.2f})")
+            )
+    if not rates:
+        return "What that chain gives was not measured here."
+    speed = "speed in a server is below" if is_served else "speed in vLLM was not measured here"
+    return f"Tokens per step of that chain: {'; '.join(rates)}. Counted on greedy answers outside vLLM; {speed}."
+
+
+def _measured(reports: Sequence[Json]) -> str:
     """Return a table of the evaluations in the run directory; a sentence where there are none."""
-    rows = [
-        _measured_row(report)
-        for report in reports
-        if (report.get("overall") or {}).get("speedup") is not None and _is_default_mode(report)
-    ]
-    if not rows:
+    shown = [report for report in reports if report["overall"].get("speedup") is not None]
+    if not shown:
         return "## Measured\n\nNothing has been measured yet (`medusa-eval`)."
     titles = ["bench", "device", "dtype", "tree nodes", "tokens per step", "with the chain", "overhead", "speedup"]
     titles += ["over generate", "equal float32", "equal bfloat16"]
-    lines = [titles, ["---"] * len(titles), *rows]
+    rows = []
+    for report in shown:
+        overall, meta = report["overall"], report["meta"]
+        names = ("overhead", "speedup", "speedup_over_generate")
+        figures = [
+            overall.get("acceleration_rate"),
+            (overall.get("chain_rates") or [None])[-1],
+            *map(overall.get, names),
+        ]
+        equal = [overall.get(key) for key in ("equal_answers", "equal_answers_bf16")]
+        rows.append([str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")])
+        rows[-1] += map(number, figures)
+        rows[-1] += ["-" if value is None else f"{value}/{overall.get('answers')}" for value in equal]
     return (
-        "## Measured\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
+        f"## Measured\n\n{Table(titles, rows).markdown()}\n\n"
         "One answer at a time, with the tree in `tree.json` of the run; *with the chain*: tokens per step with the "
         "top-1 tokens of all heads instead, simulated on the same answers. *speedup* is over the same loop without a "
         "draft, *over generate* over `transformers` `generate`; in a server the gain differs. *equal*: answers that "
@@ -192,36 +176,18 @@ def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _served(served: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]], to: ExportTarget) -> str:
-    """Return what was measured through a server; without it how to, in the card for vLLM."""
-    if served:
-        return served_section(served, [report for report in reports if _is_default_mode(report)])
-    return NOT_MEASURED if to == "vllm" else ""
-
-
-def _is_default_mode(report: Mapping[str, Any]) -> bool:
+def _is_default(report: Mapping[str, Any]) -> bool:
     """Whether an evaluation decodes greedily, one answer at a time, by the heads and the tree of tree.json.
 
     Older reports do and don't say so.
     """
     meta = report.get("meta") or {}
-    if meta.get("draft") or meta.get("dynamic_trees"):  # prompt lookup, say, which is not exported
+    if (
+        not meta or not report.get("overall") or meta.get("draft") or meta.get("dynamic_trees")
+    ):  # these are not exported
         return False
     mode = meta.get("decoding") or {}
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
-
-
-def _measured_row(report: Mapping[str, Any]) -> list[str]:
-    overall, meta = report.get("overall") or {}, report.get("meta") or {}
-    setting = [str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")]
-    names = ("acceleration_rate", "chain_acceleration_rate", "overhead", "speedup", "speedup_over_generate")
-    figures = [overall.get(name) for name in names]
-    equal = [overall.get(key) for key in ("equal_answers", "equal_answers_bf16")]
-    return [
-        *setting,
-        *("-" if value is None else f"{value:.2f}" for value in figures),
-        *("-" if value is None else f"{value}/{overall.get('answers')}" for value in equal),
-    ]
 
 
 def _data(run: dict[str, Any]) -> list[str]:
@@ -253,17 +219,141 @@ def _licence_of(base: str) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON file; empty if it is none."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+# What heads give in a server, from the reports of `medusa-eval --serve`
+
+TITLE = "## Measured through a server"
+NOT_MEASURED = (
+    f"{TITLE}\n\nNothing was measured through a server yet, so no N is recommended. "
+    "`medusa-eval --serve --model RUN --bench BENCH` measures vLLM without these heads and with each N, at 1 to 32 "
+    "concurrent requests, and recommends an N or no heads for each. Export again to add the results to this card."
+)
+#: A directory of this machine before a file name.
+_DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
+
+
+def _served(served: Sequence[Json], reports: Sequence[Json]) -> str:
+    """Return the section with settings, speeds, recommendation and tokens per step of measured servers.
+
+    Args:
+        served: contents of served.json, at least one.
+        reports: contents of report.json of greedy evaluations, whose chain and tree are shown beside.
+    """
+    parts = [TITLE]
+    for report in served:
+        parts += [_describe(report), speed_table(report).markdown(), f"**Recommendation**: {advice(report)}."]
+    parts.append(
+        "Tokens per second of all concurrent requests together, over those of the same server without heads, with the "
+        "95 % interval. An N is recommended only where the whole interval lies above 1. These figures hold for that "
+        "machine and load."
+    )
+    parts.append(_tokens_per_step(served, reports).markdown())
+    parts.append("*Chain*, *tree*: tokens per step of this project's own loop; vLLM verifies the chain.")
+    return "\n\n".join(parts)
+
+
+def speed_table(report: Json) -> Table:
+    """Return a row per concurrency: tokens/s without heads, their ratio for every N, and what to serve."""
+    plain = {figures["concurrency"]: figures for figures in report["plain"]}
+    ratios = {(one["concurrency"], _setting(one)): one for one in report["cells"] if one.get("ratio") is not None}
+    settings = sorted({setting for _, setting in ratios}, key=lambda setting: (len(setting), setting))
+    rows = []
+    for one in report["recommendation"]:
+        concurrency = one["concurrency"]
+        rate = plain.get(concurrency)
+        cells = [ratios.get((concurrency, setting)) for setting in settings]
+        rows.append(
+            [
+                str(concurrency),
+                "" if rate is None else f"{rate['tokens_per_s']:.1f}",
+                *("" if cell is None else number(cell["ratio"], 2, "x", cell["ratio_interval"]) for cell in cells),
+                choice(one),
+            ]
+        )
+    return Table(["concurrency", "plain tokens/s", *settings, "serve"], rows)
+
+
+def advice(report: Json) -> str:
+    """Return what to serve by concurrency: equal choices of adjacent concurrencies in one clause."""
+    groups: list[tuple[str, list[str]]] = []
+    for one in report["recommendation"]:
+        if not groups or groups[-1][0] != choice(one):
+            groups.append((choice(one), []))
+        groups[-1][1].append(str(one["concurrency"]))
+    return "; ".join(f"concurrency {', '.join(numbers)}: {chosen}" for chosen, numbers in groups)
+
+
+def choice(one: Json) -> str:
+    """Return the setting that an entry of `recommendation` advises, or off."""
+    return _setting(one) if one["use"] else "off"
+
+
+def _setting(figures: Json) -> str:
+    """Return the number of draft tokens as in the card; a server without vLLM's counters does not tell it."""
+    tokens = figures.get("num_speculative_tokens")
+    return "heads" if tokens is None else f"N = {tokens}"
+
+
+def _describe(report: Json) -> str:
+    """Say what was measured in one sentence, and what to know of it; directories of this machine stay out."""
+    meta = report["meta"]
+    server = str(meta.get("server") or "an OpenAI-compatible server")
+    if arguments := meta.get("arguments"):
+        server += f", `{shlex.join(map(_without_directory, arguments))}`"
+    parts = [f"{server}, {str(meta.get('date', ''))[:10]}."]
+    parts.append(
+        f"Bench {meta['bench']}, {meta['questions']} questions, {_decoding(meta)}, at most {meta['max_new_tokens']} "
+        "new tokens."
+    )
+    parts += [f"Note: {_DIRECTORY.sub('', note)}." for note in meta.get("notes", ())]
+    return " ".join(parts)
+
+
+def _without_directory(argument: str) -> str:
+    """Return an argument with only the last part of a local path in it."""
+    option, equals, value = argument.rpartition("=")
+    name = Path(value).name if value.startswith(("/", "~")) else _DIRECTORY.sub("", value)
+    return option + equals + name
+
+
+def _decoding(meta: Json) -> str:
+    mode = meta.get("decoding") or {}
+    return "greedy" if mode.get("acceptance", "greedy") == "greedy" else f"temperature {mode['temperature']:g}"
+
+
+def _tokens_per_step(served: Sequence[Json], reports: Sequence[Json]) -> Table:
+    """Return the tokens per step by N in every server, and of the chain and the tree in every report."""
+    rows: list[tuple[str, dict[int, float], float | None]] = []
+    for report in served:
+        rows.append((f"server, {report['meta']['bench']}, {_decoding(report['meta'])}", _rates(report), None))
+    for report in reports:
+        overall, bench = report["overall"], report["meta"]["bench"]
+        chain = dict(enumerate(overall.get("chain_rates") or (), start=1))
+        if chain or overall.get("acceleration_rate") is not None:
+            rows.append((f"chain and tree, {bench}, greedy", chain, overall.get("acceleration_rate")))
+    lengths = sorted({length for _, rates, _ in rows for length in rates})
+    cells = [[name, *(rates.get(length) for length in lengths), tree] for name, rates, tree in rows]
+    return Table(
+        ["tokens per step", *(f"N = {length}" for length in lengths), "tree"],
+        [[str(name), *("" if value is None else f"{value:.2f}" for value in values)] for name, *values in cells],
+    )
+
+
+def _rates(report: Json) -> dict[int, float]:
+    """Return tokens per step by number of draft tokens, over all concurrencies."""
+    sums: dict[int, tuple[float, int]] = {}
+    for cell in report["cells"]:
+        number, drafts = cell.get("num_speculative_tokens"), cell.get("drafts")
+        if number and drafts:
+            tokens, steps = sums.get(number, (0.0, 0))
+            sums[number] = tokens + cell["tokens_per_step"] * drafts, steps + drafts
+    return {number: tokens / steps for number, (tokens, steps) in sums.items()}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.metrics import Counts, Interval, compare_rates
-from medusa_train.server_bench.draft_counts import DraftCounts
+from medusa_train.evaluation.metrics import Counts, compare_rates
 from medusa_train.server_bench.measure import ALONE, PLAIN
-from medusa_train.server_bench.records import Block, Measurement, ServedAnswer
+from medusa_train.server_bench.records import Block, DraftCounts, Measurement, ServedAnswer
 
 #: A note reports two measurements of the server without heads that differ relatively by more than this.
 DRIFT = 0.05
@@ -22,6 +21,7 @@ ALL_DIFFER = 8
 
 #: A turn of a question, with the number of its repeat.
 TurnKey = tuple[int | str, int, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,18 @@ class Cell:
 
     def merged(self, other: Cell) -> Cell:
         """Return a cell with the answers of both, which are of the same server in different sessions."""
+        shift = 1 + max((repeat for _, _, repeat in self.answers), default=-1)
 
-        def both(first: Mapping[TurnKey, Any], second: Mapping[TurnKey, Any]) -> dict[TurnKey, Any]:
-            shift = 1 + max((repeat for _, _, repeat in first), default=-1)
+        def both(first: Mapping[TurnKey, T], second: Mapping[TurnKey, T]) -> dict[TurnKey, T]:
             return {**first, **{(question, turn, repeat + shift): v for (question, turn, repeat), v in second.items()}}
 
-        drafts = None if self.drafts is None or other.drafts is None else self.drafts + other.drafts
-        answers, seconds = both(self.answers, other.answers), both(self.seconds, other.seconds)
-        skipped = self.skipped + other.skipped
-        return Cell(self.server, self.session, self.concurrency, answers, seconds, drafts, skipped)
+        return replace(
+            self,
+            answers=both(self.answers, other.answers),
+            seconds=both(self.seconds, other.seconds),
+            drafts=None if self.drafts is None or other.drafts is None else self.drafts + other.drafts,
+            skipped=self.skipped + other.skipped,
+        )
 
 
 def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]) -> list[Cell]:
@@ -95,52 +98,38 @@ def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
     shares = [0.0] * len(answers)
     running: set[int] = set()
     last = 0.0
-    for moment, is_end, number in sorted(starts + ends):
+    for moment, _, number in sorted(starts + ends):
         for one in running:
             shares[one] += (moment - last) / len(running)
         last = moment
-        if is_end:
-            running.discard(number)
-        else:
-            running.add(number)
+        running ^= {number}
     return shares
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A server with heads against one without, at one concurrency.
+def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] | None:
+    """Compare a server with heads and the one without at one concurrency; None if they have no turn in common.
 
-    Attributes:
-        ratio: tokens per second over those without heads, on the turns that both answered.
-        interval: its 95 % bootstrap interval over questions; None with fewer than two of them.
-        equal, compared: number of equal answers, and of those compared; None if answers are samples. Turns after a
-            differing answer have another history, and are not compared.
+    Returns:
+        `ratio`: tokens per second over those without heads, on the turns that both answered; `ratio_interval`: its 95 %
+        bootstrap interval over questions (None with fewer than two of them); `verdict`: "wins" or "loses" where the
+        whole interval is above or below 1, else "undecided"; `equal_answers` and `compared_answers` (None for samples).
     """
-
-    ratio: float
-    interval: Interval | None
-    equal: int | None
-    compared: int | None
-
-    @property
-    def verdict(self) -> str:
-        """`wins` or `loses` where the whole interval is above or below 1; else `undecided`."""
-        if self.interval is not None and self.interval[0] > 1:
-            return "wins"
-        return "loses" if self.interval is not None and self.interval[1] < 1 else "undecided"
-
-
-def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> Comparison | None:
-    """Compare two cells of the same concurrency; None if they have no turn in common."""
     common = [key for key in heads.answers if key in plain.answers]
     without, with_heads = _by_question(plain, common), _by_question(heads, common)
     if not _rate(without):
         return None
-    ratio, bounds = _rate(with_heads) / _rate(without), None
+    bounds, verdict = None, "undecided"
     with contextlib.suppress(DataError):  # fewer than two questions
         _, bounds = compare_rates(without, with_heads)
+        verdict = "wins" if bounds[0] > 1 else "loses" if bounds[1] < 1 else verdict
     equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
-    return Comparison(ratio, bounds, equal, compared)
+    return {
+        "ratio": _rate(with_heads) / _rate(without),
+        "ratio_interval": bounds and list(bounds),
+        "verdict": verdict,
+        "equal_answers": equal,
+        "compared_answers": compared,
+    }
 
 
 def _rate(questions: Mapping[str, Counts]) -> float:
@@ -158,6 +147,7 @@ def _by_question(cell: Cell, keys: Iterable[TurnKey]) -> dict[str, Counts]:
 
 
 def _count_equal(heads: Cell, plain: Cell, keys: Sequence[TurnKey]) -> tuple[int, int]:
+    """Count equal answers and those compared: turns after a differing answer have another history."""
     equal = compared = 0
     differing: set[tuple[int | str, int]] = set()
     for question, turn, repeat in sorted(keys, key=lambda key: (str(key[0]), key[2], key[1])):
@@ -182,50 +172,31 @@ def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     return max(together or candidates, key=lambda one: one.tokens_per_s, default=None)
 
 
-def cell_figures(cell: Cell, comparison: Comparison | None = None) -> dict[str, Any]:
+def cell_figures(cell: Cell) -> dict[str, Any]:
     """Return the figures of one cell as plain JSON values."""
-    answers = list(cell.answers.values())
+    answers, drafts = list(cell.answers.values()), cell.drafts
     first = [answer.first_token for answer in answers if answer.first_token is not None]
     per_token = [
         (answer.seconds - answer.first_token) / (answer.tokens - 1)
         for answer in answers
         if answer.first_token is not None and answer.tokens > 1
     ]
-    busy, drafts = sum(cell.seconds.values()), cell.drafts
-    figures: dict[str, Any] = {
+    return {
         "server": cell.server,
         "session": cell.session,
         "concurrency": cell.concurrency,
         "answers": len(answers),
         "skipped_turns": cell.skipped,
         "tokens": sum(answer.tokens for answer in answers),
-        "seconds": busy,
+        "seconds": sum(cell.seconds.values()),
         "tokens_per_s": cell.tokens_per_s,
-        "mean_in_flight": sum(answer.seconds for answer in answers) / busy if busy else None,
-        "time_to_first_token_s": _distribution(first),
-        "time_per_token_s": _distribution(per_token),
+        "time_to_first_token_s": {"median": statistics.median(first)} if first else None,
+        "time_per_token_s": {"median": statistics.median(per_token)} if per_token else None,
         "tokens_per_step": None if drafts is None else drafts.tokens_per_step,
         "acceptance": None if drafts is None else drafts.acceptance,
         "drafts": None if drafts is None else drafts.drafts,
         "num_speculative_tokens": None if drafts is None else drafts.speculative_tokens,
     }
-    if comparison is not None:
-        figures |= {
-            "ratio": comparison.ratio,
-            "ratio_interval": None if comparison.interval is None else list(comparison.interval),
-            "verdict": comparison.verdict,
-            "equal_answers": comparison.equal,
-            "compared_answers": comparison.compared,
-        }
-    return figures
-
-
-def _distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Return median and 95th percentile (nearest rank); None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return {"median": statistics.median(ordered), "p95": ordered[-(-95 * len(ordered) // 100) - 1]}
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -257,7 +228,8 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
     figures, merged = [], dict[int, Cell]()
     for cell in cells:
         plain = None if cell.server in (PLAIN, ALONE) else reference_of(cell, cells)
-        figures.append(cell_figures(cell, None if plain is None else compare_cells(cell, plain, greedy=greedy)))
+        comparison = None if plain is None else compare_cells(cell, plain, greedy=greedy)
+        figures.append({**cell_figures(cell), **(comparison or {})})
         if cell.server == PLAIN:
             earlier = merged.get(cell.concurrency)
             merged[cell.concurrency] = cell if earlier is None else earlier.merged(cell)
@@ -275,9 +247,8 @@ def _drift_notes(plain: Sequence[Cell]) -> list[str]:
         rates = [cell.tokens_per_s for cell in plain if cell.concurrency == concurrency]
         if (spread := max(rates) / max(min(rates), 1e-9) - 1) > DRIFT:
             spreads.append(f"{spread:.0%} at concurrency {concurrency}")
-    if not spreads:
-        return []
-    return [f"measurements without heads differ, since the machine's speed drifts: by {', '.join(spreads)}"]
+    note = f"measurements without heads differ, since the machine's speed drifts: by {', '.join(spreads)}"
+    return [note] if spreads else []
 
 
 def _equality_notes(figures: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -287,9 +258,8 @@ def _equality_notes(figures: Sequence[Mapping[str, Any]]) -> list[str]:
         for one in figures
         if one.get("equal_answers") == 0 and one["compared_answers"] >= ALL_DIFFER
     ]
-    if not differing:
-        return []
-    return [
+    note = (
         f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do they serve the same "
         "model, with the same dtype and chat template?"
-    ]
+    )
+    return [note] if differing else []

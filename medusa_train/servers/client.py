@@ -3,16 +3,116 @@
 from __future__ import annotations
 
 import math
+import queue
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from medusa_train.errors import ServerError
-from medusa_train.servers.server import Fault, OpenAIServer, RequestRejected
-from medusa_train.servers.slots import Backoff, Slots, Ticket
+from medusa_train.servers.responses import Fault, RequestRejected
+from medusa_train.servers.server import OpenAIServer
 
 CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
+MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
+FAILURES = 3  # in a row, after which a server counts as down
+UP = "answers again"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Backoff:
+    """Pauses that double, with jitter, so that requests do not all retry at the same moment after an outage."""
+
+    def __init__(self) -> None:
+        self._seconds = MIN_BACKOFF
+
+    def next(self) -> float:
+        """Return the seconds to wait."""
+        pause = self._seconds * random.uniform(0.5, 1.0)
+        self._seconds = min(2 * self._seconds, MAX_BACKOFF)
+        return pause
+
+
+class Slots:
+    """The concurrency limit and health of one server. Times are those of a monotonic clock; not thread-safe.
+
+    The limit is halved when the server reports overload, and grows by one request per `limit` answers, up to `most`
+    (additive increase, multiplicative decrease). Faults of requests that were sent before the last change count once.
+    A server that is down is probed with one request at a time, after growing pauses.
+
+    Args:
+        most: the limit at the start, and its maximum.
+        longest_pause: maximum number of seconds that the server can ask to wait.
+
+    Attributes:
+        limit: number of concurrent requests allowed.
+        in_flight: number of requests under way.
+        down: whether the server counts as down.
+        resume_at: no request is sent before this time.
+    """
+
+    def __init__(self, most: int, longest_pause: float = math.inf) -> None:
+        self.limit = float(most)
+        self.in_flight = 0
+        self.down = False
+        self.resume_at = -math.inf
+        self._most = most
+        self._longest_pause = longest_pause
+        self._probe: float | None = None  # when the request was sent that tests whether the server is up again
+        self._changed_at = -math.inf
+        self._backoff = Backoff()
+        self._failures = 0
+
+    def free(self, now: float) -> int:
+        """Return how many more requests can be sent."""
+        if now < self.resume_at:
+            return 0
+        if self.down:
+            return int(self._probe is None)
+        return max(int(self.limit) - self.in_flight, 0)
+
+    def take(self, now: float) -> float:
+        """Take a free slot; returns `now`, by which the request is known afterwards."""
+        self.in_flight += 1
+        self._probe = now if self.down else self._probe
+        return now
+
+    def give_back(self, sent: float) -> None:
+        """Free the slot of a request, before its result is reported."""
+        self.in_flight -= 1
+        self._probe = None if self._probe == sent else self._probe
+
+    def answered(self, *, accepted: bool) -> None:
+        """Report a response: the server is up. Only accepted requests raise the limit."""
+        if self.down:
+            self.down, self.resume_at = False, -math.inf
+        self._backoff = Backoff()
+        self._failures = 0
+        if accepted:
+            self.limit = min(self.limit + 1 / self.limit, float(self._most))
+
+    def failed(self, sent: float, now: float, fault: Fault) -> None:
+        """Report a fault. The server is down if it was unreachable, or after `FAILURES` failures in a row."""
+        overloaded, asked = fault.kind == "overloaded", fault.retry_after
+        if overloaded and asked is not None:
+            self.resume_at = max(self.resume_at, now + min(asked, self._longest_pause))
+        if not overloaded:
+            self._failures += 1
+            if fault.kind == "failed" and self._failures < FAILURES:
+                return
+        if (overloaded or self.down) and sent < self._changed_at:
+            return
+        self._changed_at = now
+        if overloaded:
+            self.limit = max(self.limit / 2, 1.0)
+        else:
+            self.down = True
+        if not overloaded or asked is None:
+            self.resume_at = max(self.resume_at, now + self._backoff.next())
 
 
 class OpenAIClient:
@@ -50,24 +150,22 @@ class OpenAIClient:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-        self._servers = [
-            OpenAIServer(url, key_variable=key_variable, timeout=timeout, connections=concurrency) for url in urls
-        ]
-        self._slots = [Slots(concurrency, retry_seconds) for _ in urls]
-        self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(server.url for server in self._servers)
+        servers = [OpenAIServer(url, key_variable, timeout, concurrency) for url in urls]
+        self._slots = {server: Slots(concurrency, retry_seconds) for server in servers}
+        self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(server.url for server in self._slots)
         self.capacity = concurrency * len(urls)
         self.retries = 0
+        self.last_fault = ""
         self._retry_seconds = retry_seconds
         self._note = note
-        self._changed = threading.Condition()  # guards the slots and the fields below
+        self._changed = threading.Condition()  # guards the slots and the counts
         self._closed = threading.Event()
-        self._failing_since: float | None = None  # first fault after the last answer of any server
-        self.last_fault = ""
+        self._gives_up_at = math.inf  # `retry_seconds` after the first fault since the last answer of any server
 
     @property
     def shortened(self) -> int:
         """Number of requests whose `max_tokens` was shortened after a rejection."""
-        return sum(server.shortened for server in self._servers)
+        return sum(server.shortened for server in self._slots)
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request, again after faults, and return the response's JSON.
@@ -79,8 +177,7 @@ class OpenAIClient:
             RequestRejected: status 400, 413 or 422; or this request failed for `retry_seconds`, while others did not.
             ServerError: wrong key or address, no answer of any server within `retry_seconds`, or `close` was called.
         """
-        deadline = math.inf
-        backoff = Backoff()
+        deadline, backoff = math.inf, Backoff()
         while True:
             outcome = self._send(body, deadline)
             if isinstance(outcome, RequestRejected):
@@ -91,7 +188,7 @@ class OpenAIClient:
             deadline = min(deadline, now + self._retry_seconds)
             if outcome.kind != "failed":
                 continue  # the server's slots say when it gets requests again
-            if now >= deadline and not self._gone(now):
+            if deadline <= now < self._gives_up_at:
                 waited = f"{self._retry_seconds:g} s"
                 raise RequestRejected(f"failed for {waited} while other requests were answered: {outcome.reason}")
             # this request alone may be at fault: the others do not wait
@@ -102,43 +199,24 @@ class OpenAIClient:
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
-        for server in self._servers:
+        for server in self._slots:
             server.close()
 
     def _send(self, body: Mapping[str, Any], deadline: float) -> dict[str, Any] | Fault | RequestRejected:
         """Send a request once, to the server with the most free slots."""
-        index, ticket = self._take_slot(deadline)
-        server, slots = self._servers[index], self._slots[index]
+        server, sent = self._take_slot(deadline)
         outcome: dict[str, Any] | Fault | RequestRejected | None = None
         try:
             outcome = server.send(body)
         except RequestRejected as rejected:
             outcome = rejected
         finally:
-            now = time.monotonic()
-            with self._changed:
-                was_down = slots.down
-                slots.give_back(ticket)
-                if isinstance(outcome, Fault):
-                    self.retries += 1
-                    self.last_fault = outcome.reason if len(self._servers) == 1 else f"{server.url}: {outcome.reason}"
-                    self._failing_since = now if self._failing_since is None else self._failing_since
-                    if outcome.kind == "overloaded":
-                        slots.overloaded(ticket, now, outcome.retry_after)
-                    else:
-                        slots.failed(ticket, now, unreachable=outcome.kind == "unreachable")
-                elif outcome is not None:
-                    self._failing_since = None
-                    slots.answered(accepted=not isinstance(outcome, RequestRejected))
-                is_down = slots.down
-                self._changed.notify_all()
-        if is_down and not was_down and isinstance(outcome, Fault):
-            self._note(f"server {server.url}: {outcome.reason}; retrying for up to {self._retry_seconds:g} s")
-        elif was_down and not is_down:
-            self._note(f"server {server.url}: answers again")
+            line = self._report(server, sent, outcome)
+        if line is not None:
+            self._note(f"server {server.url}: {line}")
         return outcome
 
-    def _take_slot(self, deadline: float) -> tuple[int, Ticket]:
+    def _take_slot(self, deadline: float) -> tuple[OpenAIServer, float]:
         """Wait for a free slot of any server.
 
         Raises:
@@ -147,20 +225,67 @@ class OpenAIClient:
         with self._changed:
             while True:
                 now = time.monotonic()
-                idle = not any(slots.in_flight for slots in self._slots)
-                if self._closed.is_set() or (self._gone(now) and (idle or now >= deadline)):
+                idle = not any(slots.in_flight for slots in self._slots.values())
+                if self._closed.is_set() or (now >= self._gives_up_at and (idle or now >= deadline)):
                     waited = f"{self._retry_seconds:g} s"
                     raise ServerError(f"{self.name}: no answer within {waited}; last error: {self.last_fault}")
-                index = max(range(len(self._slots)), key=lambda index: self._slots[index].free(now))
-                if self._slots[index].free(now):
-                    return index, self._slots[index].take(now)
+                free, server = max(((slots.free(now), one) for one, slots in self._slots.items()), key=lambda x: x[0])
+                if free:
+                    return server, self._slots[server].take(now)
                 # without another request, only a pause can end, or the time to give up come
-                moments = [deadline, *(slots.resume_at for slots in self._slots)]
-                if self._failing_since is not None:
-                    moments.append(self._failing_since + self._retry_seconds)
+                moments = (deadline, self._gives_up_at, *(slots.resume_at for slots in self._slots.values()))
                 self._changed.wait(min((moment - now for moment in moments if now < moment < math.inf), default=None))
 
-    def _gone(self, now: float) -> bool:
-        """Return whether no server has answered for `retry_seconds` after a fault."""
-        since = self._failing_since
-        return since is not None and now >= since + self._retry_seconds
+    def _report(
+        self, server: OpenAIServer, sent: float, outcome: dict[str, Any] | Fault | RequestRejected | None
+    ) -> str | None:
+        """Free the slot of a request and count its outcome (None: an error that ends the run); returns a note."""
+        now, slots = time.monotonic(), self._slots[server]
+        with self._changed:
+            was_down = slots.down
+            slots.give_back(sent)
+            if isinstance(outcome, Fault):
+                self.retries += 1
+                self.last_fault = outcome.reason if len(self._slots) == 1 else f"{server.url}: {outcome.reason}"
+                self._gives_up_at = min(self._gives_up_at, now + self._retry_seconds)
+                slots.failed(sent, now, outcome)
+            elif outcome is not None:
+                self._gives_up_at = math.inf
+                slots.answered(accepted=not isinstance(outcome, RequestRejected))
+            self._changed.notify_all()
+            if slots.down == was_down:
+                return None
+        return f"{outcome.reason}; retrying for up to {self._retry_seconds:g} s" if isinstance(outcome, Fault) else UP
+
+
+def run_concurrently(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+    """Call `function` with every item in `workers` threads; yield the results in the order in which they come.
+
+    The first exception is raised here, and no further calls are started. Threads are daemons, so that an interrupted
+    command does not wait for calls under way.
+    """
+    todo = deque(items)
+    count = len(todo)
+    results: queue.SimpleQueue[R | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                item = todo.popleft()
+            except IndexError:
+                return
+            try:
+                results.put(function(item))
+            except BaseException as error:
+                results.put(error)
+
+    for _ in range(min(workers, count)):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for _ in range(count):
+            result = results.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+    finally:
+        todo.clear()

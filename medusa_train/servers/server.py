@@ -9,54 +9,30 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.servers.context_limit import ContextLimit, parse_rejection
-from medusa_train.servers.stream import StreamError, read_completion
+from medusa_train.servers.responses import (
+    ContextLimit,
+    Fault,
+    RequestRejected,
+    StreamError,
+    error_message,
+    parse_models,
+    parse_rejection,
+    read_completion,
+    retry_after,
+    usable_answer,
+)
 
 CONNECT_SECONDS = 10.0
 SHORTEST_GUESS = 16  # `max_tokens` is not halved below this
 _OVERLOADED = {429, 503}
 _UNREACHABLE = {502, 504}  # of a proxy in front of the server
 _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
-
-
-class RequestRejected(Exception):
-    """The server rejected this request; other requests may succeed.
-
-    Attributes:
-        limit: what the server said about the context length; None if the rejection has another reason.
-    """
-
-    def __init__(self, message: str, limit: ContextLimit | None = None) -> None:
-        super().__init__(message)
-        self.limit = limit
-
-    @property
-    def too_long(self) -> bool:
-        """Whether the chat does not fit into the model's context."""
-        return self.limit is not None
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A request that may succeed when it is sent again.
-
-    Attributes:
-        reason: one line for messages.
-        kind: "overloaded", "unreachable", or "failed" for a fault that may be due to the request alone.
-        retry_after: seconds that the server asked to wait.
-    """
-
-    reason: str
-    kind: Literal["overloaded", "unreachable", "failed"]
-    retry_after: float | None = None
 
 
 class OpenAIServer:
@@ -82,7 +58,7 @@ class OpenAIServer:
         ConfigError: `url` is not a web address, or contains a password.
     """
 
-    def __init__(self, url: str, *, key_variable: str, timeout: float, connections: int) -> None:
+    def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
         self.url = _normalize_url(url, key_variable)
         self.context: int | None = None
         self.shortened = 0
@@ -147,7 +123,7 @@ class OpenAIServer:
             raise ServerError(f"server {self.url}: cannot be reached ({error}); is it running?") from None
         if response.status_code in (401, 403):
             raise ServerError(f"server {self.url}: {self._reason(response)}{self._hint(response.status_code)}")
-        return _models(response)
+        return parse_models(response)
 
     def read_metrics(self) -> str | None:
         """Return the text of `/metrics`, next to `/v1`; None if the server has none."""
@@ -158,14 +134,10 @@ class OpenAIServer:
         return response.text if response.status_code == 200 else None
 
     def _post(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        if body.get("stream"):
-            return self._stream(body)
-        response = self._client.post(f"{self.url}/chat/completions", json=body)
-        if response.status_code == 200 and (answer := _usable(response)) is not None:
-            return answer
-        return self._fault(response)
-
-    def _stream(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
+        if not body.get("stream"):
+            response = self._client.post(f"{self.url}/chat/completions", json=body)
+            answer = usable_answer(response) if response.status_code == 200 else None
+            return self._fault(response) if answer is None else answer
         started = time.perf_counter()
 
         def check() -> None:
@@ -179,7 +151,7 @@ class OpenAIServer:
                 response.read()
                 return self._fault(response)
             try:
-                return read_completion(response.iter_lines(), started, check=check)
+                return read_completion(response.iter_lines(), started, check)
             except StreamError as error:
                 return Fault(str(error), "failed")
 
@@ -188,7 +160,7 @@ class OpenAIServer:
         status = response.status_code
         reason = self._reason(response)
         if status in _OVERLOADED:
-            return Fault(reason, "overloaded", _retry_after(response))
+            return Fault(reason, "overloaded", retry_after(response))
         if status == 200 or status in _RETRYABLE or status >= 500:
             return Fault(reason, "unreachable" if status in _UNREACHABLE else "failed")
         if status in (400, 413, 422):
@@ -203,7 +175,7 @@ class OpenAIServer:
                 return
             response = self._client.get(f"{self.url}/models", timeout=CONNECT_SECONDS)
             self._models_read = True
-            lengths = {name: entry.get("max_model_len") for name, entry in _models(response).items()}
+            lengths = {name: entry.get("max_model_len") for name, entry in parse_models(response).items()}
             length = lengths.get(model, next(iter(lengths.values())) if len(lengths) == 1 else None)
             if isinstance(length, int) and length > 1:
                 self.context = length
@@ -215,21 +187,17 @@ class OpenAIServer:
 
     def _room(self, body: Mapping[str, Any], limit: ContextLimit | None) -> int | None:
         """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not fit."""
-        asked = body.get("max_tokens", 0)
-        room = None
         if limit is None:
             return None
+        asked, room = body.get("max_tokens", 0), None
         if limit.answer is not None:
             room = self._longest_answer = limit.answer
         elif (context := limit.context or self.context) is not None:
             prompt = self._count_prompt(body) if limit.prompt is None else limit.prompt
-            if prompt is not None:
-                room = context - prompt
-                if room <= 0:
-                    return None
+            room = None if prompt is None else context - prompt
             self.context = context
         if room is not None and room < asked:
-            return room
+            return room if room > 0 else None
         guess = min((asked // 2, *self._limits()))
         return guess if guess >= SHORTEST_GUESS else None
 
@@ -257,7 +225,7 @@ class OpenAIServer:
 
     def _reason(self, response: httpx.Response) -> str:
         """Format status and message on one line, with the API key masked."""
-        text = " ".join(_error_message(response).split())[:300]
+        text = " ".join(error_message(response).split())[:300]
         if self._key:
             text = text.replace(self._key, "***")
         return f"{response.status_code} {response.reason_phrase}: {text}"
@@ -282,44 +250,3 @@ def _normalize_url(url: str, key_variable: str) -> str:
 def _is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _models(response: httpx.Response) -> dict[str, dict[str, Any]]:
-    """Return the entries of a list of models by name; empty if the response is anything else."""
-    try:
-        return {str(entry["id"]): dict(entry) for entry in response.json()["data"]}
-    except (ValueError, KeyError, TypeError):
-        return {}
-
-
-def _usable(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the response's JSON if it contains a text message; else None (a proxy's error page, a truncated body)."""
-    try:
-        answer = response.json()
-        content = answer["choices"][0]["message"].get("content")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        return None
-    return answer if isinstance(answer, dict) and isinstance(content, str | None) else None
-
-
-def _error_message(response: httpx.Response) -> str:
-    """Return the server's message: OpenAI's `error.message`, FastAPI's `detail`, or the body."""
-    try:
-        content = response.json()
-        error = content.get("error", content.get("detail", content))
-        return str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        return response.text
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds of the Retry-After header, a number or a date; None if there is none."""
-    value = response.headers.get("retry-after", "")
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(seconds, 0.0) if seconds < float("inf") else None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +15,21 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.servers.client import OpenAIClient
 from tests.evaluation.test_run import run as evaluate
-
-Reply = tuple[int, Any, dict[str, str]]
-
-
-class Server:
-    """Answers requests as `reply` says; keeps what was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.reply: Callable[[dict[str, Any], int], Reply] = lambda body, number: says("Fine. [[7]]")
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.asked.append(body)
-                server.headers.append(dict(self.headers))
-                status, content, headers = server.reply(body, len(server.asked))
-                self.send_response(status if self.path == "/v1/chat/completions" else 404)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 
-def says(text: object) -> Reply:
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+def says(text: str) -> Reply:
+    return 200, {}, json.dumps(completion({}, text=text)).encode()
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    made = Server()
-    yield made
-    made.stop()
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving(lambda number, body: says("Fine. [[7]]")) as fake:
+        yield fake
 
 
-def judge(server: Server) -> Judge:
+def judge(server: FakeServer) -> Judge:
     return Judge(OpenAIClient(server.url, timeout=5.0, retry_seconds=0.5), "judge-1")
 
 
@@ -101,11 +63,11 @@ def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) 
     assert parse_grade(reply) == score
 
 
-def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_path: Path) -> None:
-    grades = {"Rose.": "[[4]]", "4": "Right. [[10]]"}
-    server.reply = lambda body, number: says(grades.get(body["messages"][1]["content"].split("\n")[-1], "[[7]]"))
+def test_judgements_are_kept_in_fastchats_form_and_averaged(server: FakeServer, tmp_path: Path) -> None:
+    replies = {"Rose.": "[[4]]", "4": "Right. [[10]]"}
+    server.script = lambda number, body: says(replies.get(body["messages"][1]["content"].split("\n")[-1], "[[7]]"))
     path = tmp_path / "model_judgment" / "judge-1_single.jsonl"
-    grades = grade(records(), QUESTIONS, "mine", judge(server), path)
+    summary = grade(records(), QUESTIONS, "mine", judge(server), path)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     keys = {"question_id", "model", "judge", "user_prompt", "judgment", "score", "turn", "tstamp"}
     assert all(set(line) == keys for line in lines)
@@ -115,69 +77,64 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: Server, tmp_
         (111, 1): 10.0,
     }
     assert lines[0]["judge"] == ["judge-1", PROMPT_NAME]
-    summary = grades.summary()
     assert summary["score"] == 7.0
     assert summary["turns"] == {"1": 8.5, "2": 4.0}
     assert summary["categories"] == {"writing": 5.5, "math": 10.0}
     assert (summary["graded"], summary["failed"], summary["without_grade"]) == (3, 0, 0)
 
 
-def test_the_judge_sees_earlier_turns_and_reference_answers(server: Server, tmp_path: Path) -> None:
+def test_the_judge_sees_earlier_turns_and_reference_answers(server: FakeServer, tmp_path: Path) -> None:
     answer = "<think>\nFlowers rhyme.\n</think>\n\nRoses."
     grade(records(answer), QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
-    first, second, third = (body["messages"][1]["content"] for body in server.asked)
+    first, second, third = (body["messages"][1]["content"] for body in server.bodies)
     assert "Now shorter." not in first
     assert "Flowers rhyme." not in first + second
     assert second.index("Write a poem.") < second.index("Roses.") < second.index("Now shorter.") < second.index("Rose.")
     assert "It is 4." in third
-    assert "reference answer" in server.asked[2]["messages"][0]["content"]
-    assert "reference answer" not in server.asked[0]["messages"][0]["content"]
-    assert {body["temperature"] for body in server.asked} == {0}
+    assert "reference answer" in server.bodies[2]["messages"][0]["content"]
+    assert "reference answer" not in server.bodies[0]["messages"][0]["content"]
+    assert {body["temperature"] for body in server.bodies} == {0}
 
 
-def test_judgements_are_reused_unless_the_answer_changed(server: Server, tmp_path: Path) -> None:
+def test_judgements_are_reused_unless_the_answer_changed(server: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     grade(records(), QUESTIONS, "mine", judge(server), path)
     path.write_text(path.read_text(encoding="utf-8") + '{"torn', encoding="utf-8")
-    assert len(grade(records(), QUESTIONS, "mine", judge(server), path).lines) == 3
-    assert len(server.asked) == 3
+    assert grade(records(), QUESTIONS, "mine", judge(server), path)["graded"] == 3
+    assert len(server.bodies) == 3
     grade(records("Violets."), QUESTIONS, "mine", judge(server), path)
-    assert len(server.asked) == 5  # the first answer changed, and it is part of the second turn's conversation
+    assert len(server.bodies) == 5  # the first answer changed, and it is part of the second turn's conversation
 
 
-def test_failing_requests_are_retried(server: Server, tmp_path: Path) -> None:
-    server.reply = lambda body, number: (503, {}, {}) if number == 1 else says("[[5]]")
-    assert judge(server).ask([{"role": "user", "content": "?"}]) == "[[5]]"
-    assert len(server.asked) == 2
-
-
-def test_a_reply_without_text_has_no_grade(server: Server) -> None:
-    server.reply = lambda body, number: says(None)
+def test_a_reply_without_text_has_no_grade(server: FakeServer) -> None:
+    nothing = json.dumps({"choices": [{"message": {"role": "assistant", "content": None}}]}).encode()
+    server.script = lambda number, body: error(503, "busy") if number == 0 else (200, {}, nothing)
     assert judge(server).ask([{"role": "user", "content": "?"}]) == ""
+    assert len(server.bodies) == 2
 
 
-def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server: Server, tmp_path: Path) -> None:
-    server.reply = lambda body, number: (400, {"error": "no"}, {}) if "2 + 2" in str(body) else says("[[6]]")
+def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server: FakeServer, tmp_path: Path) -> None:
+    server.script = lambda number, body: error(400, "no") if "2 + 2" in str(body) else says("[[6]]")
     path = tmp_path / "j.jsonl"
-    grades = grade(records(), QUESTIONS, "mine", judge(server), path)
-    assert grades.summary()["failed"] == 1
-    assert "400" in grades.summary()["reason"]
+    summary = grade(records(), QUESTIONS, "mine", judge(server), path)
+    assert summary["failed"] == 1
+    assert "400" in summary["reason"]
 
-    def refuse(body: Any, number: int) -> Any:
+    def refuse(number: int, body: Any) -> Reply:
         time.sleep(0.2)  # time for the first refusal to cancel the last request
-        return 401, {"error": "who are you?"}, {}
+        return error(401, "who are you?")
 
-    server.reply = refuse
+    server.script = refuse
     other = tmp_path / "other.jsonl"
-    assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1).summary()["failed"] == 3
-    assert len(server.asked) <= 3 + 2  # one refusal of everything is enough
-    server.reply = lambda body, number: says("no grade at all")
-    summary = grade(records(), QUESTIONS, "mine", judge(server), path).summary()
+    assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1)["failed"] == 3
+    assert len(server.bodies) <= 3 + 2  # one refusal of everything is enough
+    server.script = lambda number, body: says("no grade at all")
+    summary = grade(records(), QUESTIONS, "mine", judge(server), path)
     assert (summary["graded"], summary["without_grade"], summary["failed"]) == (2, 1, 0)
 
 
 def test_an_evaluation_is_graded_where_a_judge_is_named(
-    server: Server, run_dir: Path, bench_file: Path, tmp_path: Path
+    server: FakeServer, run_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:
     keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False}
     report, shown = evaluate(

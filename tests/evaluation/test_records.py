@@ -28,7 +28,7 @@ def test_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
     turns = [turn(1, 1), turn(1, 2), SkippedTurn("two", 1, 400)]
     write(path, *turns)
     log = TurnLog(path, SETTINGS)
-    assert log.turns == turns
+    assert log.entries == turns
     assert (log.dtype, log.compiled) == ("bfloat16", False)
     assert log.completed(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
 
@@ -59,17 +59,17 @@ def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2))
     log = TurnLog(path, {**SETTINGS, "tree": [[0]], "seed": 1})
-    assert log.turns == []
+    assert log.entries == []
     assert log.dtype is None
     assert log.differing == ["tree", "seed"]
 
 
-@pytest.mark.parametrize("content", ["", "[]\n", "no json\n", '{"settings": {}}\n'])
+@pytest.mark.parametrize("content", ["", "[]\n", "no json\n", "{}\n"])
 def test_a_file_that_is_no_log_is_ignored(tmp_path: Path, content: str) -> None:
     path = tmp_path / "turns.jsonl"
     path.write_text(content)
     log = TurnLog(path, SETTINGS)
-    assert (log.turns, log.differing) == ([], [])
+    assert (log.entries, log.differing) == ([], [])
 
 
 def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ REPORT = {
         "overhead": 1.1,
         "speedup": 2.13,
         "speedup_over_generate": None,
-        "chain_acceleration_rate": 1.81,
+        "chain_rates": [1.81],
         "answers": 80,
         "equal_answers": 80,
         "equal_answers_bf16": 61,

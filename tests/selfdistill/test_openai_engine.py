@@ -19,7 +19,7 @@ from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run import RunStats, distill
-from medusa_train.servers import slots
+from medusa_train.servers import client as servers_client
 from medusa_train.servers.client import OpenAIClient
 from tests import fake_server
 from tests.fake_server import FakeServer, completion, error, serving
@@ -27,8 +27,8 @@ from tests.fake_server import FakeServer, completion, error, serving
 
 @pytest.fixture(autouse=True)
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MIN_BACKOFF", 0.01)
-    monkeypatch.setattr(slots, "MAX_BACKOFF", 0.1)
+    monkeypatch.setattr(servers_client, "MIN_BACKOFF", 0.01)
+    monkeypatch.setattr(servers_client, "MAX_BACKOFF", 0.1)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 

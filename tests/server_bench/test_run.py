@@ -20,7 +20,7 @@ from medusa_train.evaluation.questions import load_bench
 from medusa_train.progress import RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
 from medusa_train.server_bench.measure import BlockFault, RequestOptions, ServerBench, Target, plan_blocks
-from medusa_train.server_bench.records import MeasurementLog
+from medusa_train.server_bench.records import BlockLog
 from medusa_train.server_bench.run import measure_servers
 from tests.fake_server import FakeServer, Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -378,11 +378,11 @@ def test_turns_that_do_not_fit_are_skipped_on_both(tmp_path: Path, pair: tuple[B
 
 def test_a_log_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "blocks.jsonl"
-    log = MeasurementLog(path, {"seed": 1, "servers": ("a", 1)})
+    log = BlockLog(path, {"seed": 1, "servers": ("a", 1)})
     log.start()
     log.note("kept")
     log.close()
     path.write_bytes(path.read_bytes() + b'{"block": ["s", 1')
-    same = MeasurementLog(path, {"seed": 1, "servers": ("a", 1)})
+    same = BlockLog(path, {"seed": 1, "servers": ("a", 1)})
     assert (same.notes, same.differing) == (["kept"], [])
-    assert MeasurementLog(path, {"seed": 2, "servers": ("a", 1)}).differing == ["seed"]
+    assert BlockLog(path, {"seed": 2, "servers": ("a", 1)}).differing == ["seed"]

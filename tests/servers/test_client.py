@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.servers import slots
-from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.server import RequestRejected
+from medusa_train.servers import client as module
+from medusa_train.servers.client import OpenAIClient, Slots
+from medusa_train.servers.responses import Fault, RequestRejected
 from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -23,8 +23,8 @@ KEY = "sk-very-secret"
 
 @pytest.fixture(autouse=True)
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MIN_BACKOFF", 0.01)
-    monkeypatch.setattr(slots, "MAX_BACKOFF", 0.05)
+    monkeypatch.setattr(module, "MIN_BACKOFF", 0.01)
+    monkeypatch.setattr(module, "MAX_BACKOFF", 0.05)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -126,8 +126,8 @@ def test_a_wrong_url_is_reported() -> None:
 
 
 def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MIN_BACKOFF", 60.0)
-    monkeypatch.setattr(slots, "MAX_BACKOFF", 60.0)
+    monkeypatch.setattr(module, "MIN_BACKOFF", 60.0)
+    monkeypatch.setattr(module, "MAX_BACKOFF", 60.0)
     with serving(lambda n, body: error(503, "loading")) as server:
         client = OpenAIClient(server.url, timeout=5.0, retry_seconds=600.0)
         failed: list[Exception] = []
@@ -245,7 +245,7 @@ def test_waiting_for_the_last_request_of_a_dead_server_takes_no_processor_time(m
         release.wait(10)
         return None
 
-    def free(self: slots.Slots, now: float, free: Any = slots.Slots.free) -> int:
+    def free(self: Slots, now: float, free: Any = Slots.free) -> int:
         nonlocal passes
         passes += 1
         return free(self, now)
@@ -256,7 +256,7 @@ def test_waiting_for_the_last_request_of_a_dead_server_takes_no_processor_time(m
             time.sleep(0.01)
         waiting = pool.submit(client.complete, chat(1))
         time.sleep(0.2)  # longer than retry_seconds
-        monkeypatch.setattr(slots.Slots, "free", free)
+        monkeypatch.setattr(Slots, "free", free)
         time.sleep(0.3)
         assert passes == 0
         release.set()
@@ -297,3 +297,90 @@ def test_a_server_that_asks_to_wait_for_a_day_ends_the_run_after_retry_seconds()
     quota = error(429, "quota", retry_after="86400")
     with serving(lambda n, body: quota) as server, pytest.raises(ServerError, match="429"):
         ask(server, retry_seconds=0.2)
+
+
+# One server's slots, with times as numbers
+
+OVERLOADED, UNREACHABLE, FAILED = (Fault("", kind) for kind in ("overloaded", "unreachable", "failed"))
+
+
+@pytest.fixture
+def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_BACKOFF", 0.5)
+    monkeypatch.setattr(module, "MAX_BACKOFF", 30.0)
+    monkeypatch.setattr(module.random, "uniform", lambda low, high: high)
+
+
+@pytest.mark.usefixtures("no_jitter")
+def test_the_limit_is_halved_once_per_round_and_grows_by_one_per_round() -> None:
+    slots = Slots(64)
+    requests = [slots.take(0.0) for _ in range(64)]
+    assert slots.free(0.0) == 0
+    for sent in requests[:20]:
+        slots.give_back(sent)
+        slots.failed(sent, 1.0, OVERLOADED)
+    assert slots.limit == 32  # 20 answers of one round halve it once
+    slots.failed(2.0, 2.0, OVERLOADED)
+    assert slots.limit == 16
+    for _ in range(16):
+        slots.answered(accepted=True)
+    assert 16.9 < slots.limit <= 17
+    slots.answered(accepted=False)
+    assert slots.limit <= 17
+    for _ in range(10_000):
+        slots.answered(accepted=True)
+    assert slots.limit == 64
+
+
+@pytest.mark.usefixtures("no_jitter")
+def test_the_limit_stays_at_one_and_pauses_grow() -> None:
+    slots, pauses, now = Slots(2), [], 0.0
+    for _ in range(9):
+        slots.failed(now, now, OVERLOADED)
+        pauses.append(slots.resume_at - now)
+        now = slots.resume_at
+    assert slots.limit == 1
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    slots.answered(accepted=True)
+    slots.failed(now, now, OVERLOADED)
+    assert slots.resume_at == now + 0.5
+
+
+def test_retry_after_pauses_the_server_but_not_for_longer_than_the_run_waits() -> None:
+    slots = Slots(8, longest_pause=100.0)
+    slots.failed(0.0, 0.0, Fault("", "overloaded", 7.0))
+    assert (slots.free(6.9), slots.free(7.0)) == (0, 4)
+    slots.failed(7.0, 7.0, Fault("", "overloaded", 86_400.0))
+    assert slots.resume_at == 107.0
+
+
+@pytest.mark.usefixtures("no_jitter")
+def test_an_unreachable_server_is_probed_with_one_request_at_a_time() -> None:
+    slots = Slots(8)
+    for sent in [slots.take(0.0) for _ in range(4)]:
+        slots.give_back(sent)
+        slots.failed(sent, 1.0, UNREACHABLE)
+    assert slots.down
+    assert slots.resume_at == 1.5  # 4 failures of one outage pause it once
+    assert (slots.free(1.4), slots.free(1.5)) == (0, 1)
+    probe = slots.take(1.5)
+    assert slots.free(1.6) == 0
+    slots.give_back(probe)
+    slots.failed(probe, 1.6, UNREACHABLE)
+    assert slots.resume_at == 2.6
+    slots.give_back(slots.take(2.6))
+    slots.answered(accepted=True)
+    assert not slots.down
+    assert slots.free(2.6) == 8
+
+
+def test_a_server_that_only_fails_counts_as_down_and_single_failures_do_not() -> None:
+    slots = Slots(8)
+    for _ in range(2):
+        slots.failed(0.0, 1.0, FAILED)
+    slots.answered(accepted=True)
+    for _ in range(2):
+        slots.failed(2.0, 2.0, FAILED)
+    assert not slots.down
+    slots.failed(2.0, 2.0, FAILED)
+    assert slots.down
