@@ -118,6 +118,9 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
             start, used[kind] = used[kind], used[kind] + run["count"]
             prompts = prompts[start : used[kind]]
             name = f"{number:02d}_{kind}_t{run['temperature']}"
+        if not prompts:
+            print(f"== {name}: no {kind} are left to answer", flush=True)
+            continue
         write_lines(out / f"{name}.prompts.jsonl", prompts)
         distill(out / f"{name}.jsonl", arguments, options, "--prompts", f"{name}.prompts.jsonl", "drop_truncated=false")
 

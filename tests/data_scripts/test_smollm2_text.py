@@ -22,9 +22,10 @@ PLAN = {
         {"prompts": "templates", "count": 3, "temperature": 0.5},
         {"prompts": "validation"},
         {"prompts": "questions", "count": 3, "temperature": 0.3},
-        {"questions": 12},
+        {"questions": 11},
         {"prompts": "questions", "count": 5, "temperature": 0.7},
         {"prompts": "templates", "count": 3, "temperature": 0.0},
+        {"prompts": "questions", "count": 5, "temperature": 0.0},  # none is left
     ],
 }
 
