@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags
+from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
 from medusa_train.errors import DataError
 from medusa_train.inference.batch import REFILL_FRACTION, Batch, BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Generation
@@ -23,6 +23,7 @@ from medusa_train.selfdistill.engines import Answer, Request
 from medusa_train.trees.tree import Tree
 
 COMPARED_ANSWERS = 8  # with heads, also generated without them
+LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
 POOL_BATCHES = 4  # batches of requests to keep waiting, so that prompts of similar length can be batched
 
 
@@ -79,6 +80,7 @@ class HFEngine:
             follow its distribution, but differ from those without heads.
         exact: generate answers again that rounding may have changed, in batches without a draft.
         compare: number of first answers that are also generated without heads, to measure the speedup.
+        stop_looping: end answers in refilled batches soon after they begin to loop, as they will be dropped.
 
     Attributes:
         counts: what it has done so far.
@@ -104,6 +106,7 @@ class HFEngine:
         tree: Tree | None = None,
         exact: bool = True,
         compare: int = COMPARED_ANSWERS,
+        stop_looping: bool = False,
     ) -> None:
         self.backbone = backbone
         self.max_new_tokens = max_new_tokens
@@ -118,6 +121,7 @@ class HFEngine:
         if batch_size > 1 and self._decoder.can_refill:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
         self._exact = exact and draft is None and self._batch is not None and backbone.dtype in ROUNDING
+        self._stop_looping = stop_looping
         self._compare = compare if draft is not None else 0
         self._warm = False
         self.counts = Counts()
@@ -203,7 +207,16 @@ class HFEngine:
             )
             self._underway.update((asked.request_id, asked) for asked in joining)
         done = batch.step()
+        if self._stop_looping:
+            self._end_looping_rows(batch)
         return [self._underway.pop(request_id) for request_id, _ in done], [out for _, out in done]
+
+    def _end_looping_rows(self, batch: Batch) -> None:
+        for row in batch.active:
+            if row.out.steps % LOOP_INTERVAL == 0:
+                text = self.backbone.tokenizer.decode(row.out.tokens, skip_special_tokens=True)
+                if is_looping(text):
+                    row.limit = len(row.out.tokens)
 
     def _complete_batch(self, batch: Sequence[_Pending]) -> list[Generation]:
         started = time.perf_counter()

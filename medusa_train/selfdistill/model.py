@@ -156,6 +156,7 @@ def open_hf_engine(
         chat_template=paths.chat_template,
         chat_template_kwargs=paths.chat_template_kwargs,
         reasoning_tags=cfg.reasoning_tags,
+        stop_looping=cfg.drop_looping,
     )
 
 

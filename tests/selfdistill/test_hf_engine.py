@@ -319,6 +319,25 @@ def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
     assert steps / passes > 3  # of four rows, though some end after a few tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_answers_that_loop_end_early_and_others_stay(
+    backbone: Backbone, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loops(text: str) -> bool:  # random text of a random model does not repeat words
+        return text.count(text[:1]) > 2
+
+    monkeypatch.setattr(local, "is_looping", loops)
+    monkeypatch.setattr(local, "LOOP_INTERVAL", 4)
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40, "batch_size": 4, "exact": False}
+    whole, cut = (all_answers(engine(backbone, **settings, stop_looping=stop)) for stop in (False, True))
+    expected = [loops(answer.text) for answer in whole]
+    assert {loops(answer.text) for answer in whole} == {False, True}
+    assert [loops(answer.text) for answer in cut] == expected
+    assert all(before.text.startswith(after.text) for before, after in zip(whole, cut, strict=True))
+    assert all(loop or before == after for loop, before, after in zip(expected, whole, cut, strict=True))
+    assert any(before != after for before, after in zip(whole, cut, strict=True))
+
+
 def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None:
     batched = engine(backbone, max_new_tokens=4, batch_size=2)
     for number, length in enumerate((3, 50, 4, 5)):
