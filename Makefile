@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests run in one process per core, so one thread each: two threads on a busy core are many times slower.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+# They expect a CPU; benchmarks/gpu.sh runs those for a GPU.
+PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 # What `make bench` hands to every bench: small shapes, few questions. `make bench BENCH=` measures all that fits.
 BENCH ?= --quick

@@ -183,7 +183,8 @@ def init_distributed(info: ProcessInfo) -> World:
         ) from error
     world = World(info, group)
     if cuda:
-        check_distinct_gpus(world, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        check_distinct_gpus(world, str(getattr(properties, "uuid", info.rank)))  # not every build of torch has it
     return world
 
 

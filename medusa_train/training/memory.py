@@ -244,7 +244,8 @@ def _loss_buffers(
 ) -> int:
     """Estimate a loss's buffers: a chunk of logits (and the teacher's), float32 blocks of it, and lm_head.
 
-    One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which is counted elsewhere.
+    One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which is counted elsewhere. A
+    GPU with more free memory takes larger chunks.
 
     Args:
         blocks: tensors of one block; None: logits and log-probabilities, and the teacher's, with its probabilities.
