@@ -77,11 +77,12 @@ test: install ## run the tests
 test-slow: install ## run the tests that take minutes
 	$(PYTEST) -m slow
 
-quality: install ## ruff, mypy and the import layers
+quality: install ## ruff, mypy, the import layers and the budget of lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/budget
 
 format: install ## format with ruff and apply its fixes
 	$(BIN)/ruff check --fix .
