@@ -65,11 +65,9 @@ $(SMOLLM2)/config.json: $(STAMP)
 smollm2-text: smollm2-model ## generate the training text of SmolLM2 again, about 8M tokens (days; it can be interrupted)
 	$(BIN)/python data/smollm2/make_text.py --out runs/smollm2_text
 
-bench: install ## measure decoding, training and peers on this machine (BENCH= for everything: hours)
+bench: install ## measure decoding and training on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)
 	$(BIN)/python benchmarks/train.py $(BENCH) --parts loss step shape7b
-	@if ls runs/*/heads/medusa_lm_head.safetensors >/dev/null 2>&1; then $(BIN)/python benchmarks/peers.py $(BENCH); \
-	else echo "peers.py: skipped, there is no trained run here yet (make demo)"; fi
 
 test: install ## run the tests
 	$(PYTEST) -m "not slow"

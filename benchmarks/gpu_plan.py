@@ -68,30 +68,18 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         words = ("train", f"configs/{name}.yaml", f"output_dir={run}", "overwrite_output_dir=true")
         return Step(f"{name}-train", part, words, expected, limit, needs, makes=f"{run}/tree.json")
 
-    def measure(name: str, part: int, bench: str, expected: int, limit: int) -> tuple[Step, Step]:
+    def measure(name: str, part: int, bench: str, expected: int, limit: int) -> Step:
         run, out = f"{work}/{name}", f"{work}/{name}-eval"
         needs = {f"{run}/tree.json": f"step {name}-train"}
         words = ("eval", "--bench", bench, "--model", run, "--limit", "24", "--output-dir", out)
-        evaluation = Step(
+        return Step(
             f"{name}-eval", part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json"
         )
-        return evaluation, script("peers.py", part, (run, "--bench", bench, "--quick"), expected, limit, needs, name)
 
-    def script(
-        file: str,
-        part: int,
-        arguments: tuple[str, ...],
-        expected: int,
-        limit: int,
-        needs: Mapping[str, str] | None = None,
-        subject: str = "",
-    ) -> Step:
-        stem = file.removesuffix(".py")
-        name = f"{subject}-{stem}" if subject else stem
+    def script(name: str, part: int, arguments: tuple[str, ...], expected: int, limit: int) -> Step:
         out = f"{work}/{name}"
-        words = (file, *arguments, "--out", out)
-        pages = {"page": f"{out}/{stem}.md", "figures": f"{out}/{stem}.json"}
-        return Step(name, part, words, expected, limit, needs or {}, **pages)
+        words = (f"{name}.py", *arguments, "--out", out)
+        return Step(name, part, words, expected, limit, page=f"{out}/{name}.md", figures=f"{out}/{name}.json")
 
     decoding = ("--shapes", "1B", "7B", "--contexts", "1024", "--nodes", "1", "16", "64", "--dtypes", "bfloat16")
     training = ("--parts", "loss", "shape7b", "--dtypes", "bfloat16", "--tokens", "2048", "--vocab", "32000")
@@ -100,11 +88,11 @@ def plan(work: str = "runs/gpu") -> list[Step]:
     return [
         Step("tests", 1, ("pytest", "-q", "-m", "gpu", "tests/gpu"), expected=150, limit=270),
         train("tiny_m1", 1, 40, 90, {"data/tiny/model.safetensors": "part of the repository"}),
-        *measure("tiny_m1", 1, "tiny", 30, 60),
-        script("decode.py", 2, (*decoding, "--settings", "stock", "static", "compiled", "--seconds", "10"), 240, 360),
-        script("train.py", 3, training, 220, 340),
+        measure("tiny_m1", 1, "tiny", 30, 60),
+        script("decode", 2, (*decoding, "--settings", "stock", "static", "compiled", "--seconds", "10"), 240, 360),
+        script("train", 3, training, 220, 340),
         train("smollm2_m1", 4, 90, 160, smollm2),
-        *measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 80),
+        measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 80),
     ]
 
 
