@@ -1,6 +1,10 @@
-"""Result pages: a question, the answer in two sentences, one picture, one table, how it was measured, limits.
+"""Draw the picture of a result page, NAME.svg, from the entry `chart` of NAME.json.
 
-python benchmarks/page.py [NAME ...]     # draws benchmarks/results/NAME.svg again from the chart in NAME.json
+python benchmarks/page.py [NAME ...]     # all committed results, or those named
+
+An entry has the `title`, the `values` (name of each bar and its value, or [value, low, high] with the ends of its
+interval), and may have `unit` (suffix of the values), `reference` (value of a dashed line, usually the baseline's) and
+`digits`. A page has a question, the answer in two sentences, the picture, one table, how it was measured, and limits.
 """
 
 from __future__ import annotations
@@ -26,19 +30,8 @@ STYLE = (
 )
 
 
-def chart(title: str, values: Mapping[str, Sequence[float | None]], **options: Any) -> dict[str, Any]:
-    """Describe a bar chart, as an entry of a result's JSON.
-
-    Args:
-        title: what is shown, for the page and for screen readers.
-        values: name of each bar and its value, or [value, low, high] with the ends of its interval.
-        options: `unit` (suffix of the values), `reference` (value of a dashed line, usually the baseline's), `digits`.
-    """
-    return {"title": title, **options, "values": {name: list(value) for name, value in values.items()}}
-
-
 def draw(description: Mapping[str, Any]) -> str:
-    """Draw a chart as an SVG file; a bar that equals the reference has the second colour."""
+    """Draw a chart as the text of an SVG file; a bar that equals the reference has the second colour."""
     options = {key: description[key] for key in ("unit", "reference", "digits") if key in description}
     reference = options.get("reference")
     groups = [
@@ -48,15 +41,6 @@ def draw(description: Mapping[str, Any]) -> str:
     drawing = bars(groups, description["title"], width=720, **options)
     with_namespace = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return with_namespace.replace(">", f"><style>{STYLE}</style>", 1) + "\n"
-
-
-def page(name: str, question: str, answer: str, title: str, table: str, how: str, limits: Sequence[str] = ()) -> str:
-    """Compose the page NAME.md; `title` is that of its picture, NAME.svg."""
-    picture = f"![{title}]({name}.svg)\n\n*{title}*"
-    parts = [f"# {question}", f"**{answer}**", picture, table, "## How it was measured", how]
-    if limits:
-        parts += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
-    return "\n\n".join(parts) + "\n"
 
 
 def main(names: Sequence[str]) -> None:

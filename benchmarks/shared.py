@@ -134,6 +134,13 @@ def cached(path: Path, settings: Mapping[str, Any], compute: Callable[[], dict[s
     return result
 
 
+def write_page(out: Path, name: str, title: str, record: Mapping[str, Any], parts: Sequence[str]) -> str:
+    """Write `name`.json, and `name`.md with the title, the machine and these parts; returns the page."""
+    page = "\n\n".join([f"# {title}", machine_line(record["machine"]), *filter(None, parts)]) + "\n"
+    write_result(out, name, record, page)
+    return page
+
+
 def write_result(out: Path, name: str, record: Mapping[str, Any], page: str) -> None:
     """Write `name`.md and `name`.json into `out`; warns if the JSON is too large to be committed."""
     text = to_json(record)

@@ -17,13 +17,10 @@ PAGES = sorted(page.RESULTS.glob("*.md"))
 def test_a_page_has_question_answer_picture_and_method(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
-    assert len(lines) <= 60
     assert re.fullmatch(r"# .*\?", lines[0])
     assert re.fullmatch(r"\*\*.+\*\*", lines[2])
     assert f"]({path.stem}.svg)" in lines[4]
     assert "## How it was measured" in lines
-    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("|").split("|")]
-    assert [cell for cell in cells if len(cell.split()) > 8] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -33,7 +30,8 @@ def test_the_picture_shows_the_values_of_the_json(path: Path) -> None:
 
 
 def test_a_drawing_is_valid_and_labels_every_value() -> None:
-    chart = page.chart("speed <1>", {"plain": [1.0], "tree & co": [1.5, 1.25, 1.75]}, unit="x", reference=1.0)
+    chart = {"title": "speed <1>", "values": {"plain": [1.0], "tree & co": [1.5, 1.25, 1.75]}}
+    chart |= {"unit": "x", "reference": 1.0}
     root = ElementTree.fromstring(page.draw(chart))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"plain", "tree & co", "1.00x", "1.50x"} <= set(texts)
