@@ -1,14 +1,31 @@
-"""Access to the Hugging Face hub: check whether it is reachable, and fetch single files of datasets."""
+"""Access to the Hugging Face hub: whether it can be reached, what its errors mean, and single files of datasets."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlparse
 
+#: Attempts to continue a broken download, after each of which more time passes.
+MAX_ATTEMPTS = 5
+_TIMEOUT = 30.0  # seconds without a byte
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+#: First word of the name of a download's progress, which is counted in bytes.
+FETCHING = "fetching"
+#: Receives the number of fetched bytes, and of all bytes.
+OnBytes = Callable[[int, int], None]
+
+
+class FetchError(Exception):
+    """A file of the hub that could not be fetched; the message is the reason, a clause without a full stop."""
 
 
 @cache
@@ -29,13 +46,135 @@ def hub_is_unreachable() -> bool:
     return False
 
 
-def fetch_dataset_file(repo: str, filename: str) -> Path | None:
-    """Return the local path of a file of the dataset `repo`, from the hub or its cache; None if it is in neither."""
-    from huggingface_hub import hf_hub_download
+def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None) -> Path:
+    """Return the local path of a file of the dataset `repo`, downloaded if it is not in a cache.
 
+    The hub's client starts a download over in every process, so files of hundreds of megabytes are fetched here: a
+    broken download continues in the same call or in a later one. Size and, where the hub knows it, SHA-256 are checked
+    before the file gets its name.
+
+    Args:
+        on_bytes: called while the file is downloaded.
+
+    Raises:
+        FetchError: it is in no cache, and the hub does not have it, refuses it or cannot be reached.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repo, filename, repo_type="dataset")
+    if isinstance(cached, str):
+        return Path(cached)
+    target = Path(constants.HF_HOME) / "medusa-train" / repo.replace("/", "--") / filename
+    if target.is_file():
+        return target
+    if hub_is_unreachable():
+        raise FetchError("no network, or HF_HUB_OFFLINE is set")
     try:
-        # the client would retry for a long time before it looked into its cache
-        offline = hub_is_unreachable()
-        return Path(hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline))
-    except Exception:  # the hub client raises many unrelated exceptions if a file or the hub is not available
-        return None
+        url = hf_hub_url(repo, filename, repo_type="dataset")
+        metadata = get_hf_file_metadata(url)
+        if metadata.size is None or metadata.etag is None:
+            raise FetchError("the hub does not say how large it is")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _download(url, target, metadata.size, metadata.etag, on_bytes)
+    except FetchError:
+        raise
+    except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
+        reason = describe_hub_error(error, repo, "dataset")
+        if reason is None and not isinstance(error, OSError):
+            raise
+        raise FetchError(reason or f"{target.parent}: {getattr(error, 'strerror', None) or error}") from error
+    return target
+
+
+def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | None) -> None:
+    """Download a file of `size` bytes to `target`, or continue where an earlier process stopped."""
+    from filelock import FileLock
+
+    part = target.with_name(f"{target.name}.{re.sub(r'[^0-9A-Za-z]', '', etag)[:16]}.part")
+    with FileLock(target.with_name(f"{target.name}.lock")):
+        if target.is_file():  # by another process
+            return
+        attempt = 0
+        while (done := part.stat().st_size if part.exists() else 0) < size:
+            try:
+                _append(url, part, done, size, on_bytes)
+            except Exception as error:
+                attempt = 1 if part.exists() and part.stat().st_size > done else attempt + 1
+                if not _is_connection_error(error) or attempt >= MAX_ATTEMPTS:
+                    raise
+                time.sleep(attempt)
+        is_sha256 = re.fullmatch("[0-9a-f]{64}", etag) is not None
+        if done != size or (is_sha256 and _sha256(part) != etag):
+            part.unlink()
+            raise FetchError("the download was damaged and is deleted; run the command again")
+        part.replace(target)
+
+
+def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None) -> None:
+    """Append the bytes from `done` on to `part`; raise httpx.TransportError if the connection breaks."""
+    import httpx
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = {**build_hf_headers(), "Range": f"bytes={done}-", "Accept-Encoding": "identity"}
+    with httpx.stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as answer:
+        answer.raise_for_status()
+        if answer.status_code != httpx.codes.PARTIAL_CONTENT:
+            done = 0
+        with part.open("ab" if done else "wb") as file:
+            for block in answer.iter_raw():
+                file.write(block)
+                done += len(block)
+                if on_bytes is not None:
+                    on_bytes(done, size)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """Return what the hub's answer to a request for `name` means and what to do, or None if `error` is not from it.
+
+    Args:
+        error: raised by `huggingface_hub`, or by `transformers` from such an error.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    for cause in _causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(cause, GatedRepoError) and status == 403:
+            return f"{name} is gated and your account has no access to it yet: accept its terms at {page}"
+        if isinstance(cause, GatedRepoError):
+            return f"{name} is gated: accept its terms at {page}, then {login}"
+        if isinstance(cause, RepositoryNotFoundError) or status == 401:
+            return f"the hub has no {kind} {name}, or it is private: check the name, or {login}"
+        if status == 403:
+            return f"the hub does not let your account read {name}: see {page}"
+        if isinstance(cause, EntryNotFoundError) and status == 404:
+            return f"{page} does not have this file"
+        if status is not None:
+            return f"the hub answered with HTTP status {status} to a request for {name}; try again later"
+        if _is_connection_error(cause):
+            what = str(cause) or type(cause).__name__
+            return f"the connection to {constants.ENDPOINT} failed ({what}); run the command again to continue"
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_connection_error(error: Any) -> bool:
+    """Return whether a client of HTTP lost its connection; the hub's client has an httpx package of its own."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith("httpx")]
+    return any(kind.__name__ == "TransportError" for kind in kinds)

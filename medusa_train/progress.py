@@ -15,6 +15,7 @@ Figures that are logged (loss, accuracy) belong to `metrics_log`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import TracebackType
@@ -23,6 +24,8 @@ import rich.progress as rich_progress
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from medusa_train.hub import FETCHING
 
 #: Seconds between two lines where the output is not a terminal.
 LINE_SECONDS = 10.0
@@ -250,3 +253,35 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class LoadingProgress:
+    """Show what `data` reports while it loads: a clock, or a bar while files are fetched or conversations tokenized."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self._phase = progress.phase("loading data", ticking=True)
+
+    def __enter__(self) -> LoadingProgress:
+        self._phase.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._phase.stop()
+
+    def update(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` conversations are tokenized, or of `total` bytes fetched (0: of unknown size)."""
+        is_download = name.startswith(FETCHING)
+        unit, scale = ("MB", 1e6) if is_download else ("conversations", 1)
+        if self._phase.name != name:
+            if is_download:  # a line that stays, since it explains the first minutes
+                self._progress.print(name + (f" ({total / scale:,.0f} MB)" if total else ""))
+            self._switch(name, math.ceil(total / scale) or None, unit, int(done / scale))
+        self._phase.update(int(done / scale))
+        if total and done == total:
+            self._switch("loading data")
+
+    def _switch(self, name: str, total: int | None = None, unit: str = "", completed: int = 0) -> None:
+        self._phase.stop()
+        self._phase = self._progress.phase(name, total, unit, completed=completed, ticking=total is None)
+        self._phase.start()

@@ -18,6 +18,7 @@ from medusa_train.cli.common import (
     run_command,
 )
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
     from medusa_train.selfdistill.output import OutputWriter
@@ -109,7 +110,7 @@ def selfdistill(
     console = output_console(quiet=shard is None and part is not None and part.index > 1)
     out = output_path(cfg)
     console.print(headline(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
-    selected, skipped = load_prompts(cfg, error_console().print)
+    selected, skipped = load_prompts(cfg, RunProgress(error_console()))
     if skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         console.print(f"skipped prompts: {reasons}", highlight=False)
@@ -167,7 +168,6 @@ def _run(
     cfg: SelfDistillConfig, prompts: list[Prompt], dtype: str | None, writer: OutputWriter, console: Console
 ) -> RunStats | None:
     """Answer `prompts` with a progress bar and print the statistics; None if the user interrupts."""
-    from medusa_train.progress import RunProgress
     from medusa_train.selfdistill.model import open_engine
     from medusa_train.selfdistill.run import build_mode, distill, record_metadata, summary
 

@@ -152,7 +152,9 @@ class DatasetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: Text = key(
-        ..., "file (JSONL or JSON, also gzipped, or Parquet), directory of files, or name of a dataset on the hub"
+        ...,
+        "file (JSONL or JSON, also gzipped, or Parquet), directory of files, name of a dataset on the hub, "
+        "or sharegpt, ultrachat or tiny",
     )
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
         "auto", "format of the records; auto: detected from their keys"

@@ -17,9 +17,9 @@ from pathlib import Path
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.encoded import CorruptDataError, EncodedExamples
 from medusa_train.data.records import describe_problems
-from medusa_train.data.sources import RecordSource, open_source
+from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.workers import OnEncoded, encode_conversations
+from medusa_train.data.workers import encode_conversations
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
@@ -44,12 +44,12 @@ class DatasetReader:
     """One entry of `datasets`, opened, with the encoder for its chats."""
 
     config: DatasetConfig
-    source: RecordSource
+    source: LocalFiles | HubSplit
     encoder: ChatEncoder
 
 
-def open_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> list[DatasetReader]:
-    """Open every entry of `datasets` without reading it.
+def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None) -> list[DatasetReader]:
+    """Open every entry of `datasets` without reading it; see `open_source`.
 
     Supervision follows `roles_to_train` and `train_on_inputs`; the chat template is the entry's `conversation`, by
     default that of `encoder`.
@@ -61,7 +61,7 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> list[DatasetReader]
     return [
         DatasetReader(
             entry,
-            open_source(entry),
+            open_source(entry, on_progress),
             encoder.with_settings(
                 template=entry.conversation,
                 roles=cfg.roles_to_train,
@@ -74,7 +74,7 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder) -> list[DatasetReader]
 
 
 def load_or_encode(
-    cfg: TrainConfig, readers: Sequence[DatasetReader], directory: Path, on_encoded: OnEncoded | None = None
+    cfg: TrainConfig, readers: Sequence[DatasetReader], directory: Path, on_progress: OnProgress | None = None
 ) -> EncodedExamples:
     """Load the examples from the cache in `directory`, or encode them and store them there.
 
@@ -93,7 +93,7 @@ def load_or_encode(
         pass
     except (OSError, CorruptDataError) as error:
         note = f"{path} is corrupt ({error}), tokenizing again"
-    encoded = encode_datasets(cfg, readers, on_encoded)
+    encoded = encode_datasets(cfg, readers, on_progress)
     content = encoded.to_bytes()  # without notes, which concern this run
     encoded.report.notes += [note] if note else []
     try:
@@ -104,7 +104,7 @@ def load_or_encode(
 
 
 def encode_datasets(
-    cfg: TrainConfig, readers: Sequence[DatasetReader], on_encoded: OnEncoded | None = None
+    cfg: TrainConfig, readers: Sequence[DatasetReader], on_progress: OnProgress | None = None
 ) -> EncodedExamples:
     """Read and tokenize every data set; see `encode_conversations`.
 
@@ -118,7 +118,7 @@ def encode_datasets(
         )
         encoded.report.skipped += result.skipped
         part = encode_conversations(
-            result.conversations, reader.encoder, cfg.sequence_len, cfg.dataset_processes, on_encoded
+            result.conversations, reader.encoder, cfg.sequence_len, cfg.dataset_processes, on_progress
         )
         if part.report.skipped and not cfg.skip_bad_records:
             raise DataError(describe_problems(part.report.skipped, reader.config.path))

@@ -16,8 +16,8 @@ from medusa_train.data.batch import Batch, collate, pack
 from medusa_train.data.cache import encode_datasets, load_or_encode, open_datasets
 from medusa_train.data.encoded import DataReport
 from medusa_train.data.examples import Example, select_validation
+from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.workers import OnEncoded
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches within which rows are sorted by length
@@ -108,14 +108,14 @@ class EncodedDataset(Sequence[Example]):
 
 
 def load_datasets(
-    cfg: TrainConfig, encoder: ChatEncoder, on_encoded: OnEncoded | None = None
+    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None
 ) -> tuple[EncodedDataset, EncodedDataset]:
     """Read, tokenize and split the configured data sets.
 
     Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows hold several
     conversations. A `weight` affects training only, not the validation set. See `encode_examples` for long
-    conversations and `select_validation` for the split. While conversations are tokenized, `on_encoded` is called with
-    the number of finished ones and the number of all in their data set.
+    conversations and `select_validation` for the split. `on_progress` is called while files are fetched, and while
+    the conversations of a data set are tokenized.
 
     Returns:
         (training, validation). `test_datasets` are the validation set if they are configured, with a report of their
@@ -126,15 +126,15 @@ def load_datasets(
         DataError: a data set cannot be read, or has no usable conversation.
         ConfigError: unknown chat template.
     """
-    readers = open_datasets(cfg, encoder)
+    readers = open_datasets(cfg, encoder, on_progress)
     if cfg.dataset_prepared_path is None:
-        encoded = encode_datasets(cfg, readers, on_encoded)
+        encoded = encode_datasets(cfg, readers, on_progress)
     else:
-        encoded = load_or_encode(cfg, readers, expand_user(cfg.dataset_prepared_path), on_encoded)
+        encoded = load_or_encode(cfg, readers, expand_user(cfg.dataset_prepared_path), on_progress)
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))
-    test = _load_test_datasets(cfg, encoder, on_encoded)
+    test = _load_test_datasets(cfg, encoder, on_progress)
     keys = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
     if test is not None:
         validation_keys = {example.key for example in test}
@@ -162,12 +162,14 @@ def load_datasets(
     )
 
 
-def _load_test_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_encoded: OnEncoded | None) -> EncodedDataset | None:
+def _load_test_datasets(
+    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None
+) -> EncodedDataset | None:
     """Load `test_datasets` like training data, without their weights; None if there are none."""
     if cfg.test_datasets is None:
         return None
     keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
-    return replace(load_datasets(cfg.model_copy(update=keys), encoder, on_encoded)[0], mixture=None)
+    return replace(load_datasets(cfg.model_copy(update=keys), encoder, on_progress)[0], mixture=None)
 
 
 def _mixture(cfg: TrainConfig, origins: Sequence[int]) -> Mixture | None:

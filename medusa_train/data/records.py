@@ -222,7 +222,9 @@ def _openai_turns(
 
 def _sharegpt_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Message, ...]:
     turns = _sharegpt_turns(record, tags)
-    return turns if turns[0].role == "system" else (*_system_of(record), *turns)
+    if turns[0].role == "assistant":  # the continuation of a longer chat; FastChat's `preprocess` skips it as well
+        turns = turns[1:]
+    return turns if turns[:1] and turns[0].role == "system" else (*_system_of(record), *turns)
 
 
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags
 from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
 from medusa_train.data.records import ReadResult, parse_records
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
+from medusa_train.hub import FETCHING, FetchError, fetch_dataset_file, hub_is_unreachable
 
+#: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
+SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
-
-class RecordSource(Protocol):
-    """An opened data set."""
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-
-    def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
-        """Yield all records unparsed; see `read_file`."""
-
-    def read(self, type: str, *, skip_bad: bool, reasoning_tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
-        """Read all conversations; arguments and DataError as in `read_conversations`."""
-
-    def fingerprint(self) -> str:
-        """Return a digest that changes with the content."""
+#: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where that is unknown.
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -98,21 +88,26 @@ class HubSplit:
         return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
 
 
-def open_source(source: DatasetConfig) -> LocalFiles | HubSplit:
-    """Open a file, a directory of files, or a data set of the hub if no local path has that name.
+def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
+    """Open a file, a directory of files, a public data set, or a data set of the hub: the first that has this name.
+
+    Args:
+        on_progress: called while files are fetched from the hub.
 
     Raises:
-        DataError: it does not exist, or has no supported file.
+        DataError: it does not exist, or has no supported file; see also `open_public`.
         ConfigError: `name`, or a `split` other than train, is set for a local path, which is read whole.
     """
     path = resolve_path(source.path)
     if path is None:
-        return _open_hub(source)
+        if source.path in PUBLIC_DATASETS:
+            return open_public(source, on_progress)
+        return _open_hub(source, on_progress)
     hub_keys = {"split": None if source.split == "train" else source.split, "name": source.name}
     if unused := [key for key, value in hub_keys.items() if value is not None]:
         raise ConfigError(
-            f"datasets: {' and '.join(unused)} cannot be used with {source.path}, a local path that is read whole. "
-            "Remove it, or set path to the file to read"
+            f"{' and '.join(unused)} cannot be used with {source.path}, a local path that is read whole; "
+            f"leave {' and '.join(unused)} out, or name the file to read"
         )
     if path.is_dir():
         paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
@@ -126,46 +121,45 @@ def open_source(source: DatasetConfig) -> LocalFiles | HubSplit:
     return LocalFiles((path,))
 
 
-def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
-    """Open and read a source.
-
-    Raises:
-        DataError: it does not exist, or has invalid records (see `read_conversations`).
-    """
-    return open_source(source).read(source.type, skip_bad=skip_bad)
-
-
 def is_data_file_name(name: str) -> bool:
     """Return whether `name` can only be a local path, not a hub name; detects misspelt paths."""
     return looks_like_path(name) or Path(name).suffix in (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
 
 
-def _open_hub(source: DatasetConfig) -> HubSplit:
+def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
     if is_data_file_name(source.path):
         raise DataError(f"{source.path}: no such file or directory")
+    try:
+        return _load_split(source, on_progress)
+    except FetchError as error:
+        raise DataError(
+            f"{source.path}: no such file or directory, and the hub has no data set of that name: {error}\n"
+            "Check the name and the connection, or set it to the path of a JSONL file."
+        ) from None
+
+
+def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
     import datasets  # takes a second to import, and most configurations name files
 
     if hub_is_unreachable():
         datasets.config.HF_HUB_OFFLINE = True  # use the local cache without retries
+    elif on_progress is not None:
+        on_progress(f"{FETCHING} {source.path}", 0, 0)
     split = source.split or "train"
     try:
         rows: Any = datasets.load_dataset(source.path, source.name, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{source.path}: no such file or directory, and the hub has no data set of that name: {reason}\n"
-            "Check the name and the connection, or set it to the path of a JSONL file."
-        ) from None
+        raise FetchError(str(error).strip().split("\n")[0] or type(error).__name__) from None
     return HubSplit(f"{source.path}[{split}]", rows)
 
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A data set that has a short name: prompts of self-distillation, or a bench of `evaluation/questions.py`.
+    """A data set that has a short name: conversations, or a bench of `evaluation/questions.py`.
 
     Attributes:
         local_paths: where to look for it first, relative to the project or working directory; a downloaded JSON Lines
-            file belongs at the first, the original format at the last.
+            file belongs at the first, the original format at the second.
         hub_repo: its repository on the hub; with neither that nor `url`, it ships with the project.
         hub_file: the file of `hub_repo` to read; None reads `split`.
         split: the split of `hub_repo` to read.
@@ -187,12 +181,16 @@ class PublicDataset:
         return f"https://huggingface.co/datasets/{self.hub_repo} ({what})"
 
 
-SEED_DATASETS = {
+PUBLIC_DATASETS = {
     "tiny": PublicDataset(("data/seeds/tiny.jsonl",)),
+    # the file that Medusa's authors train on and take prompts from; the last path is that of Axolotl's fork
     "sharegpt": PublicDataset(
-        ("data/seeds/sharegpt.jsonl", "data/seeds/sharegpt.json"),
-        "anon8231489123/ShareGPT_Vicuna_unfiltered",
-        hub_file="ShareGPT_V3_unfiltered_cleaned_split.json",
+        (
+            *("data/seeds/sharegpt.jsonl", "data/seeds/sharegpt.json"),
+            "data/sharegpt/ShareGPT_V4.3_unfiltered_cleaned_split.json",
+        ),
+        "Aeala/ShareGPT_Vicuna_unfiltered",
+        hub_file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
     ),
     "ultrachat": PublicDataset(
         ("data/seeds/ultrachat.jsonl", "data/seeds/ultrachat"),
@@ -202,64 +200,56 @@ SEED_DATASETS = {
 }
 
 
-def open_seed_dataset(
-    name: str, note: Callable[[str], None] = lambda line: None, *, split: str | None = None
-) -> LocalFiles | HubSplit:
-    """Open the prompts of self-distillation (`seed_dataset`).
-
-    Args:
-        name: one of `SEED_DATASETS`, a file, a directory of files, or a data set of the hub.
-        note: receives a line before the hub is asked, which may take a while.
-        split: of a data set of the hub.
+def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
+    """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else fetched from the hub.
 
     Raises:
-        DataError: it does not exist; for a public data set the message says which file to download to which path.
-        ConfigError: `split` is set for a local path.
+        DataError: it is in none of these; the message says why, and which file to download to which path.
+        ConfigError: `split` or `name` is set although it is one file.
     """
-    public = SEED_DATASETS.get(name)
-    candidates = (name,) if public is None else public.local_paths
-    path = next((path for path in map(resolve_path, candidates) if path is not None), None)
-    if path is not None:
-        if split is not None:
-            raise ConfigError(f"split: cannot be used with {path}, a local path that is read whole; leave split out")
-        return open_source(DatasetConfig(path=str(path)))
-    if public is not None:
-        return _download(name, public, note, split)
-    if name.count("/") == 1 and not is_data_file_name(name):
-        return _open_hub_split(name, split, note)
-    raise DataError(f"seed_dataset {name}: no such file, and no seed set of that name ({', '.join(SEED_DATASETS)})")
-
-
-def _download(
-    name: str, public: PublicDataset, note: Callable[[str], None], split: str | None
-) -> LocalFiles | HubSplit:
+    public = PUBLIC_DATASETS[source.path]
+    local_paths = list(map(str, public.local_paths))
+    if directory := os.environ.get(SEED_DIR_VARIABLE):
+        local_paths = [str(expand_user(directory) / Path(path).name) for path in local_paths] + local_paths
+    for path in local_paths:
+        if resolve_path(path) is not None:
+            return open_source(source.model_copy(update={"path": path}))
     if public.hub_repo is None:
-        raise DataError(f"seed_dataset {name}: {public.local_paths[0]} is missing from this installation")
-    if public.hub_file is not None:
-        _note_download(f"{name} ({public.hub_repo})", note)
-        file = fetch_dataset_file(public.hub_repo, public.hub_file)
-        if file is not None:
-            return LocalFiles((file,))
-        what, where = public.hub_file, f"put it at {public.local_paths[-1]} (one JSON array"
+        raise DataError(f"{source.path}: {public.local_paths[0]} is missing from this installation")
+    try:
+        if public.hub_file is None:
+            split = source.split or public.split
+            return _load_split(source.model_copy(update={"path": public.hub_repo, "split": split}), on_progress)
+        on_bytes = None if on_progress is None else partial(on_progress, f"{FETCHING} {source.path}")
+        file = str(fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes))
+    except FetchError as error:
+        reason = str(error)
     else:
-        try:
-            return _open_hub_split(public.hub_repo, split or public.split, note)
-        except DataError:
-            what = f"the parquet files of the split {public.split}"
-            where = f"put them into the directory {public.local_paths[-1]}/ ("
-    where += f"{'; ' if public.hub_file else ''}JSON Lines: {public.local_paths[0]})"
+        return open_source(source.model_copy(update={"path": file}))
+    jsonl, original = public.local_paths[:2]
+    what, where = public.hub_file, f"put it at {original} (one JSON array; JSON Lines: {jsonl})"
+    if public.hub_file is None:
+        what = f"the parquet files of the split {public.split}"
+        where = f"put them into the directory {original}/ (JSON Lines: {jsonl})"
     raise DataError(
-        f"seed_dataset {name}: not found locally, and could not be fetched from the Hugging Face hub.\n"
+        f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub: {reason}\n"
         f"Download {what} of the data set {public.hub_repo} and {where},\n"
-        "or set seed_dataset to another file of conversations."
+        "or name another file of conversations."
     )
 
 
-def _open_hub_split(repo: str, split: str | None, note: Callable[[str], None]) -> LocalFiles | HubSplit:
-    _note_download(repo, note)
-    return open_source(DatasetConfig(path=repo, split=split))
+def open_seed_dataset(
+    name: str, on_progress: OnProgress | None = None, *, split: str | None = None
+) -> LocalFiles | HubSplit:
+    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or one of the hub.
 
-
-def _note_download(what: str, note: Callable[[str], None]) -> None:
-    if not hub_is_unreachable():
-        note(f"seed_dataset {what}: not found locally, asking the Hugging Face hub ...")
+    Raises:
+        DataError, ConfigError: as `open_source` and `open_public`.
+    """
+    source = DatasetConfig(path=name, split=split)
+    if name in PUBLIC_DATASETS:
+        return open_public(source, on_progress)
+    if resolve_path(name) is None and (name.count("/") != 1 or is_data_file_name(name)):
+        names = ", ".join(PUBLIC_DATASETS)
+        raise DataError(f"seed_dataset {name}: no such file, and no public data set of that name ({names})")
+    return open_source(source, on_progress)

@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,6 +16,7 @@ import torch
 from medusa_train.data.conversation import Conversation
 from medusa_train.data.encoded import EncodedExamples
 from medusa_train.data.examples import encode_examples
+from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 
@@ -25,9 +26,8 @@ CONVERSATIONS_PER_WORKER = 2000
 CHUNK = 128
 #: More workers by default would wait for the one process that reads and collects.
 MAX_WORKERS = 16
-
-#: Receives the number of tokenized conversations of a data set, and the number of all.
-OnEncoded = Callable[[int, int], None]
+#: Name of the progress of tokenizing, in conversations of a data set.
+TOKENIZING = "tokenizing"
 
 
 def default_workers() -> int:
@@ -44,7 +44,7 @@ def encode_conversations(
     encoder: ChatEncoder,
     max_length: int,
     max_workers: int | None = None,
-    on_encoded: OnEncoded | None = None,
+    on_progress: OnProgress | None = None,
 ) -> EncodedExamples:
     """Tokenize the conversations of a data set; see `encode_examples` for long ones.
 
@@ -53,7 +53,7 @@ def encode_conversations(
         encoder: the same for all.
         max_length: maximum tokens of an example.
         max_workers: maximum number of processes; default: `default_workers`.
-        on_encoded: called every `CHUNK` conversations.
+        on_progress: called every `CHUNK` conversations.
 
     Returns:
         The examples in order, with `origins` 0. `skipped` of the report holds the conversations that the template does
@@ -68,8 +68,8 @@ def encode_conversations(
     def collect(parts: Iterable[EncodedExamples]) -> None:
         for number, part in enumerate(parts, start=1):
             encoded.extend(part)
-            if on_encoded is not None:
-                on_encoded(min(number * CHUNK, total), total)
+            if on_progress is not None:
+                on_progress(TOKENIZING, min(number * CHUNK, total), total)
 
     workers = min(max_workers or default_workers(), total // CONVERSATIONS_PER_WORKER)
     if workers < 2:

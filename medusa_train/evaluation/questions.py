@@ -22,7 +22,7 @@ from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
-from medusa_train.hub import fetch_dataset_file, hub_is_unreachable
+from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
@@ -137,10 +137,10 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     named = NAMED_BENCHES.get(name_or_file)
     if named is None:
         raise DataError(_unknown_bench(name_or_file, candidates))
-    downloaded = _download(name_or_file, named, note)
-    if downloaded is None:
-        raise DataError(_missing_bench(name_or_file, named))
-    return downloaded
+    try:
+        return _download(name_or_file, named, note)
+    except FetchError as error:
+        raise DataError(_missing_bench(name_or_file, named, str(error))) from None
 
 
 def _candidates(name: str) -> list[Path]:
@@ -160,15 +160,18 @@ def _download_directory() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "medusa-train" / "bench"
 
 
-def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path | None:
-    """Return the file from the hub or its cache, or from the bench's URL; None if it is in neither."""
+def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path:
+    """Return the file from the hub or its cache, or from the bench's URL; raises FetchError if it is in neither."""
     if bench.hub_repo is not None and bench.hub_file is not None:
-        if not hub_is_unreachable():
-            note(f"bench {name}: not on this machine, asking the Hugging Face hub for {bench.hub_repo} ...")
-        return fetch_dataset_file(bench.hub_repo, bench.hub_file)
+        fetched = f"bench {name}: fetched {bench.hub_file} of {bench.hub_repo}"
+        return fetch_dataset_file(
+            bench.hub_repo, bench.hub_file, lambda done, total: note(fetched) if done == total else None
+        )
     url = bench.url
-    if url is None or hub_is_unreachable():
-        return None
+    if url is None:
+        raise FetchError("it ships with this project")
+    if hub_is_unreachable():
+        raise FetchError("no network, or HF_HUB_OFFLINE is set")
     note(f"bench {name}: not on this machine, downloading {url} ...")
     target = _download_directory() / name / FILES[0]
 
@@ -179,15 +182,15 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
 
     try:
         replace_file(target, write)
-    except (OSError, DataError):
-        return None
+    except (OSError, DataError) as error:
+        raise FetchError(str(error)) from error
     return target
 
 
-def _missing_bench(name: str, bench: PublicDataset) -> str:
-    tried = " and it could not be downloaded" if bench.origin else ""
+def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
+    tried = f" and it could not be downloaded: {reason}" if bench.origin else ""
     return (
-        f"bench {name!r}: its question file is not on this machine{tried}.\n"
+        f"bench {name!r}: its question file is not on this machine{tried}\n"
         f"Get it from {bench.origin or 'this project'} and put it at "
         f"{PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name works as well),\n"
         f"or set {BENCH_DIR_VARIABLE} to a directory that holds {name}/question.jsonl or {name}.jsonl."

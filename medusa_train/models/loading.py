@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
 from medusa_train.errors import BackboneError
-from medusa_train.hub import hub_is_unreachable
+from medusa_train.hub import describe_hub_error, hub_is_unreachable
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
 from medusa_train.models.partitioned import gathering_modules
@@ -62,7 +62,8 @@ def load_backbone(
             **quantized_loading(quantization, dtype, device),
         )
     except (OSError, ValueError, ImportError) as error:
-        raise BackboneError(f"base_model {name}: loading failed: {error}") from error
+        reason = describe_hub_error(error, name, "model") or error
+        raise BackboneError(f"base_model {name}: loading failed: {reason}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
         if (damaged := _damaged_file(source)) is None:
             raise  # such as memory that does not suffice
@@ -132,9 +133,10 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
                 f"base_model {name}: no such directory. `make smollm2-model` writes the model of "
                 f"configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"
             ) from error
+        reason = describe_hub_error(error, name, "model")
         raise BackboneError(
-            f"base_model {name}: not a local directory, and not available from the Hugging Face hub "
-            f"(no network, a misspelt name, or a gated model without a token).\n"
+            f"base_model {name}: not a local directory, and not available from the Hugging Face hub: "
+            f"{reason or 'no network, or HF_HUB_OFFLINE is set, and it is not in the cache'}.\n"
             f"Download it where there is a network (`hf download {name} --local-dir models/{Path(name).name}`) "
             f"and set base_model: models/{Path(name).name}"
         ) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from medusa_train.data.records import describe_problems, parse_user_turns
-from medusa_train.data.sources import SEED_DATASETS, HubSplit, LocalFiles
+from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles
 from medusa_train.errors import ConfigError, DataError
 
 
@@ -77,7 +77,7 @@ def read_prompts(
 
 def short_name(seed_dataset: str) -> str:
     """Return the name for output files: `sharegpt`, the stem of a file, the last part of a hub name."""
-    return seed_dataset if seed_dataset in SEED_DATASETS else Path(seed_dataset).stem
+    return seed_dataset if seed_dataset in PUBLIC_DATASETS else Path(seed_dataset).stem
 
 
 def _record_id(record: dict[str, object], turns: list[str], system: str | None) -> str:

@@ -19,7 +19,7 @@ from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_seed_dataset
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.progress import duration
+from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.selfdistill.engines import Engine, Request
 from medusa_train.selfdistill.model import model_name, public_name, resolve_model_paths, server_sampling
 from medusa_train.selfdistill.modes import ChatSteps, DropRules, GeneratedChat, question, replay, selftalk
@@ -49,11 +49,11 @@ def resolve_shard(text: str | None) -> Shard | None:
     return Shard(int(os.environ.get("RANK", "0")) + 1, world) if world > 1 else None
 
 
-def load_prompts(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[list[Prompt], Counter[str]]:
+def load_prompts(cfg: SelfDistillConfig, progress: RunProgress) -> tuple[list[Prompt], Counter[str]]:
     """Return the selected prompts of all shards, and the number of skipped ones by reason.
 
     Args:
-        note: receives lines for the user: downloads, and invalid records that were skipped.
+        progress: shows downloads, and invalid records that were skipped.
 
     Raises:
         DataError, ConfigError: as `open_seed_dataset` and `read_prompts`.
@@ -62,11 +62,13 @@ def load_prompts(cfg: SelfDistillConfig, note: Callable[[str], None]) -> tuple[l
         assert cfg.limit is not None  # checked with the configuration
         return [Prompt(f"question-{number:06d}", (), source="by the model") for number in range(cfg.limit)], Counter()
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
-    prompts = read_prompts(open_seed_dataset(cfg.seed_dataset, note, split=cfg.split), cfg.type, skipped=invalid)
+    with LoadingProgress(progress) as shown:
+        source = open_seed_dataset(cfg.seed_dataset, shown.update, split=cfg.split)
+        prompts = read_prompts(source, cfg.type, skipped=invalid)
     selection = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
     selected, skipped = select_prompts(prompts, selection)
     if invalid:
-        note("\n".join(["skipped invalid records:", *first_problems(invalid)]))
+        progress.print("\n".join(["skipped invalid records:", *first_problems(invalid)]))
         skipped["broken"] += len(invalid)
     return selected, skipped
 

@@ -22,12 +22,12 @@ from medusa_train.data.state_store import distinct_documents
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
-from medusa_train.progress import RunProgress, duration
+from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.compute import GPUS, UTILIZATION, estimate_hours, estimate_operations
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.heads_cost import NOTABLE_SHARE, cheaper_settings, count_step_bytes
 from medusa_train.training.hidden_states import describe_states, state_format
-from medusa_train.training.load_data import LoadingProgress, TrainingData, load_tokenizer
+from medusa_train.training.load_data import TrainingData, load_tokenizer
 from medusa_train.training.memory import Memory, estimate_memory
 from medusa_train.training.stages import TITLES, load_stages
 from medusa_train.training.state import make_plan

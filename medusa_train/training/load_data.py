@@ -21,14 +21,13 @@ from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
 from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.data.record_files import settings_path
+from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.workers import OnEncoded
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
-from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import check_initial_weights
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -53,7 +52,7 @@ class TrainingData:
 
 
 def load_data(
-    cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS, on_encoded: OnEncoded | None = None
+    cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS, on_progress: OnProgress | None = None
 ) -> TrainingData:
     """Check the configuration against the backbone's config and tokenize the data; no weights are loaded.
 
@@ -63,7 +62,7 @@ def load_data(
         cfg: a validated configuration.
         console: for notes.
         world: the processes that train together.
-        on_encoded: see `load_datasets`.
+        on_progress: see `load_datasets`.
 
     Raises:
         BackboneError: the backbone does not exist, the hub cannot be reached, or its architecture is not supported.
@@ -72,11 +71,11 @@ def load_data(
         DataError: the data cannot be read or has no supervised tokens.
     """
     if world.size == 1:
-        return _load_data(cfg, console, 1, on_encoded)
+        return _load_data(cfg, console, 1, on_progress)
     node_main = world.node_main()
     first = world.rank == node_main
     with _node_cache(cfg, world, node_main) as cfg:
-        data = world.run_on_all(lambda: _load_data(cfg, console, world.size, on_encoded) if first else None)
+        data = world.run_on_all(lambda: _load_data(cfg, console, world.size, on_progress) if first else None)
         # each tokenizes for itself if the file could not be written
         alone = cfg.model_copy(update={"dataset_processes": 1})
         return world.run_on_all(lambda: data or _load_data(alone, console, world.size))
@@ -125,7 +124,9 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     return resolved, config
 
 
-def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: OnEncoded | None = None) -> TrainingData:
+def _load_data(
+    cfg: TrainConfig, console: Console, processes: int, on_progress: OnProgress | None = None
+) -> TrainingData:
     resolved, config = check_run(cfg, processes)
     context = context_length(config.get_text_config())
     if cfg.sequence_len > context:
@@ -140,7 +141,7 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: O
     encoder = chat_encoder(cfg, tokenizer)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
-    train, validation = load_datasets(cfg, encoder, on_encoded)
+    train, validation = load_datasets(cfg, encoder, on_progress)
     for name, report in {"data": train.report, "test data": validation.report}.items():
         if name == "data" or cfg.test_datasets is not None:  # else it is the same report
             for line in report.describe():
@@ -150,36 +151,8 @@ def _load_data(cfg: TrainConfig, console: Console, processes: int, on_encoded: O
     prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_encoded)
+        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress)
     return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0])
-
-
-class LoadingProgress:
-    """Show the phases of loading data in turn: a clock, and a bar while conversations are tokenized."""
-
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
-        self._phase = progress.phase("loading data", ticking=True)
-
-    def __enter__(self) -> LoadingProgress:
-        self._phase.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._phase.stop()
-
-    def on_encoded(self, done: int, total: int) -> None:
-        """Show that `done` of the `total` conversations of a data set are tokenized."""
-        if self._phase.total is None:
-            self._switch("tokenizing", total, "conversations", done)
-        self._phase.update(done)
-        if done == total:
-            self._switch("loading data")
-
-    def _switch(self, name: str, total: int | None = None, unit: str = "", completed: int = 0) -> None:
-        self._phase.stop()
-        self._phase = self._progress.phase(name, total, unit, completed=completed, ticking=total is None)
-        self._phase.start()
 
 
 def load_tokenizer(cfg: TrainConfig, resolved: str) -> Any:

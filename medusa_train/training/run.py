@@ -21,10 +21,10 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.tree_search import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
-from medusa_train.progress import RunProgress, duration
+from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.load_data import LoadingProgress, TrainingData, load_data
+from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 from medusa_train.training.trainer import Outcome, Trainer
@@ -71,7 +71,7 @@ def train(
         world.run_on_main(lambda: check_output_dir(cfg))
         if data is None:
             with LoadingProgress(progress) as shown:
-                data = load_data(cfg, console, world, shown.on_encoded)
+                data = load_data(cfg, console, world, shown.update)
         trainer = build_trainer(cfg, data, progress, world)
         trainer.whole_run = whole_run
         try:

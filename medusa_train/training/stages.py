@@ -28,9 +28,9 @@ from medusa_train.config.paths import expand_user, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.progress import RunProgress
+from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.load_data import LoadingProgress, TrainingData, check_run, load_data
+from medusa_train.training.load_data import TrainingData, check_run, load_data
 from medusa_train.training.run import train
 from medusa_train.training.signals import sigterm_as_interrupt
 from medusa_train.training.state import make_plan
@@ -94,7 +94,7 @@ def load_stages(
         equal = number > 0 and all(getattr(cfg, key) == getattr(stages[0], key) for key in _DATA_KEYS)
         if equal:
             world.run_on_all(lambda cfg=cfg: check_run(cfg, world.size))  # type: ignore[misc]
-        loaded.append(loaded[0] if equal else load_data(cfg, console, world, shown.on_encoded))
+        loaded.append(loaded[0] if equal else load_data(cfg, console, world, shown.update))
     return loaded
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
 from medusa_train.data import sources
+from medusa_train.hub import FetchError
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.fake_server import Reply, error, serving
 
@@ -103,7 +104,10 @@ def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> 
 def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_where_to_put_it(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "fetch_dataset_file", lambda repo, filename: None)
+    def refuse(*arguments: object) -> None:
+        raise FetchError("no network")
+
+    monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
     result = runner.invoke(app, ["--seed", "sharegpt"])
     assert result.exit_code == 1
     assert "data/tiny (the embedded tiny backbone), prompts sharegpt" in result.output.splitlines()[0]
@@ -125,7 +129,7 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["--mode", "questions", "--limit", "2", "min_chars=3"], 2, "has no effect with mode: questions"),
         (["--seed", "mine.jsonl", "processes=2"], 2, "unknown key; it was removed: several processes were no faster"),
         (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
-        (["--seed", "absent.jsonl"], 1, "no such file, and no seed set of that name"),
+        (["--seed", "absent.jsonl"], 1, "no such file, and no public data set of that name"),
         (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
         (["--seed", "mine.jsonl", "--model", "backbone", "--output", "x.txt"], 2, "has to end with .jsonl"),
     ],

@@ -25,6 +25,8 @@ def test_three_formats_give_the_same_chat() -> None:
     expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
     sharegpt = [{"from": "system", "value": "s"}, *GOOD["conversations"]]
     assert turns({"conversations": sharegpt}) == expected
+    continued = [{"from": "gpt", "value": "the end of a longer chat"}, *GOOD["conversations"]]
+    assert turns({"conversations": continued}) == turns(GOOD)  # as in FastChat
     assert turns({"system": "s", **GOOD}) == expected
     named = [("developer", "s"), ("user", "q"), ("assistant", "a")]
     assert turns({"messages": [{"role": r, "content": c} for r, c in named]}) == expected
@@ -68,7 +70,8 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
         ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: 'value' must be a string, it is a num"),
         ({"messages": [{"role": "user", "content": None}]}, "'content' must be a string, it is missing"),
-        ({"conversations": [{"from": "gpt", "value": "x"}]}, "turn 1 has the role assistant"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "no user turn"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "turn 1 has the role assistant"),
         ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
         ({"instruction": "x", "output": None}, "'output' must be a string"),
     ],

@@ -1,19 +1,26 @@
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.sources import open_source, read_source
+from medusa_train.data import sources
+from medusa_train.data.records import ReadResult
+from medusa_train.data.sources import HubSplit, LocalFiles, open_seed_dataset, open_source
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.hub import FetchError
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LINE = json.dumps(RECORD) + "\n"
+SHAREGPT_REPO, SHAREGPT_FILE = "Aeala/ShareGPT_Vicuna_unfiltered", "ShareGPT_V4.3_unfiltered_cleaned_split.json"
+
+
+def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
+    return open_source(source).read(source.type, skip_bad=skip_bad)
 
 
 def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
@@ -88,22 +95,85 @@ def test_the_split_train_of_a_file_is_all_of_it(tmp_path: Path) -> None:
     assert source.fingerprint() == open_source(DatasetConfig(path=str(tmp_path / "a.jsonl"))).fingerprint()
 
 
-@pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "https://nowhere.invalid"}])
-def test_a_hub_that_cannot_be_reached_is_told_clearly(tmp_path: Path, offline: dict[str, str]) -> None:
-    """At once, with no attempt on the network; in a process of its own, as libraries read their settings once."""
-    program = (
-        "from medusa_train.config.schema import DatasetConfig\n"
-        "from medusa_train.data.sources import read_source\n"
-        "from medusa_train.errors import DataError\n"
-        "try:\n"
-        "    read_source(DatasetConfig(path='nobody/nothing'))\n"
-        "except DataError as error:\n"
-        "    print(error)\n"
-    )
-    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE")
-    environment = {name: value for name, value in os.environ.items() if name not in proxies}
-    environment |= {"HF_HOME": str(tmp_path), **offline}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "nobody/nothing: no such file or directory, and the hub has no data set of that name" in done.stdout
-    assert "Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)" in done.stdout
-    assert "set it to the path of a JSONL file" in done.stdout
+def open_both(name: str) -> list[LocalFiles | HubSplit]:
+    """What training and self-distillation read under a name."""
+    return [open_source(DatasetConfig(path=name)), open_seed_dataset(name)]
+
+
+def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[str, str]] = []
+
+    def fetch(repo: str, filename: str, on_bytes: object) -> Path:
+        asked.append((repo, filename))
+        return tmp_path / "cached.json"
+
+    monkeypatch.setattr(sources, "fetch_dataset_file", fetch)
+    (tmp_path / "cached.json").write_text(LINE)
+    assert open_both("sharegpt") == [LocalFiles((tmp_path / "cached.json",))] * 2
+    assert asked == [(SHAREGPT_REPO, SHAREGPT_FILE)] * 2
+    for place in ("data/sharegpt/" + SHAREGPT_FILE, "data/seeds/sharegpt.json", "data/seeds/sharegpt.jsonl"):
+        path = Path(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(LINE)
+        assert open_both("sharegpt") == [LocalFiles((path,))] * 2
+    (tmp_path / "sharegpt.json").write_text(LINE)
+    monkeypatch.setenv(sources.SEED_DIR_VARIABLE, str(tmp_path))
+    assert open_both("sharegpt") == [LocalFiles((tmp_path / "sharegpt.json",))] * 2
+    assert len(asked) == 2
+
+
+def test_a_local_path_is_read_in_training_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sharegpt").mkdir()
+    (tmp_path / "sharegpt" / "a.jsonl").write_text(LINE)
+    assert open_source(DatasetConfig(path="sharegpt")) == LocalFiles((Path("sharegpt/a.jsonl"),))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "sharegpt",
+            f"{SHAREGPT_FILE} of the data set {SHAREGPT_REPO} and put it at data/seeds/sharegpt.json (one ",
+        ),
+        ("ultrachat", "the parquet files of the split train_sft of the data set HuggingFaceH4/ultrachat_200k and put "),
+    ],
+)
+def test_the_message_says_where_to_put_what_cannot_be_fetched(name: str, advice: str, monkeypatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise FetchError("no network")
+
+    monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
+    monkeypatch.setattr(sources, "_load_split", refuse)
+    for call in (lambda: open_source(DatasetConfig(path=name)), lambda: open_seed_dataset(name)):
+        with pytest.raises(DataError, match="could not be fetched from the Hugging Face hub: no network") as error:
+            call()
+        assert f"Download {advice}" in str(error.value)
+
+
+def test_hub_names_are_loaded_with_their_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+    rows = [RECORD]
+
+    def load(path: str, name: str | None, split: str) -> list[object]:
+        asked.append((path, name, split))
+        return rows
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    assert open_both("ultrachat") == [HubSplit("HuggingFaceH4/ultrachat_200k[train_sft]", rows)] * 2
+    open_seed_dataset("somebody/chats", split="test")
+    open_source(DatasetConfig(path="somebody/chats", name="main"))
+    assert asked[2:] == [("somebody/chats", None, "test"), ("somebody/chats", "main", "train")]
+    with pytest.raises(DataError, match="no such file, and no public data set of that name"):
+        open_seed_dataset("nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert open_seed_dataset("tiny") == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
+
+
+def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "hub_is_unreachable", lambda: True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="Couldn't reach 'nobody/nothing' on the Hub") as error:
+        open_source(DatasetConfig(path="nobody/nothing"))
+    assert "nobody/nothing: no such file or directory, and the hub has no data set of that name" in str(error.value)

@@ -58,7 +58,7 @@ def test_two_processes_return_what_one_does_to_the_byte(
     assert one.report.outcomes == {"complete": 16, "truncated": 0, "too_long": 8, "unsupervised": 8}
     assert one.report.split == (8, 16)
     assert [line.split(": ")[0] for line in one.report.skipped] == [f"d.jsonl:{n}" for n in range(40) if n * 7 % 5 == 2]
-    assert progress == [(min(done, 40), 40) for done in range(3, 43, 3)] * 2
+    assert progress == [("tokenizing", min(done, 40), 40) for done in range(3, 43, 3)] * 2
     assert not multiprocessing.active_children()
 
 
@@ -80,7 +80,7 @@ def test_a_killed_worker_is_an_error(conversations: list[Conversation], make_tok
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_workers(conversations: list[Conversation], make_tokenizer: Callable[..., Any]) -> None:
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(name: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -1,0 +1,165 @@
+"""A stand-in for the Hugging Face hub on loopback: what `huggingface_hub`, `transformers` and `datasets` ask for.
+
+It serves the files below `root/models/OWNER/NAME` and `root/datasets/OWNER/NAME`; `HF_ENDPOINT` names it.
+`python -m tests.hub.server ROOT PORT` runs it as a process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class StandInHub(ThreadingHTTPServer):
+    """Serves a directory as the hub would.
+
+    Attributes:
+        refusals: (status, X-Error-Code) of the answers to all requests for a repository, such as (401, "GatedRepo").
+        breaks: for the name of a file, after how many bytes the next answers break off, one number per answer.
+        damaged: names of files whose content is served with one byte changed.
+        ranges: first byte of every request for the content of a file, with its name.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, root: Path, port: int = 0) -> None:
+        self.root = root
+        self.refusals: dict[str, tuple[int, str]] = {}
+        self.breaks: dict[str, list[int]] = {}
+        self.damaged: set[str] = set()
+        self.ranges: list[tuple[str, int]] = []
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which a command asks this hub."""
+        return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+
+
+@contextmanager
+def serve(root: Path) -> Iterator[StandInHub]:
+    """Run a stand-in hub in a thread."""
+    with StandInHub(root) as hub:
+        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: StandInHub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_content=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_content=True)
+
+    def do_POST(self) -> None:
+        """Answer `paths-info`."""
+        form = self.rfile.read(int(self.headers.get("Content-Length", "0"))).decode()
+        kind, repo, _ = self._parse()
+        paths = json.loads(form)["paths"] if form.startswith("{") else []
+        folder = self.server.root / kind / repo
+        self._json([_entry(folder, folder / path) for path in paths if (folder / path).exists()])
+
+    def _parse(self) -> tuple[str, str, list[str]]:
+        """Return models or datasets, OWNER/NAME, and the other parts of the path."""
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        parts = parts[1:] if parts[0] == "api" else parts
+        kind = parts.pop(0) if parts[0] in ("models", "datasets") else "models"
+        return kind, "/".join(parts[:2]), parts[2:]
+
+    def _answer(self, *, with_content: bool) -> None:
+        kind, repo, rest = self._parse()
+        folder = self.server.root / kind / repo
+        if repo in self.server.refusals:
+            return self._refuse(*self.server.refusals[repo])
+        if not folder.is_dir():
+            return self._refuse(404, "RepoNotFound")
+        if rest[:1] == ["resolve"]:
+            return self._file(folder / "/".join(rest[2:]), with_content)
+        if rest[:1] == ["tree"]:
+            base = folder / "/".join(rest[2:])
+            if not base.is_dir():
+                return self._refuse(404, "EntryNotFound")
+            return self._json([_entry(folder, path) for path in _files(base)])
+        siblings = [{"rfilename": str(path.relative_to(folder))} for path in _files(folder)]
+        info = {"id": repo, "sha": COMMIT, "private": False, "gated": False, "tags": [], "siblings": siblings}
+        return self._json(info)
+
+    def _file(self, path: Path, with_content: bool) -> None:
+        if not path.is_file():
+            return self._refuse(404, "EntryNotFound")
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("ETag", f'"{digest}"')
+        self.send_header("X-Linked-Etag", f'"{digest}"')
+        self.send_header("X-Linked-Size", str(len(content)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if with_content:
+            self._send(path, content, start)
+        return None
+
+    def _send(self, path: Path, content: bytes, start: int) -> None:
+        self.server.ranges.append((path.name, start))
+        if path.name in self.server.damaged:
+            content = content[:-1] + b"?"
+        if self.server.breaks.get(path.name):
+            self.wfile.write(content[start : start + self.server.breaks[path.name].pop(0)])
+            self.close_connection = True
+        else:
+            self.wfile.write(content[start:])
+
+    def _json(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        if __name__ == "__main__":
+            super().log_message(format, *args)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _entry(folder: Path, path: Path) -> dict[str, Any]:
+    oid = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size, "oid": oid}
+
+
+if __name__ == "__main__":
+    StandInHub(Path(sys.argv[1]), int(sys.argv[2])).serve_forever()

@@ -1,0 +1,117 @@
+"""Files and models of a stand-in hub: fetched once, whole or not at all, and refused with a sentence that helps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub.server import StandInHub, serve
+
+REPO, FILE = "somebody/chats", "chats.json"
+CONTENT = b"0123456789" * 500_000
+FETCH = f"""
+from medusa_train.hub import FetchError, fetch_dataset_file
+seen = []
+try:
+    path = fetch_dataset_file("{REPO}", "{FILE}", lambda done, total: seen.append((done, total)))
+    print(path, path.stat().st_size, seen[-1:])
+except FetchError as error:
+    print(f"FetchError: {{error}}")
+"""
+LOAD = """
+import sys
+from medusa_train.errors import BackboneError
+from medusa_train.hub import FetchError, fetch_dataset_file
+from medusa_train.models.loading import resolve_backbone
+for name in sys.argv[1:]:
+    for call, *arguments in ((resolve_backbone, name), (fetch_dataset_file, name, "chats.json")):
+        try:
+            call(*arguments)
+        except (BackboneError, FetchError) as error:
+            print(error)
+"""
+#: Answers of the hub, and what they mean; {0} is the repository, {1} its page.
+REFUSALS = {
+    "gated": (401, "GatedRepo", "{0} is gated: accept its terms at {1}, then log in with `hf auth login` or set HF_"),
+    "pending": (403, "GatedRepo", "{0} is gated and your account has no access to it yet: accept its terms at {1}"),
+    "private": (401, "", "{0}, or it is private: check the name, or log in with `hf auth login` or set HF_TOKEN"),
+    "missing": (404, "RepoNotFound", "{0}, or it is private: check the name, or log in"),
+    "forbidden": (403, "", "the hub does not let your account read {0}: see {1}"),
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[StandInHub]:
+    folder = tmp_path / "hub" / "datasets" / REPO
+    folder.mkdir(parents=True)
+    (folder / FILE).write_bytes(CONTENT)
+    with serve(tmp_path / "hub") as hub:
+        yield hub
+
+
+@pytest.fixture
+def run(hub: StandInHub, tmp_path: Path) -> Callable[..., str]:
+    """Run a program in a process of its own, since libraries read their settings once."""
+
+    def start(program: str = FETCH, *arguments: str, **variables: str) -> str:
+        environment = os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), **variables}
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    return start
+
+
+def fetched(home: Path) -> list[str]:
+    return sorted(path.name for path in home.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
+def test_a_file_is_fetched_once_and_then_read_without_a_network(hub: StandInHub, run, tmp_path: Path) -> None:
+    first = run()
+    assert first.split()[1:] == [str(len(CONTENT)), f"[({len(CONTENT)},", f"{len(CONTENT)})]"]
+    assert run(HF_HUB_OFFLINE="1").split()[:2] == first.split()[:2]
+    assert len(hub.ranges) == 1
+    assert fetched(tmp_path / "home") == [FILE]
+
+
+def test_a_broken_download_continues_in_the_same_call_and_in_the_next(hub: StandInHub, run, tmp_path: Path) -> None:
+    hub.breaks[FILE] = [2_000_000, 0, 1_000_000]
+    assert run().split()[1] == str(len(CONTENT))
+    starts = [start for _, start in hub.ranges]
+    assert starts[0] == 0
+    assert 0 < starts[1] == starts[2] < starts[3] <= 3_000_000
+
+    hub.ranges.clear()
+    hub.breaks[FILE] = [2_000_000, *[0] * 5]
+    os.remove(next((tmp_path / "home").rglob(FILE)))
+    assert "the connection to http://127.0.0.1" in run()
+    assert [name for name in fetched(tmp_path / "home") if name.endswith(".part")]
+    hub.ranges.clear()
+    assert run().split()[1] == str(len(CONTENT))
+    assert hub.ranges[0][1] > 0
+    assert next((tmp_path / "home").rglob(FILE)).read_bytes() == CONTENT
+
+
+def test_a_damaged_download_is_never_used(hub: StandInHub, run, tmp_path: Path) -> None:
+    hub.damaged.add(FILE)
+    assert "FetchError: the download was damaged and is deleted; run the command again" in run()
+    assert fetched(tmp_path / "home") == []
+
+
+def test_a_refusal_says_what_to_do(hub: StandInHub, run) -> None:
+    hub.refusals = {f"somebody/{name}": (status, code) for name, (status, code, _) in REFUSALS.items()}
+    text = run(LOAD, *hub.refusals)
+    for repo, (_, _, sentence) in zip(hub.refusals, REFUSALS.values(), strict=True):
+        for page in (f"{hub.url}/{repo}", f"{hub.url}/datasets/{repo}"):
+            assert sentence.format(repo, page) in text
+    assert f"{hub.url}/datasets/{REPO} does not have this file" in run(FETCH.replace(FILE, "other.json"))
+
+
+def test_without_a_network(run) -> None:
+    text = run(LOAD, REPO, HF_HUB_OFFLINE="1")
+    assert "no network, or HF_HUB_OFFLINE is set, and it is not in the cache.\nDownload it" in text
+    assert text.endswith("\nno network, or HF_HUB_OFFLINE is set\n")
