@@ -27,17 +27,17 @@ from medusa_train.data.draft_vocabulary import coverage, token_counts
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.backbone_quality import compare_backbones, has_trained_backbone, load_versions
-from medusa_train.evaluation.calibrate import trace_conversations, validation_prompts
+from medusa_train.evaluation.calibrate import validation_prompts
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import model_settings
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Generation
-from medusa_train.inference.traces import AcceptedLength, Trace, trace_answer
-from medusa_train.inference.tree_fit import joint_trees
 from medusa_train.io import replace_text
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
+from medusa_train.tree_search.fit import joint_trees
+from medusa_train.tree_search.traces import AcceptedLength, Trace, trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
 
 CHAIN = "chain"
@@ -105,13 +105,20 @@ class DraftCounts:
 
     def _fit_trees(self) -> Record:
         """Fit the best trees of given sizes to answers to the run's held-out prompts."""
-        prompts = validation_prompts(self._paths, self._chat, TREE_SEED)
+        prompts = validation_prompts(self._paths, self._chat, TREE_SEED, self._args.tree_tokens)
         if not prompts:
             raise CheckpointError(f"{self._runs[-1]}: its training data are missing, needed to fit trees")
-        with self._progress.phase("fitting equal trees", self._args.tree_tokens, "tokens", ticking=True) as phase:
-            chats = trace_conversations(self._model, prompts, self._args.tree_tokens, TREE_ANSWER, phase.advance)
-        fitted = joint_trees([trace for chat in chats for trace in chat], self._args.nodes)
         assert self._model.draft is not None
+        with self._progress.phase("fitting equal trees", self._args.tree_tokens, "tokens", ticking=True) as phase:
+            chats = trace_conversations(
+                self._model.backbone,
+                self._model.draft,
+                prompts,
+                token_budget=self._args.tree_tokens,
+                max_new_tokens=TREE_ANSWER,
+                on_answer=phase.advance,
+            )
+        fitted = joint_trees([trace for chat in chats for trace in chat], self._args.nodes)
         trees = {CHAIN: Tree.chain(min(CHAIN_LENGTH, self._model.draft.num_heads))}
         trees |= {str(nodes): fitted[nodes] for nodes in self._args.nodes}
         return {"trees": {name: [list(path) for path in tree.paths] for name, tree in trees.items()}}

@@ -6,7 +6,6 @@ Writes tree.json and a report page.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +15,22 @@ from rich.table import Table
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_dynamic_trees, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
+from medusa_train.checkpoint.run_layout import TREE
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
 from medusa_train.evaluation.choose_dtype import choose_dtype
-from medusa_train.evaluation.html_report.calibration import BY_CONSTRUCTION, calibration_page
 from medusa_train.evaluation.questions import Bench, Question
-from medusa_train.evaluation.tree_choice import CalibrationResult, Prompts, search, trace_conversations
 from medusa_train.inference.decoding_form import DecodingForm
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
+from medusa_train.tree_search.choose import TreeChoice, choose_tree
+from medusa_train.tree_search.fit import SEARCHES
+from medusa_train.tree_search.page import BY_CONSTRUCTION, calibration_page
+from medusa_train.tree_search.traces import Prompts, prompts_by_conversation, trace_conversations
 from medusa_train.trees.tree import Tree
-
-TREE = "tree.json"
 
 
 def load_model(
@@ -58,18 +58,18 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench, paths, progress)
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    conversations = validation_prompts(paths, chat, cfg.seed)
+    conversations = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
     source = "validation prompts of the run"
     if conversations is None:
         conversations = bench_prompts(bench.questions, chat)
         source = f"questions of bench {bench.name}: evaluate on another one"
     named = Tree.load(paths.tree) if names_tree_file(cfg.tree) and paths.tree is not None else None
-    result = fit(cfg, model, conversations, source, progress, named)
-    progress.console.print(table(result))
+    choice = fit(cfg, model, conversations, source, progress, tuple(SEARCHES), named)
+    progress.console.print(table(choice))
     progress.console.print(BY_CONSTRUCTION, highlight=False, soft_wrap=True)
-    progress.print(describe(result))
+    progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
-    return save(result, cfg, paths)
+    return save(choice, cfg, paths)
 
 
 def refit_tree(
@@ -106,18 +106,18 @@ def refit_tree(
         progress.print(f"{reason}; using it as named by tree")
         return None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    if (conversations := validation_prompts(paths, chat, cfg.seed)) is None:
+    if (conversations := validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)) is None:
         progress.print(f"{reason}; using it as it is, since the run's data to fit it again are not available")
         return None
     progress.print(f"{reason}: fitting it again")
     try:
-        result = fit(cfg, model, conversations, "validation prompts of the run", progress)
-    except CheckpointError as error:
+        choice = fit(cfg, model, conversations, "validation prompts of the run", progress)
+    except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
         return None
-    progress.print(describe(result))
-    paths = replace(paths, tree=save(result, cfg, paths)[0])
-    return replace(model, tree=result.best, dynamic=load_dynamic_trees(paths)), paths
+    progress.print(f"chosen: {choice.describe()}")
+    paths = replace(paths, tree=save(choice, cfg, paths)[0])
+    return replace(model, tree=choice.best.tree, dynamic=load_dynamic_trees(paths)), paths
 
 
 def fit(
@@ -126,30 +126,33 @@ def fit(
     conversations: Sequence[Prompts],
     source: str,
     progress: RunProgress,
+    searches: Sequence[str] = ("joint",),
     named: Tree | None = None,
-) -> CalibrationResult:
-    """Let the backbone answer prompts, and choose the tree by its answers and by step latencies; see `search`."""
+) -> TreeChoice:
+    """Let the backbone answer prompts, and choose the tree by its answers and by step latencies; see `choose_tree`."""
+    assert model.draft is not None
     progress.print(f"calibrating on {cfg.calibration_tokens:,} greedy tokens, {source}")
     with progress.phase("answering for the tree", cfg.calibration_tokens, "tokens", ticking=True) as phase:
-        traces = trace_conversations(model, conversations, cfg.calibration_tokens, cfg.max_new_tokens, phase.advance)
-    return search(model, traces, [prompt for prompts in conversations for prompt in prompts], progress, named)
+        traces = trace_conversations(
+            model.backbone,
+            model.draft,
+            conversations,
+            max_new_tokens=cfg.max_new_tokens,
+            token_budget=cfg.calibration_tokens,
+            on_answer=phase.advance,
+        )
+    prompts = [prompt for one in conversations for prompt in one]
+    return choose_tree(model.backbone, model.draft, traces, prompts, progress, searches=searches, named=named)
 
 
-def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int) -> list[Prompts] | None:
+def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int) -> list[Prompts] | None:
     """Return the prompts of the run's validation conversations (of all, if it has none), in random order.
 
     None if there is no run, or its data are gone.
     """
     cfg = run_config(paths)
-    result = None if cfg is None else validation_conversations(cfg, chat)
-    if result is None:
-        return None
-    conversations: dict[str, Prompts] = {}
-    for example in result[0]:  # the rows of a conversation have the same key
-        conversations.setdefault(example.key, []).extend(example.prompts())
-    prompts = list(conversations.values())
-    random.Random(seed).shuffle(prompts)
-    return prompts
+    data = None if cfg is None else validation_conversations(cfg, chat)
+    return None if data is None else prompts_by_conversation(data[0], token_budget, seed)
 
 
 def bench_prompts(questions: Sequence[Question], chat: ChatEncoder) -> list[Prompts]:
@@ -157,45 +160,24 @@ def bench_prompts(questions: Sequence[Question], chat: ChatEncoder) -> list[Prom
     return [[chat.prompt([Message("user", question.turns[0])])] for question in questions]
 
 
-def table(result: CalibrationResult) -> Table:
+def table(choice: TreeChoice) -> Table:
     """Return every search's best tree as a table for the terminal."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for index, title in enumerate(("tree", "nodes", "tokens per step", "ms per step", "tokens/s")):
         shown.add_column(title, justify="left" if index == 0 else "right")
-    for one in result.candidates:
+    for one in choice.candidates:
         figures = (f"{one.tokens_per_step:.3f}", f"{one.step_ms:.2f}", f"{one.tokens_per_s:.1f}")
         shown.add_row(one.name, str(one.tree.size), *figures, style="bold" if one.name == "joint" else "")
     return shown
 
 
-def describe(result: CalibrationResult) -> str:
-    """Say which tree was chosen, and what dynamic trees would bring."""
-    form = "" if result.form is None else f" in {result.form.dtype}"
-    if result.nodes:
-        rate, nodes = result.curves["joint"][result.nodes], f"{result.nodes} node{'' if result.nodes == 1 else 's'}"
-        fixed = (
-            f"chosen: {nodes}, {rate:.2f} tokens per step (simulated on conversations that the tree was not fitted "
-            f"to), {result.chosen_ms:.2f} ms per step{form}"
-        )
-    else:
-        fixed = f"chosen: plain decoding, {result.chosen_ms:.2f} ms per step{form}; no tree is clearly faster here"
-    if result.dynamic is None:
-        return fixed
-    if not result.dynamic.trees.heads:
-        return f"{fixed}; tree: dynamic would decode without heads, which is faster here"
-    expected = result.dynamic.expected
-    return (
-        f"{fixed}; tree: dynamic would take {expected.tokens_per_step:.2f} tokens per step (simulated on the same "
-        f"answers), with {expected.nodes:.1f} nodes and {expected.step_ms:.2f} ms on average"
-    )
-
-
-def save(result: CalibrationResult, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
+def save(choice: TreeChoice, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
     """Write tree.json to the run (or `output_dir`), and the page to eval/calibration below; returns their paths."""
     home = Path(cfg.output_dir) if cfg.output_dir else paths.home
     tree, directory = home / TREE, home / "eval" / "calibration"
     data, page = directory / "calibration.json", directory / "calibration.html"
-    replace_text(data, json.dumps(result.as_json(), indent=1) + "\n")
-    replace_text(page, calibration_page(result.as_json(), f"Calibration of {paths.home.name}"))
-    result.best.save(tree, **result.tree_record())
+    record = choice.as_json()
+    replace_text(data, json.dumps(record, indent=1) + "\n")
+    replace_text(page, calibration_page(record, f"Calibration of {paths.home.name}"))
+    choice.save(tree)
     return [tree, data, page]

@@ -17,8 +17,8 @@ from medusa_train.data.conversation import is_looping
 from medusa_train.errors import DataError
 from medusa_train.evaluation.answer_scores import summarize_scores
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
-from medusa_train.trees.tree import Ranks, Tree
+from medusa_train.tree_search.traces import Trace, head_accuracy, tokens_per_step
+from medusa_train.trees.tree import Tree
 
 #: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings (`baselines`,
 #: `intervals`, `scores`).
@@ -149,23 +149,6 @@ def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
     lengths = accepted_lengths(answers)
     steps = sum(lengths)
     return [sum(lengths[least:]) / steps for least in range(1, len(lengths))]
-
-
-def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
-    """Simulate decoding the traced answers with `tree`; return the share of steps that accept each node.
-
-    The order is that of `tree.paths`. None without any step.
-    """
-    steps = 0
-    accepted: Counter[Ranks] = Counter()
-    lengths = AcceptedLength(tree)
-    for trace in traces:
-        starts = trace.simulate(lengths)
-        steps += len(starts)
-        for start in starts:
-            path = trace.path(start)
-            accepted.update(path[:depth] for depth in range(1, len(path) + 1))
-    return [accepted[path] / steps for path in tree.paths] if steps else None
 
 
 def chain_rates(traces: Sequence[Trace]) -> list[float]:

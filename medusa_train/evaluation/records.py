@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from medusa_train.evaluation.questions import Question
-from medusa_train.inference.traces import Trace
 from medusa_train.io import JsonLinesFile, complete_lines, json_line, replace_bytes
+from medusa_train.tree_search.traces import Trace
 
 
 class Verdict(str, enum.Enum):

@@ -37,9 +37,9 @@ from medusa_train.evaluation.report import Report, model_id, terminal_report, wr
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings, note_other_bench
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
 from medusa_train.inference.detokenize import token_pieces
-from medusa_train.inference.traces import trace_answer
 from medusa_train.models.precision import emulates_bf16
 from medusa_train.progress import RunProgress
+from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 
 # Outcomes of comparing the answers in a dtype, in the report's meta.

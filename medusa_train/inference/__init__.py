@@ -1,1 +1,1 @@
-"""Decode with a draft, and choose the tree that it is decoded with."""
+"""Decode with a draft: proposals, verification, acceptance, batches, text."""

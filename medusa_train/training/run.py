@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,7 @@ from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, check_output_dir, writing
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
-from medusa_train.inference.tree_search import Calibration, calibrate
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
@@ -29,6 +26,8 @@ from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import ValidationResult
+from medusa_train.tree_search.choose import TreeChoice, choose_tree
+from medusa_train.tree_search.traces import Prompts, prompts_by_conversation, trace_conversations
 
 #: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several processes a second
 #: signal within this many seconds is taken for the first one.
@@ -119,17 +118,17 @@ def _finish(
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
     trainer.recipe.save_trained(out)
     write_heads(draft, trainer.precision.dtype, out, cfg.base_model)
-    calibration, note = None, ""
+    choice, note = None, ""
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         note = "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
     elif cfg.calibration_tokens:
         if not len(data.validation):
             note = "no validation set (val_set_size: 0): the tree was chosen on prompts of the training set"
-        prompts = calibration_prompts(data.prompts, cfg.calibration_tokens, cfg.seed)
-        calibration = choose_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
-    if (table := heads_table(validation, calibration)) is not None:
+        prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
+        choice = fit_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
+    if (table := heads_table(validation, choice)) is not None:
         results.print(table)
-    results.print(summary(cfg, trainer, step, calibration, progress, note))
+    results.print(summary(cfg, trainer, step, choice, progress, note))
 
 
 # Stopping and resuming
@@ -211,38 +210,20 @@ def write_heads(draft: Draft, dtype: torch.dtype, out: Path, base_model: str) ->
     return save_draft(draft.to(dtype), out / HEADS, base_model)
 
 
-def calibration_prompts(conversations: EncodedDataset, token_budget: int, seed: int) -> list[list[int]]:
-    """Return the tokens before assistant turns as prompts, in random order.
-
-    Earlier turns keep the data's answers as history; only the next answer is generated. The prompts suffice for
-    `token_budget` tokens even if the backbone's answers are a quarter as long as the data's.
-    """
-    rng = random.Random(seed)
-    prompts: list[list[int]] = []
-    remaining = 4 * token_budget
-    for example in rng.sample(list(conversations), len(conversations)):
-        prompts.extend(example.prompts())
-        remaining -= int(example.supervised.sum())
-        if remaining <= 0:
-            break
-    rng.shuffle(prompts)
-    return prompts
-
-
-def choose_tree(
+def fit_tree(
     recipe: BackboneRecipe,
     draft: Draft,
-    prompts: Sequence[list[int]],
+    conversations: Sequence[Prompts],
     token_budget: int,
     out: Path,
     progress: RunProgress,
-) -> Calibration | None:
-    """Choose the tree on greedy continuations of `prompts` and write tree.json.
+) -> TreeChoice | None:
+    """Choose the tree on greedy answers to prompts and write tree.json.
 
     An adapter is merged first, as for decoding, unless the backbone is quantized: dequantized it may not fit.
 
     Returns:
-        The calibration; None after printing the reason if no tree could be chosen. The heads are usable without one.
+        None after printing the reason if no tree could be chosen. The heads are usable without one.
     """
     recipe.train(False)
     draft.eval()
@@ -252,16 +233,17 @@ def choose_tree(
         recipe.backbone.prepack_weights()
         draft.prepack_weights()
     try:
-        with _TreeProgress(progress, token_budget) as shown:
-            calibration = calibrate(
+        with progress.phase("answering for the tree", token_budget, "tokens") as phase:
+            traces = trace_conversations(
                 recipe.backbone,
                 draft,
-                prompts,
+                conversations,
                 max_new_tokens=min(ANSWER_TOKENS, max(8, token_budget // 8)),
                 token_budget=token_budget,
-                on_answer=shown.on_answer,
-                on_measured=shown.on_measured,
+                on_answer=phase.advance,
             )
+        prompts = [prompt for one in conversations for prompt in one]
+        choice = choose_tree(recipe.backbone, draft, traces, prompts, progress)
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}", style="yellow")
         return None
@@ -271,51 +253,24 @@ def choose_tree(
             f"no tree was chosen: not enough memory beside the training. To choose it: {again}", style="yellow"
         )
         return None
-    calibration.save(out / TREE)
-    return calibration
-
-
-class _TreeProgress:
-    """Show the two phases of choosing a tree: generating greedy continuations, then timing candidate trees."""
-
-    def __init__(self, progress: RunProgress, token_budget: int) -> None:
-        self._progress = progress
-        self._phase = progress.phase("choosing the tree", token_budget, "greedy tokens")
-        self._timing = False
-
-    def __enter__(self) -> _TreeProgress:
-        self._phase.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._phase.stop()
-
-    def on_answer(self, tokens: int) -> None:
-        self._phase.advance(tokens)
-
-    def on_measured(self) -> None:
-        if not self._timing:
-            self._phase.stop()
-            self._phase = self._progress.phase("timing trees", unit="measurements")
-            self._phase.start()
-            self._timing = True
-        self._phase.advance()
+    choice.save(out / TREE)
+    return choice
 
 
 # Closing tables
 
 
-def heads_table(validation: ValidationResult | None, calibration: Calibration | None) -> Table | None:
+def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
     """Tabulate top-1 and top-5 accuracy per head on validation text and on the backbone's greedy continuations."""
-    if validation is None and calibration is None:
+    if validation is None and choice is None:
         return None
     table = Table(title="head accuracy", title_justify="left")
     table.add_column("head", justify="right")
     rows: list[list[str]] = []
     if validation is not None:
         _add_columns(table, rows, "held-out text", validation.top)
-    if calibration is not None:
-        _add_columns(table, rows, "greedy continuations", calibration.accuracy)
+    if choice is not None:
+        _add_columns(table, rows, "greedy continuations", choice.accuracy)
     for k, row in enumerate(rows, start=1):
         table.add_row(str(k), *row)
     return table
@@ -333,7 +288,7 @@ def summary(
     cfg: TrainConfig,
     trainer: Trainer,
     step: int,
-    calibration: Calibration | None,
+    choice: TreeChoice | None,
     progress: RunProgress,
     note: str = "",
 ) -> Table:
@@ -366,8 +321,8 @@ def summary(
                 f"{acceptance.length:.2f} tokens per step: teacher-forced on held-out text, with a fixed tree of "
                 f"{acceptance.tree.size} nodes (comparable between evaluations and runs)",
             )
-    if calibration is not None:
-        table.add_row("tree", calibration.describe())
+    if choice is not None:
+        table.add_row("tree", choice.describe())
         table.add_row("", "a bench measures a third value, on its own questions")
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))

@@ -15,8 +15,6 @@ from torch.nn.functional import cross_entropy, pad
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.data.dataset import Batch
-from medusa_train.inference.traces import MAX_RANK, Trace, rank_of, tokens_per_step
-from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.base import Draft
@@ -24,6 +22,8 @@ from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.tree_search.fit import fit_tree
+from medusa_train.tree_search.traces import MAX_RANK, Trace, rank_of, tokens_per_step
 from medusa_train.trees.tree import Tree
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once

@@ -26,11 +26,11 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench, Question
-from medusa_train.inference.traces import AcceptedLength, Trace
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.progress import RunProgress
+from medusa_train.tree_search.traces import AcceptedLength, Trace
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import backbone_dir, chats, sentence
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import CheckpointError
-from medusa_train.evaluation import tree_choice
+from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tree
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_form import DecodingForm
-from medusa_train.inference.tree_fit import SEARCHES
 from medusa_train.progress import RunProgress
+from medusa_train.tree_search import choose
+from medusa_train.tree_search.fit import SEARCHES
 from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report_page import Balance
@@ -40,8 +40,7 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_choice, "LARGEST", 6)
-    monkeypatch.setattr(tree_choice, "SIZES", (0, 2, 6))
+    monkeypatch.setattr(choose, "SIZES", (0, 2, 6))
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_the_tree_is_chosen_among_candidates_and_written(run_dir: Path, question
     assert [one["name"] for one in figures["candidates"]] == [*SEARCHES, "named"]
     assert figures["candidates"][-1]["medusa_choices"] == [[0], [1]]
     assert list(figures["latency_ms"]) == ["0", "2", "6"]
-    assert [size["nodes"] for size in figures["searches"]["joint"]] == list(range(7))
+    assert [size["nodes"] for size in figures["searches"]["joint"]] == [0, 2, 6]
     assert figures["searches"]["joint"][0]["tokens_per_step"] == 1.0
     assert Tree.load(tree).size == figures["nodes"]
     assert figures["nodes"] == len(figures["medusa_choices"]) == figures["candidates"][0]["nodes"]
@@ -172,7 +171,7 @@ def quiet() -> RunProgress:
 def test_calibration_errors(
     run_dir: Path, backbone_dir: Path, bench_file: Path, questions: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match="only 2 conversations"):
+    with pytest.raises(MedusaError, match="conversations with an answer, got 2"):
         run(run_dir, bench_file, tmp_path)
     alone = resolve_model(None, str(backbone_dir), None)
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):

@@ -14,7 +14,6 @@ from medusa_train.evaluation.metrics import (
     ctar,
     first_difference,
     interval,
-    node_acceptance,
     overhead,
     resample,
     speed_intervals,
@@ -23,7 +22,7 @@ from medusa_train.evaluation.metrics import (
     tokens_per_second,
 )
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.inference.traces import Trace, head_accuracy
+from medusa_train.tree_search.traces import Trace, head_accuracy, node_acceptance
 from medusa_train.trees.tree import Tree
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from medusa_train.evaluation.records import Score, SkippedTurn, TimedAnswer, TurnRecord, Verdict
 from medusa_train.evaluation.report import Report, markdown, terminal_report, write_report
-from medusa_train.inference.traces import Trace
+from medusa_train.tree_search.traces import Trace
 
 KEYS = {
     "acceleration_rate",

@@ -13,11 +13,11 @@ from medusa_train.errors import CheckpointError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.inference.traces import AcceptedLength, trace_answer, trace_answers
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
+from medusa_train.tree_search.traces import AcceptedLength, trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
@@ -144,9 +144,10 @@ def test_answers_of_a_batch_have_the_traces_of_single_rows(kind: str) -> None:
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
     alone = [Decoder(backbone).generate(prompt, 12).tokens for prompt in PROMPTS]
-    expected = {i: trace_answer(backbone, draft, PROMPTS[i], answer) for i, answer in enumerate(alone)}
-    assert trace_answers(backbone, draft, PROMPTS, max_new_tokens=12) == expected
-    assert any(rank > 0 for trace in expected.values() for ranks in trace.ranks for rank in ranks)
+    expected = [trace_answer(backbone, draft, PROMPTS[i], answer) for i, answer in enumerate(alone)]
+    traced = trace_conversations(backbone, draft, [PROMPTS[:2], PROMPTS[2:]], max_new_tokens=12)
+    assert traced == [expected[:2], expected[2:]]
+    assert any(rank > 0 for trace in expected for ranks in trace.ranks for rank in ranks)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.inference.traces import trace_answer
-from medusa_train.inference.tree_search import measure_step_latency
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft, KangarooState
 from medusa_train.models.features import Rows
 from medusa_train.models.layer_split import LayerInputs
+from medusa_train.progress import RunProgress
+from medusa_train.tree_search.choose import time_steps
+from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
@@ -298,7 +301,7 @@ def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
 def test_latency_is_measured_without_early_exit() -> None:
     backbone = settled("llama")
     draft = recorder(backbone, threshold=1.0)
-    measure_step_latency(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0])
+    time_steps(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0], RunProgress(Console(file=StringIO())))
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {3}
     draft.proposals.clear()
     Decoder(backbone, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())

@@ -124,8 +124,8 @@ def make_config(base_keys: dict[str, object], tmp_path: Path):
 @pytest.fixture(autouse=True)
 def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every tree on 8 tokens and one round: which tree is chosen does not matter to these tests."""
-    monkeypatch.setattr("medusa_train.inference.tree_search._LATENCY_TOKENS", 8)
-    monkeypatch.setattr("medusa_train.inference.tree_search.LATENCY_ROUNDS", 1)
+    monkeypatch.setattr("medusa_train.tree_search.choose.TIMED_TOKENS", 8)
+    monkeypatch.setattr("medusa_train.tree_search.choose.TIMED_ROUNDS", 1)
 
 
 @pytest.fixture

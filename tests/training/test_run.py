@@ -417,9 +417,8 @@ def test_the_closing_table_tells_the_tokens_per_step_apart_and_names_a_bench_tha
     assert train(make_config(calibration_tokens=80), console) == 0
     text = " ".join(console.file.getvalue().split())
     assert "tokens per step: teacher-forced on held-out text, with a fixed tree of" in text
-    assert "greedy tokens of the model itself, " in text
-    assert "with the chosen tree of" in text or "decoding stays plain" in text
-    for phase in ("loading data", "loading the model", "training", "validation", "checkpoints", "timing trees"):
+    assert "tokens per step (simulated on" in text or "no tree is clearly faster here" in text
+    for phase in ("loading data", "loading the model", "training", "validation", "checkpoints", "timing steps"):
         assert f"{phase} " in text.partition(" time ")[2]
     assert "medusa-eval --bench mtbench" in text
     assert run_module._is_embedded("data/tiny")

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.data.dataset import Batch
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.tree_fit import fit_tree
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -20,6 +19,7 @@ from medusa_train.models.precision import Precision
 from medusa_train.training import validation
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
+from medusa_train.tree_search.fit import fit_tree
 from tests.losses.acceptance import objective as plain_objective
 from tests.losses.plain import accumulated
 

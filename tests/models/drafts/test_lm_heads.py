@@ -12,7 +12,6 @@ from medusa_train.data.batch import Batch
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import trace_answer
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
@@ -20,6 +19,7 @@ from medusa_train.models.drafts.base import Proposal, Proposer
 from medusa_train.models.drafts.dynamic import DynamicDraft
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.features import Rows
+from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone

@@ -9,12 +9,12 @@ from torch import nn
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import trace_answer
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.lm_head import LMHead
+from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from medusa_train.inference.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
+from medusa_train.tree_search.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.dynamic import paths_by_product
 from medusa_train.trees.tree import Ranks, Tree
 
@@ -15,7 +15,7 @@ from medusa_train.trees.tree import Ranks, Tree
 TreeSearch = Callable[[Sequence[Trace], Sequence[int]], dict[int, Tree]]
 
 _REFITS = 3
-_FOLDS = 4
+_FOLDS = 3
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,6 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, max_dep
         if tree.size == size and tree not in trees:
             trees.append(tree)
     return max(trees, key=lambda tree: tokens_per_step(held_out, tree))
-
-
-def shallower_trees(tree: Tree, fit: Callable[[int, int], Tree]) -> list[Tree]:
-    """Return trees of the same size for every smaller depth that holds as many nodes.
-
-    Args:
-        fit: from size and maximum depth to a tree.
-    """
-    trees = [fit(tree.size, depth) for depth in range(1, tree.max_depth)]
-    return [shallower for shallower in trees if shallower.size == tree.size]
 
 
 # Which searches are there?

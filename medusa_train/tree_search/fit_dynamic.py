@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from medusa_train.inference.traces import Trace
-from medusa_train.inference.tree_fit import TreeCandidate
+from medusa_train.tree_search.fit import TreeCandidate
+from medusa_train.tree_search.traces import Trace
 from medusa_train.trees.dynamic import KEY, DynamicTrees, StepSize, scaled_log_probs
 from medusa_train.trees.tree import Tree
 
 #: Positions below which a head keeps temperature 1.
 MIN_POSITIONS = 50
+CHOICES = 100  # choices of nodes that are timed
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.1, 10.0
 
 
@@ -74,7 +76,9 @@ def fit_dynamic_trees(
     plain = by_size[0]
     best = DynamicFit(DynamicTrees((), _sizes(by_size, 0, 0.0)), Simulation(1.0, 0.0, plain.step_ms))
     for heads in range(1, len(temperatures) + 1):
-        trees = DynamicTrees(tuple(temperatures[:heads]), _sizes(by_size, heads, per_head))
+        used, sizes = tuple(temperatures[:heads]), _sizes(by_size, heads, per_head)
+        choosing = choosing_ms(traces, DynamicTrees(used, sizes))
+        trees = DynamicTrees(used, tuple(one._replace(step_ms=one.step_ms + choosing) for one in sizes))
         expected = simulate(traces, trees)
         if expected.rate > best.expected.rate:
             best = DynamicFit(trees, expected)
@@ -171,6 +175,16 @@ def head_ms(timed: Sequence[TreeCandidate]) -> float:
         covariance += float(((depths - depths.mean()) * (times - times.mean())).sum())
         variance += float(((depths - depths.mean()) ** 2).sum())
     return max(covariance / variance, 0.0) if variance else 0.0
+
+
+def choosing_ms(traces: Sequence[Trace], trees: DynamicTrees) -> float:
+    """Return the mean milliseconds of choosing the nodes of a step, which fixed trees do without."""
+    log_probs = np.concatenate([trace.log_probs for trace in traces if trace.log_probs is not None])
+    timed = log_probs[:: max(1, len(log_probs) // CHOICES)]
+    started = time.perf_counter()
+    for one in timed:
+        trees.choose([trees.calibrated(one).tolist()])
+    return 1000 * (time.perf_counter() - started) / len(timed)
 
 
 def _sizes(by_size: Sequence[TreeCandidate], heads: int, per_head: float) -> tuple[StepSize, ...]:

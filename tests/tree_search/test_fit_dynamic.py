@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from medusa_train.inference.dynamic_fit import (
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.tree_search import fit_dynamic
+from medusa_train.tree_search.fit import TreeCandidate, independent_trees
+from medusa_train.tree_search.fit_dynamic import (
     MIN_POSITIONS,
     fit_dynamic_trees,
     fit_temperatures,
     head_ms,
     simulate,
 )
-from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import Trace, tokens_per_step, trace_answer
-from medusa_train.inference.tree_fit import TreeCandidate, independent_trees
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.tree_search.traces import Trace, tokens_per_step, trace_answer
 from medusa_train.trees.dynamic import DynamicTrees, StepSize, calibrate, scaled_log_probs
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -83,11 +84,18 @@ def test_a_head_costs_what_depth_adds_among_trees_of_equal_size() -> None:
     assert head_ms([timed(flat, 14.0)]) == 0
 
 
+@pytest.fixture
+def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let choosing the nodes take no time."""
+    monkeypatch.setattr(fit_dynamic, "choosing_ms", lambda traces, trees: 0.0)
+
+
 def candidates(traces: list[Trace], step_ms: Any) -> list[TreeCandidate]:
     trees = independent_trees(traces, [0, 2, 4, 8, 16, 32])
     return [TreeCandidate(tree, tokens_per_step(traces, tree), step_ms(tree)) for tree in trees.values()]
 
 
+@pytest.mark.usefixtures("free_choice")
 def test_calibrated_trees_beat_the_best_fixed_tree_where_confidences_vary() -> None:
     traces = synthetic([1.5, 1.5, 1.5], 4000, seed=4, spread=2.0)
     by_size = candidates(traces, lambda tree: 20 + 0.4 * tree.size + 0.5 * tree.max_depth)
@@ -106,6 +114,7 @@ def test_calibrated_trees_beat_the_best_fixed_tree_where_confidences_vary() -> N
     assert DynamicTrees.from_record(fit.record()["dynamic"]).heads == fit.trees.heads
 
 
+@pytest.mark.usefixtures("free_choice")
 def test_a_step_without_nodes_pays_for_the_heads() -> None:
     traces = synthetic([1.0, 1.0], 1000, seed=6)
 
@@ -119,6 +128,17 @@ def test_a_step_without_nodes_pays_for_the_heads() -> None:
     assert fit.trees.heads > 0
     draft_ms = 4 + 0.5 * fit.trees.heads
     assert [size.step_ms - draft_ms for size in fit.trees.sizes[:3]] == pytest.approx([10.0, 10.2, 10.4])
+
+
+def test_latencies_include_choosing_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_dynamic, "choosing_ms", lambda traces, trees: 3.0)
+    traces = synthetic([1.0, 1.0], 1000, seed=6)
+    fit = fit_dynamic_trees(traces, candidates(traces, lambda tree: 20 + 0.1 * tree.size))
+    assert fit is not None
+    assert fit.trees.heads > 0
+    assert [size.step_ms for size in fit.trees.sizes][1:] == pytest.approx([23.2, 23.4, 23.8, 24.6, 26.2])
+    monkeypatch.undo()
+    assert 0 < fit_dynamic.choosing_ms(traces, fit.trees) < 100
 
 
 def test_where_nodes_cost_too_much_no_head_is_used() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from medusa_train.inference.traces import AcceptedLength, Trace, tokens_per_step
-from medusa_train.inference.tree_fit import (
+from medusa_train.tree_search.fit import (
     SEARCHES,
     chain_trees,
     compare_searches,
@@ -21,10 +20,10 @@ from medusa_train.inference.tree_fit import (
     independent_trees,
     joint_trees,
     most_frequent,
-    shallower_trees,
 )
+from medusa_train.tree_search.traces import AcceptedLength, Trace, tokens_per_step
 from medusa_train.trees.tree import Tree
-from tests.inference.test_traces import TRACE
+from tests.tree_search.test_traces import TRACE
 
 
 def test_path_counts_and_the_most_frequent() -> None:
@@ -39,10 +38,8 @@ def test_depth_limits_the_most_frequent_and_flat_trees_are_as_large() -> None:
     assert most_frequent(counts, 4, max_depth=1).paths == ((0,), (1,))
     assert most_frequent(counts, 4, max_depth=2) == most_frequent(counts, 4)
     wide = Trace([[0, 0, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0], [0, 1, 2]] * 4, [3] * 20)
-    deep = fit_tree([wide], [wide], 5)
-    assert deep.max_depth == 3
-    flat = shallower_trees(deep, lambda size, depth: fit_tree([wide], [wide], size, depth))
-    assert [(tree.size, tree.max_depth) for tree in flat] == [(5, 2)]  # there are three first tokens only
+    trees = [fit_tree([wide], [wide], 5, depth) for depth in (None, 2, 1)]
+    assert [(tree.size, tree.max_depth) for tree in trees] == [(5, 3), (5, 2), (3, 1)]  # three first tokens only
 
 
 def test_the_most_frequent_paths_are_the_best_tree_of_their_size() -> None:

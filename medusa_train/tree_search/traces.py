@@ -1,7 +1,9 @@
-"""Trace the heads' guesses along greedy answers, and simulate decoding with any tree on these traces."""
+"""Trace the heads' guesses along greedy answers, simulate decoding with any tree on these traces, and keep them."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from medusa_train.data.dataset import EncodedDataset
 from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
@@ -23,6 +26,9 @@ from medusa_train.trees.tree import Ranks, Tree
 
 MAX_ROWS = 16  # answers that are generated at once
 MAX_CACHE_BYTES = 2**31  # of their keys and values
+
+#: The prompts of one conversation, one per turn of the assistant, as token ids.
+Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,23 @@ def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
     return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
 
 
+def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
+    """Simulate decoding the traced answers with `tree`; return the share of steps that accept each node.
+
+    The order is that of `tree.paths`. None without any step.
+    """
+    steps = 0
+    accepted: Counter[Ranks] = Counter()
+    lengths = AcceptedLength(tree)
+    for trace in traces:
+        starts = trace.simulate(lengths)
+        steps += len(starts)
+        for start in starts:
+            path = trace.path(start)
+            accepted.update(path[:depth] for depth in range(1, len(path) + 1))
+    return [accepted[path] / steps for path in tree.paths] if steps else None
+
+
 def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
     """Return the top-1 .. top-10 accuracy of every head over all positions that have a target, [K][10]."""
     heads = len(traces[0].ranks[0]) if traces else 0
@@ -95,27 +118,48 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
     return table
 
 
-def trace_answers(
+def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) -> list[Prompts]:
+    """Return the tokens before assistant turns as prompts, by conversation, in random order.
+
+    Earlier turns keep the data's answers as history; only the next answer is generated. The prompts suffice for
+    `token_budget` tokens even if the backbone's answers are a quarter as long as the data's.
+    """
+    conversations: dict[str, Prompts] = {}
+    remaining = 4 * token_budget
+    for example in random.Random(seed).sample(list(data), len(data)):
+        conversations.setdefault(example.key, []).extend(example.prompts())  # a long conversation has several rows
+        remaining -= int(example.supervised.sum())
+        if remaining <= 0:
+            break
+    return list(conversations.values())
+
+
+def trace_conversations(
     backbone: Backbone,
     draft: Draft,
-    prompts: Sequence[list[int]],
+    conversations: Sequence[Prompts],
     *,
     max_new_tokens: int = 256,
     token_budget: int = 6000,
     on_answer: Callable[[int], None] | None = None,
-) -> dict[int, Trace]:
-    """Answer `prompts` greedily with the backbone until `token_budget` tokens are generated, and trace the answers.
+) -> list[list[Trace]]:
+    """Answer prompts greedily with the backbone until `token_budget` tokens are generated, and trace the answers.
 
     Trees have to fit the backbone's output, which differs from the text of a data set.
 
     Args:
-        prompts, max_new_tokens, token_budget, on_answer: see `greedy_answers`.
+        max_new_tokens, token_budget, on_answer: see `greedy_answers`.
 
     Returns:
-        The traces of the answers of two tokens or more, by the index of their prompt.
+        The traces of each conversation that has an answer of two tokens or more.
     """
-    answers = greedy_answers(backbone, prompts, max_new_tokens, token_budget, on_answer)
-    return {i: trace_answer(backbone, draft, prompts[i], answer) for i, answer in answers.items() if len(answer) > 1}
+    prompts = [prompt for one in conversations for prompt in one]
+    owners = [index for index, one in enumerate(conversations) for _ in one]
+    traced: dict[int, list[Trace]] = {}
+    for i, answer in greedy_answers(backbone, prompts, max_new_tokens, token_budget, on_answer).items():
+        if len(answer) > 1:
+            traced.setdefault(owners[i], []).append(trace_answer(backbone, draft, prompts[i], answer))
+    return list(traced.values())
 
 
 def greedy_answers(

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from medusa_train.inference import traces as traces_module
 from medusa_train.inference.batch import Batch
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.traces import (
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.lm_head import LMHead
+from medusa_train.tree_search import traces as traces_module
+from medusa_train.tree_search.traces import (
     MAX_RANK,
     Trace,
     greedy_answers,
@@ -19,9 +22,6 @@ from medusa_train.inference.traces import (
     tokens_per_step,
     trace_answer,
 )
-from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 

@@ -1,0 +1,352 @@
+"""Choose the tree with the most tokens per second on this machine, and write tree.json.
+
+Trees are fitted to traces (`fit`) and rated on answers that they were not fitted to; here their steps are timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from medusa_train.errors import MedusaError
+from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.inference.generate import Decoder
+from medusa_train.inference.static_steps import supports_static_steps
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
+from medusa_train.progress import RunProgress
+from medusa_train.tree_search.fit import SEARCHES, TreeCandidate, compare_searches, joint_trees
+from medusa_train.tree_search.fit_dynamic import DynamicFit, fit_dynamic_trees
+from medusa_train.tree_search.traces import Trace, head_accuracy, node_acceptance, tokens_per_step
+from medusa_train.trees.tree import Tree
+
+#: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
+SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM accepts at most 63 nodes
+#: Of these sizes less deep trees are always timed: where a level costs much, the deepest trees all are slow.
+LEVEL_SIZES = (4, 8)
+TIMED_ROUNDS = 5
+TIMED_STEPS, TIMED_TOKENS = 16, 48  # of each tree in each round at most, after the first step and after the prompt
+MIN_CONVERSATIONS = 3
+#: Relative differences in tokens per second below this are measurement noise.
+NOISE = 0.02
+
+Candidate = TypeVar("Candidate", bound=TreeCandidate)
+
+
+@dataclass(frozen=True)
+class NamedCandidate(TreeCandidate):
+    """A tree that was timed side by side with others.
+
+    Attributes:
+        name: the search that found it, or "named" for the user's tree.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """The chosen tree and everything that it was chosen from.
+
+    Attributes:
+        best: the chosen tree, of which the steps' latency is on the scale of `latency`; empty for plain decoding, if no
+            tree is clearly faster.
+        searches: by search, its trees by ascending size, fitted to all traces and rated on conversations that they
+            were not fitted to; latencies are interpolated.
+        latency: measured milliseconds of a step by number of nodes.
+        candidates: each search's best tree, timed side by side; the first one was chosen.
+        accuracy: top-1 to top-10 accuracy per head, [K][10].
+        accepted: share of steps that accept each node of the chosen tree.
+        about: number of conversations, answers and tokens that this is based on.
+        form: in which the steps were timed.
+        dynamic: the dynamic trees; None if they could not be fitted.
+    """
+
+    best: TreeCandidate
+    searches: Mapping[str, Sequence[TreeCandidate]]
+    latency: Mapping[int, float]
+    candidates: Sequence[NamedCandidate]
+    accuracy: Sequence[Sequence[float]]
+    accepted: Sequence[float] | None
+    about: Mapping[str, int]
+    form: DecodingForm
+    dynamic: DynamicFit | None = None
+
+    def describe(self) -> str:
+        """Say which tree was chosen and what it is expected to bring, and what dynamic trees would bring."""
+        best, nodes = self.best, self.best.tree.size
+        step = f"{best.step_ms:.2f} ms per step in {self.form.dtype}"
+        if nodes:
+            fixed = (
+                f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step (simulated on "
+                f"{self.about['tokens']:,} greedy tokens, each with a tree that was fitted to others), {step}"
+            )
+        else:
+            fixed = f"plain decoding, {step}; no tree is clearly faster here"
+        if self.dynamic is None:
+            return fixed
+        if not self.dynamic.trees.heads:
+            return f"{fixed}; tree: dynamic would decode without heads, which is faster here"
+        expected = self.dynamic.expected
+        return (
+            f"{fixed}; tree: dynamic would take {expected.tokens_per_step:.2f} tokens per step (simulated on the same "
+            f"answers), with {expected.nodes:.1f} nodes and {expected.step_ms:.2f} ms on average"
+        )
+
+    def save(self, path: Path) -> None:
+        """Write tree.json: `medusa_choices` of the chosen tree, with the measurements as further keys."""
+        self.best.tree.save(path, **self._record())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of calibration.json."""
+        return {
+            **self._record(),
+            "medusa_choices": [list(path) for path in self.best.tree.paths],
+            "accepted": None if self.accepted is None else [round(share, 4) for share in self.accepted],
+            "searches": {name: [_figures(one) for one in trees] for name, trees in self.searches.items()},
+            "latency_ms": {str(nodes): round(ms, 4) for nodes, ms in sorted(self.latency.items())},
+            "candidates": [
+                {"name": one.name, **_figures(one), "medusa_choices": [list(path) for path in one.tree.paths]}
+                for one in self.candidates
+            ],
+        }
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "nodes": self.best.tree.size,
+            "tokens_per_step": round(self.best.tokens_per_step, 4),
+            "step_ms": round(self.best.step_ms, 4),
+            "head_accuracy": [[round(share, 4) for share in row] for row in self.accuracy],
+            "calibration": dict(self.about),
+            "sizes": [_figures(one) for one in self.searches["joint"]],
+            **self.form.record(),
+            **({} if self.dynamic is None else self.dynamic.record()),
+        }
+
+
+def _figures(one: TreeCandidate) -> dict[str, float]:
+    return {
+        "nodes": one.tree.size,
+        "tokens_per_step": round(one.tokens_per_step, 4),
+        "step_ms": round(one.step_ms, 4),
+        "tokens_per_s": round(one.tokens_per_s, 1),
+    }
+
+
+def choose_tree(
+    backbone: Backbone,
+    draft: Draft,
+    conversations: Sequence[Sequence[Trace]],
+    prompts: Sequence[list[int]],
+    progress: RunProgress,
+    *,
+    searches: Sequence[str] = ("joint",),
+    named: Tree | None = None,
+) -> TreeChoice:
+    """Fit trees, time their steps, and choose the one with the most expected tokens per second.
+
+    The joint trees of `SIZES` are timed first. Then the best of them, less deep trees of about its size and plain
+    decoding are timed side by side, together with the best trees of the other searches, and one of the joint trees or
+    plain decoding is chosen, see `smallest_of_the_fastest`. Every rate is cross-validated: a conversation is decoded
+    with trees that were fitted to others.
+
+    Args:
+        conversations: the traces of each conversation.
+        prompts: the steps are timed after the median one.
+        searches: of `SEARCHES`, "joint" among them; the others are for comparison.
+        named: another tree to time beside the candidates.
+
+    Raises:
+        MedusaError: there are fewer than `MIN_CONVERSATIONS` conversations.
+    """
+    if len(conversations) < MIN_CONVERSATIONS:
+        raise MedusaError(
+            f"choosing a tree needs {MIN_CONVERSATIONS} or more conversations with an answer, got {len(conversations)}"
+        )
+    traces = [trace for conversation in conversations for trace in conversation]
+    prompt = median_prompt(backbone, prompts)
+    time_trees = partial(time_steps, backbone, draft, prompt=prompt, progress=progress)
+    with progress.phase("fitting trees", ticking=True):
+        rated = {name: _rated_trees(conversations, traces, name) for name in searches}
+    steps = time_trees([tree for tree, _ in rated["joint"]])
+    latency = {tree.size: ms for tree, ms in steps.items()}
+    by_search = {
+        name: [TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in trees]
+        for name, trees in rated.items()
+    }
+    joint = {one.tree.size: one for one in by_search["joint"]}
+    near = sizes_of_second_round(sorted(joint), smallest_of_the_fastest(joint.values()).tree.size)
+    with progress.phase("fitting trees", ticking=True):
+        shallow = _shallower(conversations, traces, [joint[nodes].tree for nodes in near])
+    rivals = [NamedCandidate(one.tree, one.tokens_per_step, 0.0, "joint") for one in map(joint.__getitem__, near)]
+    rivals += [NamedCandidate(tree, rate, 0.0, "joint") for tree, rate in shallow]
+    for name, trees in by_search.items():
+        if name != "joint":  # none of its trees was timed, so its size is chosen by the latencies of joint trees
+            fastest = max(trees, key=lambda one: one.tokens_per_s)
+            rivals.append(NamedCandidate(fastest.tree, fastest.tokens_per_step, 0.0, name))
+    if named is not None:
+        rivals.append(NamedCandidate(named, tokens_per_step(traces, named), 0.0, "named"))
+    again = time_trees([one.tree for one in rivals])
+    rivals = [replace(one, step_ms=again[one.tree]) for one in rivals]
+    fitted = [one for one in rivals if one.name == "joint"]
+    chosen = smallest_of_the_fastest(fitted)
+    # both rounds timed the deep tree of that size, so drift between them cancels out
+    nodes = chosen.tree.size
+    best = TreeCandidate(
+        chosen.tree, chosen.tokens_per_step, latency[nodes] * chosen.step_ms / again[joint[nodes].tree]
+    )
+    dynamic = None
+    if draft.guesses_at_once:
+        with progress.phase("fitting trees", ticking=True):
+            dynamic = fit_dynamic_trees(traces, list(joint.values()), fitted, lambda n: joint_trees(traces, [n])[n])
+    by_search["joint"] = [best if size == nodes else one for size, one in joint.items()]
+    return TreeChoice(
+        best,
+        by_search,
+        latency,
+        [chosen, *(one for one in rivals if one.name != "joint")],
+        head_accuracy(traces),
+        node_acceptance(traces, best.tree),
+        {
+            "conversations": len(conversations),
+            "answers": len(traces),
+            "tokens": sum(len(trace.ranks) for trace in traces),
+        },
+        DecodingForm.of(backbone),
+        dynamic,
+    )
+
+
+# Which trees are timed?
+
+
+def _rated_trees(
+    conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace], search: str
+) -> list[tuple[Tree, float]]:
+    """Return the trees of a search by ascending size, with their tokens per step on conversations not fitted to."""
+    rates = compare_searches(conversations, SIZES, {search: SEARCHES[search]})[0].by_size
+    trees: dict[Tree, float] = {}
+    for size, tree in SEARCHES[search](traces, SIZES).items():
+        trees.setdefault(tree, rates[size])
+    by_size = {tree.size: (tree, rate) for tree, rate in trees.items()}
+    return [by_size[size] for size in sorted(by_size)]
+
+
+def sizes_of_second_round(sizes: Sequence[int], best: int) -> list[int]:
+    """Return which of the ascending `sizes` are timed again, with less deep trees: those that may be the fastest.
+
+    They are `best` with its neighbours, `LEVEL_SIZES`, and 0, which is plain decoding.
+    """
+    index = sizes.index(best)
+    near = {*sizes[max(index - 1, 0) : index + 2], *LEVEL_SIZES, 0}
+    return [size for size in sizes if size in near]
+
+
+def _shallower(
+    conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace], trees: Sequence[Tree]
+) -> list[tuple[Tree, float]]:
+    """Return joint trees as large as `trees` and less deep, with their tokens per step on other conversations.
+
+    Every level costs time beyond its nodes', so a shallower tree may be faster.
+    """
+    sizes = [tree.size for tree in trees]
+    found: dict[Tree, float] = {}  # a tree that is the best of two depths is timed once
+    for depth in range(1, max(tree.max_depth for tree in trees)):
+        search = partial(joint_trees, max_depth=depth)
+        rates = compare_searches(conversations, sizes, {"joint": search})[0].by_size
+        fitted = search(traces, sizes)
+        for tree in trees:
+            shallow = fitted[tree.size]
+            if depth < tree.max_depth and shallow.size == tree.size and shallow not in trees:
+                found.setdefault(shallow, rates[tree.size])
+    return list(found.items())
+
+
+def interpolate(measured: Mapping[int, float], at: int) -> float:
+    """Interpolate linearly between the measured points; outside of them, return the nearest one's value."""
+    points = sorted(measured)
+    index = bisect_left(points, at)
+    if index == len(points):
+        return measured[points[-1]]
+    if index == 0 or points[index] == at:
+        return measured[points[index]]
+    low, high = points[index - 1], points[index]
+    share = (at - low) / (high - low)
+    return (1 - share) * measured[low] + share * measured[high]
+
+
+# What does a step cost?
+
+
+def time_steps(
+    backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int], progress: RunProgress
+) -> dict[Tree, float]:
+    """Return the median milliseconds of a decoding step with each of `trees`.
+
+    Trees take turns in rounds, so that drift affects all alike, and share one cache, so that a large backbone needs
+    memory for one only. A draft's early exit is off: it makes steps faster, but also accepts less than rank paths say.
+
+    Raises:
+        MedusaError: `prompt` and the timed tokens exceed the model's context.
+    """
+    trees = list(dict.fromkeys(trees))
+    if len(prompt) + TIMED_TOKENS > backbone.max_context:
+        raise MedusaError(
+            f"a prompt of {len(prompt)} tokens and {TIMED_TOKENS} timed tokens exceed the model's context of "
+            f"{backbone.max_context}"
+        )
+    capacity = len(prompt) + TIMED_TOKENS + max(tree.size for tree in trees) + 1
+    static = supports_static_steps(backbone, draft)
+    cache = backbone.new_static_cache(capacity) if static else backbone.new_cache(capacity)
+    decoders = {tree: Decoder(backbone, draft, tree, cache) for tree in trees}
+    times: dict[Tree, list[float]] = {tree: [] for tree in trees}
+    # not ticking: no thread beside the decoder
+    with progress.phase("timing steps", (TIMED_ROUNDS + 1) * len(trees), "continuations") as phase:
+        for round_ in range(TIMED_ROUNDS + 1):
+            for tree, decoder in decoders.items():
+                with draft.no_early_exit():
+                    step_ms = _later_step_ms(decoder, prompt)
+                if round_:  # the first round is the warm-up
+                    times[tree].append(step_ms)
+                phase.advance()
+    return {tree: statistics.median(milliseconds) for tree, milliseconds in times.items()}
+
+
+def _later_step_ms(decoder: Decoder, prompt: list[int]) -> float:
+    """Return the mean milliseconds of the steps after the first, in which the draft also reads the prompt."""
+    steps, started = 0, time.perf_counter()
+    for index, _ in enumerate(islice(decoder.stream(prompt, TIMED_TOKENS, eos_ids=()), TIMED_STEPS + 2)):
+        if index == 1:  # 0 is the prefill
+            started = time.perf_counter()
+        steps = index - 1
+    return 1000 * (time.perf_counter() - started) / max(steps, 1)
+
+
+def median_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]:
+    """Return the prompt of median length after which steps can be timed; if none fits, the shortest one's end."""
+    limit = backbone.max_context - TIMED_TOKENS
+    fitting = sorted((prompt for prompt in prompts if len(prompt) <= limit), key=len)
+    return fitting[len(fitting) // 2] if fitting else min(prompts, key=len)[-max(limit, 1) :]
+
+
+# Which candidate is best?
+
+
+def smallest_of_the_fastest(candidates: Iterable[Candidate]) -> Candidate:
+    """Return the smallest candidate within `NOISE` of the most tokens per second.
+
+    Latencies are accurate to a few percent at best, and the largest of several nearly equal results is the luckiest
+    one. Among equals a small tree loses least where text is harder or the machine busier.
+    """
+    by_size: dict[int, Candidate] = {}
+    for one in sorted(candidates, key=lambda one: (one.tree.size, one.tokens_per_s)):
+        by_size[one.tree.size] = one  # the fastest of each size
+    enough = (1 - NOISE) * max(one.tokens_per_s for one in by_size.values())
+    return next(one for one in by_size.values() if one.tokens_per_s >= enough)

@@ -1,0 +1,169 @@
+"""Which trees are timed, how, and which of them is chosen and written."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from medusa_train.errors import MedusaError
+from medusa_train.inference.generate import Decoder, Step
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.progress import RunProgress
+from medusa_train.tree_search import choose
+from medusa_train.tree_search.choose import (
+    TreeChoice,
+    choose_tree,
+    interpolate,
+    median_prompt,
+    smallest_of_the_fastest,
+    time_steps,
+)
+from medusa_train.tree_search.fit import SEARCHES, TreeCandidate
+from medusa_train.tree_search.traces import Trace, trace_conversations
+from medusa_train.trees.dynamic import DynamicTrees
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+from tests.tree_search.test_traces import noisy_heads
+
+
+def quiet() -> RunProgress:
+    return RunProgress(Console(file=io.StringIO()))
+
+
+def test_latencies_are_interpolated_between_measured_sizes() -> None:
+    measured = {0: 3.0, 4: 5.0, 8: 6.0}
+    assert [interpolate(measured, nodes) for nodes in (0, 1, 4, 6, 8, 20)] == [3.0, 3.5, 5.0, 5.5, 6.0, 6.0]
+    assert interpolate({4: 5.0}, 0) == 5.0
+
+
+#: One head whose first guess is right in a quarter of cases, and the next three in a twelfth each.
+ODDS = ([3, 1, 1, 1, 6],)
+
+
+def chosen_by(
+    monkeypatch: pytest.MonkeyPatch, step_ms: Callable[[Tree, int], float], odds: Sequence[Sequence[int]] = ODDS
+) -> TreeChoice:
+    """Choose among trees of at most eight nodes.
+
+    Args:
+        step_ms: from a tree, and whether it is timed for the first (0) or second (1) time, to milliseconds.
+        odds: of every head, how often its first, second, ... guess is right, and at last how often none is.
+    """
+    calls: list[Sequence[Tree]] = []
+
+    def measure(backbone: object, draft: object, trees: Sequence[Tree], **options: object) -> dict[Tree, float]:
+        calls.append(trees)
+        assert len(set(trees)) == len(trees)
+        return {tree: step_ms(tree, len(calls) - 1) for tree in trees}
+
+    monkeypatch.setattr(choose, "time_steps", measure)
+    monkeypatch.setattr(choose, "SIZES", tuple(size for size in choose.SIZES if size <= 8))
+    drawn = random.Random(0)
+    heads = [drawn.choices([*range(len(one) - 1), -1], one, k=500) for one in odds]
+    traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
+    backbone = random_backbone("llama", dtype=torch.float32)
+    draft = MedusaDraft.from_backbone(backbone, len(odds))
+    return choose_tree(backbone, draft, [traces] * 4, [[1, 2, 3]], quiet())
+
+
+def test_speed_decides_and_of_equally_fast_sizes_the_smallest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = chosen_by(monkeypatch, lambda tree, again: 1 + 0.05 * tree.size)
+    speed = {one.tree.size: one.tokens_per_s for one in choice.searches["joint"]}
+    fastest = max(speed, key=lambda nodes: speed[nodes])
+    assert choice.best.tree.size < fastest
+    assert speed[choice.best.tree.size] >= 0.98 * speed[fastest]
+    assert all(speed[nodes] < 0.98 * speed[fastest] for nodes in speed if nodes < choice.best.tree.size)
+    slow, quick = TreeCandidate(Tree.cartesian([4, 4]), 3.0, 9.0), TreeCandidate(Tree.chain(2), 2.0, 4.0)
+    assert smallest_of_the_fastest([slow, quick]) is quick
+
+
+def test_where_no_tree_pays_decoding_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = chosen_by(monkeypatch, lambda tree, again: 1 + tree.size)
+    assert (choice.best.tree, choice.best.tokens_per_step) == (Tree.empty(), 1.0)
+    assert choice.describe().startswith("plain decoding, 1.00 ms per step in float32; no tree is clearly faster here")
+    lucky = chosen_by(monkeypatch, lambda tree, again: 1 + 0.9 * again * (tree.size > 0))
+    assert lucky.latency[4] == 1  # fast when timed first, slower than plain decoding side by side
+    assert lucky.best.tree.size == 0
+
+
+def test_where_levels_cost_much_a_flat_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if every deep tree is slower than plain decoding, so that the first round chooses none."""
+    odds = [[50, 8, 8, 8, 26], [60, 40]]
+    choice = chosen_by(monkeypatch, lambda tree, again: 1 + 0.6 * tree.max_depth + 0.01 * tree.size, odds)
+    assert all(one.tokens_per_s < 1000 for one in choice.searches["joint"] if one.tree.size in (1, 2, 3, 6, 8))
+    assert (choice.best.tree.size, choice.best.tree.max_depth) == (4, 1)
+    assert choice.best.step_ms == pytest.approx(1.64)  # not that of the deep tree of 4 nodes, 2.24
+
+
+def test_drift_between_the_two_rounds_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_ms(tree: Tree, again: int) -> float:
+        return (1 + 0.2 * again * (tree.size > 0)) * (1 + 0.01 * tree.size)
+
+    best = chosen_by(monkeypatch, step_ms).best  # the second time trees take longer, and plain decoding does not
+    assert best.tree.size > 0
+    assert best.step_ms == pytest.approx(1 + 0.01 * best.tree.size)
+
+
+def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choose, "SIZES", (0, 2, 5))
+    backbone = random_backbone("llama", dtype=torch.float32)
+    draft = noisy_heads(backbone)
+    prompts = [[i, i + 1, 2 * i + 1] for i in range(2, 14)]
+    conversations = [prompts[i : i + 2] for i in range(0, 12, 2)]
+    traces = trace_conversations(backbone, draft, conversations, max_new_tokens=20, token_budget=150)
+    named = Tree.cartesian([2])
+    choice = choose_tree(backbone, draft, traces, prompts, quiet(), searches=tuple(SEARCHES), named=named)
+    choice.save(tmp_path / "tree.json")
+    assert Tree.load(tmp_path / "tree.json") == choice.best.tree
+    record = json.loads((tmp_path / "tree.json").read_text())
+    assert record["calibration"] == {"conversations": 4, "answers": 8, "tokens": 160}
+    assert [size["nodes"] for size in record["sizes"]] == [0, 2, 5]
+    assert record["sizes"][0]["tokens_per_step"] == 1.0
+    assert all(size["step_ms"] > 0 for size in record["sizes"])
+    chosen = next(size for size in record["sizes"] if size["nodes"] == record["nodes"])
+    assert {name: record[name] for name in ("tokens_per_step", "step_ms")}.items() <= chosen.items()
+    assert record["form"]["dtype"] == "float32"
+    assert [len(row) for row in record["head_accuracy"]] == [10] * 3
+    dynamic = DynamicTrees.load(tmp_path / "tree.json")
+    assert dynamic is not None
+    assert [size.nodes for size in dynamic.sizes] == [0, 2, 5]
+    page = choice.as_json()
+    assert [one["name"] for one in page["candidates"]] == [*SEARCHES, "named"]
+    assert page["candidates"][-1]["medusa_choices"] == [[0], [1]]
+    assert page["searches"]["joint"] == record["sizes"]
+    with pytest.raises(MedusaError, match="3 or more conversations with an answer, got 2"):
+        choose_tree(backbone, draft, traces[:2], prompts, quiet())
+
+
+def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft reads the prompt in it, once in an answer of any length."""
+    clock = [0.0]
+    monkeypatch.setattr(choose.time, "perf_counter", lambda: clock[0])
+
+    class Steps(Decoder):
+        def stream(self, *args: Any, **options: Any) -> Iterator[Step]:
+            for seconds in (100.0, 50.0, *[0.002] * 20):  # prefill, first step, later steps
+                clock[0] += seconds
+                yield Step([1], 0)
+
+    monkeypatch.setattr(choose, "Decoder", Steps)
+    backbone, trees = random_backbone("llama"), [Tree.empty(), Tree.chain(1)]
+    measured = time_steps(backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet())
+    assert measured == pytest.approx(dict.fromkeys(trees, 2.0))
+
+
+def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:
+    backbone = random_backbone("llama")
+    long, short = list(range(2, 60)) * 2, [3, 4, 5]
+    assert median_prompt(backbone, [long, short]) == short
+    assert len(median_prompt(backbone, [long])) == backbone.max_context - 48
+    with pytest.raises(MedusaError, match="exceed the model's context"):
+        time_steps(backbone, noisy_heads(backbone), [Tree.empty()], long, quiet())
