@@ -6,11 +6,11 @@
 Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
 the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, for single rows at several contexts,
 over dtypes and settings, all in turns. Settings: `stock` weights; weights `prepacked` for oneDNN, attention for few
-rows; `static` buffers; `compiled` passes of single rows. On a GPU steps in static buffers are CUDA graphs, and compiled
-passes are part of them: that is how `compile: true` decodes there. Each row names the way of its steps, which is the
-same for the plain step, the trees, the heads and the loops. The floor of a step is its bytes of weights and cache over
-the measured read bandwidth, or its operations over the measured matrix rate, whichever takes longer. Writes decode.md
-and decode.json to `--out` after every context. The CUDA path was never run.
+rows; `static` buffers; `compiled` passes of single rows. On a GPU steps in static buffers are CUDA graphs, and
+compiled passes are part of them: that is how a GPU decodes, without and with `compile: true`. Each row names the way
+of its steps, which is the same for the plain step, the trees, the heads and the loops. The floor of a step is its
+bytes of weights and cache over the measured read bandwidth, or its operations over the measured matrix rate,
+whichever takes longer. Writes decode.md and decode.json to `--out` after every context. The CUDA path was never run.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.errors import BackboneError  # noqa: E402
-from medusa_train.evaluation.choose_dtype import is_out_of_memory, release_memory  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.graphs import StepRunner, graph_obstacle, graph_runner  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
-from medusa_train.models.precision import free_memory  # noqa: E402
+from medusa_train.models.precision import (  # noqa: E402
+    free_memory,
+    is_out_of_memory,
+    release_memory,
+)
 from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
@@ -163,6 +166,7 @@ class Shape:
             if backbone.step_runner is None:
                 raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")
         elif setting == "compiled":
+            backbone.use_cuda_graphs()
             try:
                 backbone.compile_passes()
             except BackboneError as error:
@@ -288,7 +292,9 @@ def cases_of(
         calls: list[Timed] = []
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
-            for case in calls if one.backbone.is_compiled else []:  # compile or capture before anything is timed
+            for case in (
+                calls if one.backbone.compiled or one.backbone.step_runner else []
+            ):  # compile or capture before anything is timed
                 case.prepare()
                 case.call()
         except (MemoryError, RuntimeError) as error:

@@ -28,10 +28,10 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.backbone_quality import compare_backbones, has_trained_backbone, load_versions
 from medusa_train.evaluation.calibrate import validation_prompts
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import model_settings
 from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.generate import Generation
 from medusa_train.io import replace_text
 from medusa_train.models.drafts.base import Draft

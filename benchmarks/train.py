@@ -46,7 +46,6 @@ from medusa_train.config.load import load_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
 from medusa_train.data.batch import IGNORE_INDEX, Batch  # noqa: E402
 from medusa_train.data.dataset import BatchLoader  # noqa: E402
-from medusa_train.evaluation.choose_dtype import free_memory, is_out_of_memory, release_memory  # noqa: E402
 from medusa_train.losses.fused_losses import GraphCut  # noqa: E402
 from medusa_train.losses.objective import Objective  # noqa: E402
 from medusa_train.losses.weights import head_weight  # noqa: E402
@@ -55,7 +54,12 @@ from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.features import Features, TokenRows  # noqa: E402
 from medusa_train.models.lm_head import LMHead  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
-from medusa_train.models.precision import Precision  # noqa: E402
+from medusa_train.models.precision import (  # noqa: E402
+    Precision,
+    free_memory,
+    is_out_of_memory,
+    release_memory,
+)
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
 from medusa_train.training.load_data import load_data  # noqa: E402
 from medusa_train.training.memory import estimate_memory  # noqa: E402

@@ -85,6 +85,7 @@ def load_with_draft(
         backbone = _load_merged(paths, paths.adapter, dtype)
     if prepack:
         backbone.prepack_weights()
+    backbone.use_cuda_graphs()
     if compiled:
         compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
     lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)

@@ -518,12 +518,12 @@ class EvalConfig(Config):
     rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
     max_new_tokens: Int = key(256, "maximum length of an answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "data type; auto: the fastest on this device for plain decoding"
+        "auto", "data type; auto: the checkpoint's, unless plain decoding is 10 % faster in another one"
     )
     compile: BoolOrAuto = key(
         False,
-        "compile decoding with torch.compile, on a GPU also with CUDA graphs: faster steps, one to several minutes of "
-        "additional start-up time; auto: if that is expected to save time in all",
+        "compile decoding with torch.compile: faster steps, one to several minutes of additional start-up time; auto: "
+        "if that is expected to save time in all, also the default for trees that were fitted to compiled passes",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",

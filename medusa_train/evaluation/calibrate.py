@@ -16,14 +16,14 @@ from rich.table import Table
 from medusa_train.checkpoint.load_model import LoadedModel, load_dynamic_trees, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_layout import TREE
+from medusa_train.choose_decoding import choose_dtype
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
-from medusa_train.evaluation.choose_dtype import choose_dtype
 from medusa_train.evaluation.questions import Bench, Question
-from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
@@ -55,7 +55,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     """
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
-    dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench, paths, progress)
+    dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench.questions[0].turns[0], paths, progress)
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     conversations = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
@@ -90,18 +90,18 @@ def refit_tree(
     """
     if model.draft is None or (paths.tree is None and not paths.dynamic):
         return None
-    form = DecodingForm.of(model.backbone)
-    fitted = None if paths.tree is None else DecodingForm.load(paths.tree)
+    settings = DecodingSettings.of(model.backbone)
+    fitted = None if paths.tree is None else DecodingSettings.load(paths.tree)
     lacks_dynamic = paths.dynamic and model.dynamic is None
     if lacks_dynamic:
         reason = f"{paths.tree or paths.home}: no confidences for dynamic trees"
     elif fitted is None:
         progress.print(f"{paths.tree}: does not say for which dtype and device it was fitted; using it as it is")
         return None
-    elif not (differences := form.differences(fitted)):
+    elif not (differences := settings.differences(fitted)):
         return None
     else:
-        reason = f"{paths.tree} was fitted to another form ({', '.join(differences)})"
+        reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"
     if names_tree_file(cfg.tree):
         progress.print(f"{reason}; using it as named by tree")
         return None
@@ -118,6 +118,28 @@ def refit_tree(
     progress.print(f"chosen: {choice.describe()}")
     paths = replace(paths, tree=save(choice, cfg, paths)[0])
     return replace(model, tree=choice.best.tree, dynamic=load_dynamic_trees(paths)), paths
+
+
+def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
+    """Return whether to decide about compilation: for `auto`, and by default where the tree was fitted to it."""
+    if "compile" in cfg.model_fields_set or paths.tree is None:
+        return cfg.compile == "auto"
+    fitted = DecodingSettings.load(paths.tree)
+    return fitted is not None and fitted.compiled
+
+
+def refit_seconds(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, step_seconds: float) -> float:
+    """Return how much longer `refit_tree` takes if the passes are compiled; negative: it would be spared.
+
+    Answering takes at most a plain step per token.
+    """
+    if model.draft is None or paths.tree is None or names_tree_file(cfg.tree) or cfg.batch_size > 1:
+        return 0.0  # trees are fitted to steps of single rows, which batches do not compile
+    if (fitted := DecodingSettings.load(paths.tree)) is None:
+        return 0.0
+    settings = DecodingSettings.of(model.backbone)
+    with_compilation = bool(replace(settings, compiled=True).differences(fitted))
+    return cfg.calibration_tokens * step_seconds * (with_compilation - bool(settings.differences(fitted)))
 
 
 def fit(

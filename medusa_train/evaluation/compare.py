@@ -13,8 +13,8 @@ from rich.text import Text
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
 from medusa_train.evaluation.report_page import ctar_figure, speedup_figure
+from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
 from medusa_train.pages.charts import Curve, curves
 from medusa_train.pages.page import Figure, Section, percent, render_page

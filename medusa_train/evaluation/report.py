@@ -12,11 +12,11 @@ from rich.console import Group
 from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
-from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.metrics import Figures, by_category, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, meta_rows
+from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
 from medusa_train.pages.table import Table, number
 from medusa_train.tree_search.traces import node_acceptance

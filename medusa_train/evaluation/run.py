@@ -15,17 +15,16 @@ import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel, require_dynamic_trees
 from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.schema import EvalConfig
+from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import score_answers
 from medusa_train.evaluation.answerers import Answerer, extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
-from medusa_train.evaluation.calibrate import load_model, refit_tree
-from medusa_train.evaluation.choose_compile import compile_if_repaid
-from medusa_train.evaluation.choose_dtype import WeightMemory, choose_dtype, is_out_of_memory, release_memory
+from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_seconds, refit_tree
 from medusa_train.evaluation.code_sandbox import require_code_execution
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,
     compare_regenerated_answers,
@@ -36,8 +35,9 @@ from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings, note_other_bench
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
-from medusa_train.models.precision import emulates_bf16
+from medusa_train.models.precision import WeightMemory, emulates_bf16, is_out_of_memory, release_memory
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
@@ -81,12 +81,14 @@ def evaluate(
     )
     note_other_bench(directory / "report.json", bench, progress.print)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-    dtype = cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench, paths, progress)
+    dtype = (
+        cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench.questions[0].turns[0], paths, progress)
+    )
 
     with _explain_out_of_memory(paths, dtype):
         model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
-        if cfg.compile == "auto":
-            compile_if_repaid(cfg, bench, model, paths, progress, log.compiled)
+        if chooses_compilation(cfg, paths):
+            _choose_compile(cfg, bench, model, paths, log.compiled, progress)
         if (refitted := refit_tree(cfg, model, paths, progress)) is not None:
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
@@ -154,6 +156,36 @@ class ReportFiles:
         return report, write_report(report, self.records, self.skipped, self.directory)
 
 
+def _choose_compile(
+    cfg: EvalConfig, bench: Bench, model: LoadedModel, paths: ModelPaths, earlier: bool | None, progress: RunProgress
+) -> None:
+    """Compile the decoding passes if the bench repays it, or if the interrupted evaluation did.
+
+    Expected is one answer of full length per turn, for plain decoding and the tree together: most answers of both end
+    earlier, and a tree needs fewer steps.
+    """
+    backbone, rows, trees = model.backbone, cfg.batch_size, model.proposer is not None
+    if earlier is not None:
+        progress.print(f"compile: {'yes' if earlier else 'no'}, as in the interrupted evaluation")
+        if earlier:
+            with progress.phase("compiling the decoding passes", ticking=True):
+                compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
+        return
+    turns = sum(len(question.turns) for question in bench.questions)
+    chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
+        compile_if_repaid(
+            backbone,
+            paths,
+            cfg.max_new_tokens * -(-turns // rows),
+            chat.prompt([Message("user", bench.questions[0].turns[0])]),
+            progress.print,
+            rows=rows,
+            trees=trees,
+            refit_seconds=lambda step: refit_seconds(cfg, model, paths, step),
+        )
+
+
 def open_log(path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> TurnLog:
     """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
     log = TurnLog(path, measurement_settings(cfg, bench, paths))
@@ -198,7 +230,7 @@ def time_bench(
                 test.capture(bench.questions)
             except torch.OutOfMemoryError:  # most answers are shorter than the longest that may be given
                 progress.print("memory does not suffice for the longest answers: their steps are captured when needed")
-    log.start(dtype, completed, compiled=model.backbone.is_compiled)
+    log.start(dtype, completed, compiled=model.backbone.compiled is not None)
     detector = SlowStepDetector(model.backbone.device.type)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
 

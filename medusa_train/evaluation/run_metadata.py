@@ -18,11 +18,11 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.evaluation.answerers import GENERATE, describe_baseline, reference_decoders
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.metrics import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.models.drafts.fixed_shape import has_fixed_shape
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
@@ -61,7 +61,8 @@ def collect_metadata(
         "dtype": dtype,
         "packed": is_prepacked(model.backbone.model),
         "attention": model.backbone.attention,
-        "compiled": model.backbone.is_compiled,
+        "compiled": model.backbone.compiled is not None,
+        "cuda_graphs": model.backbone.step_runner is not None,
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "datastore": model.lookup.datastore.describe() if isinstance(model.lookup, RestDraft) else None,
         "heads": None if draft is None else draft.num_heads,

@@ -25,10 +25,10 @@ from medusa_train.evaluation.answerers import (
     LoopBatchAnswerer,
     reference_decoders,
 )
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.generate import Decoder
 from medusa_train.trees.static_cache import KEY_BLOCK
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,6 @@ from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Tree
 
 REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
-TIMED_ANSWERS, TIMED_TOKENS = 3, 16  # short answers by which steps are timed
 PREFILL_TOKENS = 1024  # of a prefill pass of several prompts, padding included: more take no less time per token
 PREFILL_PADDING = 128  # positions of padding in such a pass; more take longer than another pass
 
@@ -315,25 +314,6 @@ class Batch:
         else:
             self._decoder.take_back(self._steps)
             self._session = self._steps = None
-
-
-def plain_step_seconds(
-    backbone: Backbone, prompt: list[int], rows: int, on_round: Callable[[], None] = lambda: None
-) -> float:
-    """Time plain steps of `rows` equal rows after a warm-up, and return the shortest mean of a round.
-
-    Calls `on_round` after each of `TIMED_ANSWERS` + 1 rounds.
-    """
-    decoder = BatchDecoder(backbone)
-    tokens = min(TIMED_TOKENS, backbone.max_context)
-    prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
-    seconds = []
-    for _ in range(TIMED_ANSWERS + 1):
-        answers = decoder.generate_batch(prompts, tokens, ())
-        last = max(answers, key=lambda out: out.seconds)
-        seconds.append((last.seconds - last.prefill_seconds) / max(last.steps, 1))
-        on_round()
-    return min(seconds[1:])
 
 
 def group_prompts(lengths: Sequence[int]) -> list[list[int]]:

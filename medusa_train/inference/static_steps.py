@@ -38,13 +38,13 @@ _ROOT, _START, _COUNT, _PATH = 0, 1, 2, 3
 
 
 def supports_static_steps(backbone: Backbone, draft: Proposer | None) -> bool:
-    """Return whether steps run in static buffers; a warning names a draft that does not support them."""
+    """Return whether steps run in static buffers; a log line names a draft that does not support them."""
     if backbone.step_runner is None:
         return False
     if draft is None or has_fixed_shape(draft):
         return True
     name = type(draft).__name__
-    _log.warning("compile: %s chooses the shape of its trees, so its steps run without CUDA graphs", name)
+    _log.info("%s chooses the shape of its trees, so its steps run without CUDA graphs", name)
     return False
 
 

@@ -58,7 +58,7 @@ class Backbone:
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
         compiled: the compiled decoding passes, after `compile_passes`.
-        step_runner: runs steps on static buffers, as CUDA graphs after `compile_passes` on a GPU; None: no such steps.
+        step_runner: runs steps on static buffers, as CUDA graphs after `use_cuda_graphs` on a GPU; None: no such steps.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -353,13 +353,12 @@ class Backbone:
             return "has sliding windows"
         return None if self.rope_switch is None else "uses longrope"
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether passes are compiled, or steps are captured as CUDA graphs."""
-        return self.compiled is not None or self.step_runner is not None
+    def use_cuda_graphs(self) -> None:
+        """Decode in steps that are captured as CUDA graphs, on a GPU and where they can be captured."""
+        self.step_runner = self.step_runner or graph_runner(self.device, self.model)
 
     def compile_passes(self, rows: int = 1, *, trees: bool = True) -> None:
-        """Decode with passes compiled by torch.compile, which takes up to a minute; on a GPU also with CUDA graphs.
+        """Decode with passes compiled by torch.compile, which takes up to a minute.
 
         Args:
             rows: decoded at a time: programs for a single row, or for two or more.
@@ -367,9 +366,8 @@ class Backbone:
 
         Raises:
             BackboneError: the model has sliding windows or longrope, or torch.compile fails on this machine; not where
-                CUDA graphs work without it.
+                steps are CUDA graphs, which are fast without it.
         """
-        self.step_runner = graph_runner(self.device, self.model)
         if self.step_runner is not None and (self.compile_obstacle is not None or not has_compiler(self.device)):
             return
         if self.compile_obstacle is not None:

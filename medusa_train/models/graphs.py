@@ -118,7 +118,7 @@ def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
     if device.type != "cuda":
         return None
     if (obstacle := graph_obstacle(model)) is not None:
-        _log.warning("compile: no CUDA graphs, since the model %s", obstacle)
+        _log.info("no CUDA graphs, since the model %s", obstacle)
         return None
     return CudaGraphRunner(device)
 

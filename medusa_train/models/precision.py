@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 from collections.abc import Iterator
@@ -138,3 +139,47 @@ def free_memory(device: torch.device) -> int | None:
         return None
     match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     return None if match is None else 1024 * int(match[1])
+
+
+# Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises its own exception.
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator|not enough memory|CUDA error: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` means that a CPU or a GPU ran out of memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def release_memory() -> None:
+    """Free the memory of objects without references, for the next model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """Memory of a model's weights: `numbers` are stored in the dtype, `quantized` bytes are the same in every dtype."""
+
+    device: torch.device
+    numbers: int
+    quantized: int
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device) -> WeightMemory:
+        """Count the weights of a loaded model."""
+        parameters = list(model.parameters())
+        return cls(
+            device,
+            sum(p.numel() for p in parameters if p.is_floating_point()),
+            sum(p.numel() * p.element_size() for p in parameters if not p.is_floating_point()),
+        )
+
+    def fit(self, dtype: str) -> bool:
+        """Return whether the weights alone, loaded once more in `dtype`, fit into the memory that is free now."""
+        free = free_memory(self.device)
+        return free is None or self.numbers * getattr(torch, dtype).itemsize + self.quantized <= free

@@ -13,7 +13,6 @@ from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill.engines import Engine
 
 if TYPE_CHECKING:
-    from medusa_train.checkpoint.load_model import LoadedModel
     from medusa_train.checkpoint.resolve import ModelPaths
     from medusa_train.selfdistill.hf_engine import HFEngine
     from medusa_train.selfdistill.openai_engine import ServerSampling
@@ -132,8 +131,8 @@ def open_hf_engine(
     cfg: SelfDistillConfig, paths: ModelPaths, dtype: str, answers: int, note: Callable[[str], None]
 ) -> HFEngine:
     """Load the model in this process, compile it where wanted, and return its engine; see `open_engine`."""
-    from medusa_train.checkpoint.choose_compile import compile_or_report
     from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
+    from medusa_train.choose_decoding import compile_if_repaid
     from medusa_train.selfdistill.hf_engine import HFEngine
 
     batch_size = cfg.batch_size or (1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE)
@@ -142,8 +141,11 @@ def open_hf_engine(
     trees = model.draft is not None
     if cfg.compile is True:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
-    elif cfg.compile == "auto" and _compile_is_repaid(model, batch_size, answers * cfg.max_new_tokens, note):
-        compile_or_report(model.backbone, paths, note, rows=batch_size, trees=trees)
+    elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):
+        # Compiled passes round differently, and single rows in float32 have the same answers on other machines. Half of
+        # the tokens are expected, since most answers end before their limit.
+        steps = answers * cfg.max_new_tokens // 2 // batch_size
+        compile_if_repaid(model.backbone, paths, steps, [0] * TIMED_PROMPT, note, rows=batch_size, trees=trees)
     return HFEngine(
         model.backbone,
         batch_size=batch_size,
@@ -158,26 +160,3 @@ def open_hf_engine(
         reasoning_tags=cfg.reasoning_tags,
         stop_looping=cfg.drop_looping,
     )
-
-
-def _compile_is_repaid(model: LoadedModel, batch_size: int, tokens: int, note: Callable[[str], None]) -> bool:
-    """Return whether compilation saves time before at most `tokens` are generated; `note` receives the reason.
-
-    Most answers end before their limit, so half of the tokens are expected. Single rows in float32 are not compiled:
-    their answers are the same on other machines, and compiled passes round differently.
-    """
-    import torch
-
-    from medusa_train.checkpoint.choose_compile import Outlook, compile_obstacle, compile_seconds
-    from medusa_train.inference.batch import plain_step_seconds
-
-    backbone = model.backbone
-    if batch_size == 1 and backbone.dtype == torch.float32:
-        return False
-    step = plain_step_seconds(backbone, [0] * TIMED_PROMPT, batch_size)
-    seconds = compile_seconds(backbone, trees=model.draft is not None)
-    outlook = Outlook(tokens // 2 // batch_size, step, compile_seconds=seconds)
-    obstacle = compile_obstacle(backbone) if outlook.repaid else None
-    wanted = outlook.repaid and obstacle is None
-    note(f"compile: {'yes' if wanted else 'no'}, {obstacle or outlook}")
-    return wanted

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from medusa_train.evaluation.decoding_mode import describe_settings, settings_of
 from medusa_train.evaluation.report_page import meta_rows
+from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
 from medusa_train.pages.charts import Bar, Curve, bars, curves
 from medusa_train.pages.page import Figure, Section, percent, render_page

@@ -12,9 +12,9 @@ from typing import Any
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import MedusaError, ServerError
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import note_other_bench
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.server_bench.figures import Cell, collect_cells, summarize
 from medusa_train.server_bench.measure import (

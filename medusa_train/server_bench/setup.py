@@ -12,9 +12,9 @@ from typing import Any
 from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import bench_settings, model_settings, short_path
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.selfdistill.openai_engine import ServerSampling
 from medusa_train.server_bench.measure import ALONE, HEADS, PLAIN, RequestOptions, Target, open_server
 from medusa_train.server_bench.serve import ServedModel, Session

@@ -231,6 +231,7 @@ def fit_tree(
         recipe.adapter.merge()
     with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
         recipe.backbone.prepack_weights()
+        recipe.backbone.use_cuda_graphs()
         draft.prepack_weights()
     try:
         with progress.phase("answering for the tree", token_budget, "tokens") as phase:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.static_steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
@@ -65,7 +65,7 @@ class TreeChoice:
         accuracy: top-1 to top-10 accuracy per head, [K][10].
         accepted: share of steps that accept each node of the chosen tree.
         about: number of conversations, answers and tokens that this is based on.
-        form: in which the steps were timed.
+        settings: with which the steps were timed.
         dynamic: the dynamic trees; None if they could not be fitted.
     """
 
@@ -76,13 +76,13 @@ class TreeChoice:
     accuracy: Sequence[Sequence[float]]
     accepted: Sequence[float] | None
     about: Mapping[str, int]
-    form: DecodingForm
+    settings: DecodingSettings
     dynamic: DynamicFit | None = None
 
     def describe(self) -> str:
         """Say which tree was chosen and what it is expected to bring, and what dynamic trees would bring."""
         best, nodes = self.best, self.best.tree.size
-        step = f"{best.step_ms:.2f} ms per step in {self.form.dtype}"
+        step = f"{best.step_ms:.2f} ms per step in {self.settings.dtype}"
         if nodes:
             fixed = (
                 f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step (simulated on "
@@ -126,7 +126,7 @@ class TreeChoice:
             "head_accuracy": [[round(share, 4) for share in row] for row in self.accuracy],
             "calibration": dict(self.about),
             "sizes": [_figures(one) for one in self.searches["joint"]],
-            **self.form.record(),
+            **self.settings.record(),
             **({} if self.dynamic is None else self.dynamic.record()),
         }
 
@@ -219,7 +219,7 @@ def choose_tree(
             "answers": len(traces),
             "tokens": sum(len(trace.ranks) for trace in traces),
         },
-        DecodingForm.of(backbone),
+        DecodingSettings.of(backbone),
         dynamic,
     )
 

@@ -24,8 +24,8 @@ from medusa_train.cli.common import split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Bench, Question
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec

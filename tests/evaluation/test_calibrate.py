@@ -13,7 +13,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tree
 from medusa_train.evaluation.questions import load_bench
-from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose
 from medusa_train.tree_search.fit import SEARCHES
@@ -123,7 +123,7 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     result, shown = refit(directory)
     assert result is None
     assert "does not say for which dtype and device it was fitted; using it as it is" in shown
-    form = DecodingForm.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    form = DecodingSettings.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
     Tree.chain(2).save(tree, **form.record())
     assert refit(directory)[0] is None
     Tree.chain(2).save(tree, **replace(form, quantization="nf4", merged=False).record())
@@ -136,7 +136,7 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     model, paths = result
     assert paths.tree == tree
     assert model.tree == Tree.load(tree)
-    assert DecodingForm.load(tree) == form
+    assert DecodingSettings.load(tree) == form
     assert tree.read_bytes() != before
     assert (directory / "eval" / "calibration" / "calibration.html").is_file()
     assert refit(directory)[0] is None  # now it fits
@@ -146,7 +146,7 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
 @pytest.mark.usefixtures("small")
 def test_a_tree_of_an_earlier_version_is_fitted_again_for_dynamic_trees(tmp_path: Path) -> None:
     directory = write_run_with_data(tmp_path)
-    form = DecodingForm.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    form = DecodingSettings.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
     Tree.chain(2).save(directory / "tree.json", **form.record())
     assert refit(directory, tree="fixed")[0] is None
     result, shown = refit(directory, tree="dynamic")
@@ -157,7 +157,7 @@ def test_a_tree_of_an_earlier_version_is_fitted_again_for_dynamic_trees(tmp_path
 
 def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
-    form = DecodingForm.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    form = DecodingSettings.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
     Tree.chain(2).save(directory / "tree.json", **replace(form, device="cuda", device_name="A GPU").record())
     result, shown = refit(directory)
     assert result is None

@@ -10,10 +10,10 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
 from medusa_train.evaluation.answerers import GenerateAnswerer
-from medusa_train.evaluation.decoding_mode import DecodingMode
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.models.graphs import StepRunner
 from medusa_train.trees.static_cache import StaticCache
 from tests.inference.tape import TapeRunner

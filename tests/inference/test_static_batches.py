@@ -246,7 +246,7 @@ def test_drafts_that_choose_their_trees_decode_without(name: str, caplog: pytest
     plain = answers_alone(Decoder(backbone), 14, ())
     backbone.step_runner = TapeRunner()
     decoder = BatchDecoder(backbone, draft, TREE)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert results(streamed(decoder, 14, (), queue=QUEUE)[0]) == results(plain)
     assert caplog.text.count("chooses the shape of its trees") == 1

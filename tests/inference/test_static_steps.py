@@ -203,7 +203,7 @@ def test_drafts_that_choose_their_trees_decode_without(caplog: pytest.LogCapture
     expected = [Decoder(backbone, draft).generate(prompt, limit) for limit in limits]
     backbone.step_runner = TapeRunner()
     decoder = Decoder(backbone, draft)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         out = [decoder.generate(prompt, limit) for limit in limits]
     assert paths(out) == paths(expected)
     assert caplog.text.count("PromptLookupDraft") == 1
@@ -228,7 +228,7 @@ def test_where_capture_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixt
     draft = random_draft("hydra", backbone)
     expected = answers(backbone, draft, TREE)
     runner = backbone.step_runner = FailingRunner()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert paths(answers(backbone, draft, TREE)) == paths(expected)
     assert runner.warm_ups == 1
     assert caplog.text.count("capture failed") == 1
@@ -264,7 +264,7 @@ def test_models_that_cannot_be_captured(family: str, obstacle: str | None, caplo
     assert graph_obstacle(backbone.model) is not None
     assert graph_runner(torch.device("cpu"), backbone.model) is None
     assert "no CUDA graphs" not in caplog.text
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert graph_runner(torch.device("cuda"), backbone.model) is None
     assert "no CUDA graphs" in caplog.text
     backbone.config.num_experts = None

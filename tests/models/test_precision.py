@@ -1,12 +1,20 @@
-"""The dtype that `auto` stands for, by device."""
+"""The dtype that `auto` stands for, by device, and the memory that is left."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from medusa_train.models import precision
-from medusa_train.models.precision import auto_dtype, choose_precision, parse_dtype
+from medusa_train.models.precision import (
+    WeightMemory,
+    auto_dtype,
+    choose_precision,
+    free_memory,
+    is_out_of_memory,
+    parse_dtype,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,50 @@ def test_precision_that_is_asked_for() -> None:
     assert choose_precision("auto", gpu, fp16=True).dtype == torch.float16
     assert choose_precision("auto", cpu, fp16=True).dtype == torch.float32
     assert parse_dtype(torch.float64) == parse_dtype("float64") == torch.float64
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            True,
+        ),
+        (RuntimeError("[enforce fail] data. DefaultCPUAllocator: not enough memory: you tried to allocate 9"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("not enough memory"), False),
+    ],
+)
+def test_is_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_cpu_allocators_error_is_recognized() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_memory_of_weights_by_dtype_with_quantized_weights_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(10, 10, bias=False)
+    model.packed = nn.Parameter(torch.zeros(30, dtype=torch.uint8), requires_grad=False)
+    weights = WeightMemory.of(model, CPU)
+    assert (weights.numbers, weights.quantized) == (100, 30)
+    monkeypatch.setattr(precision, "free_memory", lambda device: 429)
+    assert weights.fit("bfloat16")
+    assert not weights.fit("float32")
+    monkeypatch.setattr(precision, "free_memory", lambda device: None)
+    assert weights.fit("float32")
+
+
+def test_free_memory_of_a_cpu() -> None:
+    free = free_memory(CPU)
+    assert free is None or free > 1 << 20

@@ -14,7 +14,7 @@ from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
-from medusa_train.inference.decoding_form import DecodingForm
+from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
 from medusa_train.training.optim import parameter_groups
@@ -180,11 +180,11 @@ def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, t
     pytest.importorskip("bitsandbytes")
     quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True}
     assert train(make_config(**quantized, max_steps=2, calibration_tokens=80), console) == 0
-    fitted = DecodingForm.load(tmp_path / "run" / "tree.json")
+    fitted = DecodingSettings.load(tmp_path / "run" / "tree.json")
     assert fitted is not None
     assert (fitted.quantization, fitted.merged) == ("nf4", False)
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), fitted.dtype)
-    decoding = DecodingForm.of(subject.backbone)
+    decoding = DecodingSettings.of(subject.backbone)
     assert decoding.differences(fitted) == ["quantization nf4, now none", "merged no, now yes"]
 
 

@@ -1,0 +1,321 @@
+"""`dtype: auto` and `compile: auto`: what is measured, and what is chosen by it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig
+
+from medusa_train import choose_decoding as module
+from medusa_train.checkpoint.load_model import LoadedModel, load_base_model, load_with_draft
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
+from medusa_train.choose_decoding import (
+    COMPILE_SECONDS,
+    FACTOR,
+    GPU_SAVING,
+    SAVING,
+    CompileEstimate,
+    Round,
+    WeightMemory,
+    choose_dtype,
+    compile_if_repaid,
+    plain_step_seconds,
+)
+from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import BackboneError
+from medusa_train.evaluation import run as evaluation
+from medusa_train.evaluation.calibrate import chooses_compilation
+from medusa_train.evaluation.questions import load_bench
+from medusa_train.inference.decoding_settings import DecodingSettings
+from medusa_train.models import compiled as compiled_module
+from medusa_train.models.backbone import Backbone
+from medusa_train.progress import RunProgress
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+
+def choose(paths: ModelPaths) -> tuple[str, list[str]]:
+    """The dtype that is chosen and the lines that are printed."""
+    progress = RunProgress(Console(file=io.StringIO(), width=400), line_seconds=float("inf"))
+    dtype = choose_dtype("Say ay.", paths, progress)
+    return dtype, progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reference_seconds", lambda device: 1.0)
+    monkeypatch.setattr(module, "PROBE_TOKENS", 5)
+    monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)  # whatever processor runs the tests
+
+
+@pytest.fixture
+def paths(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPaths:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return resolve_model(str(run_dir), None, None)
+
+
+def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callable[[ModelPaths, str], Backbone]:
+    def load(paths: ModelPaths, dtype: str) -> Backbone:
+        loaded.append(dtype)
+        if dtype in for_dtypes:
+            raise error
+        return load_base_model(paths, dtype)
+
+    return load
+
+
+def test_the_chosen_dtype_and_the_measurements_are_printed(run_dir: Path) -> None:
+    chosen, lines = choose(resolve_model(str(run_dir), None, None))
+    assert chosen in ("float32", "bfloat16", "float16")
+    assert lines[0].startswith(f"dtype: {chosen}, the ")
+    assert "float32" in lines[0]
+    assert "bfloat16" in lines[0]
+
+
+def test_a_dtype_without_enough_memory_is_left_out_and_named(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = failing({"float32"}, torch.OutOfMemoryError("CUDA out of memory."), loaded)
+    monkeypatch.setattr(module, "load_base_model", load)
+    chosen, lines = choose(paths)
+    assert chosen == "bfloat16"
+    assert loaded == ["float32", "bfloat16"]
+    assert lines[0] == "dtype float32: not enough memory; left out"
+    assert lines[1].startswith("dtype: bfloat16")
+    assert "float32" not in lines[1]
+
+
+def test_too_little_memory_for_any_dtype_is_an_error_and_other_errors_propagate(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_base_model", failing({"float32", "bfloat16"}, MemoryError(), []))
+    with pytest.raises(BackboneError, match="not enough memory for it in any dtype"):
+        choose(paths)
+    monkeypatch.setattr(module, "load_base_model", failing({"bfloat16"}, RuntimeError("a bug"), []))
+    with pytest.raises(RuntimeError, match="a bug"):
+        choose(paths)
+
+
+def test_the_checkpoints_dtype_comes_first_and_weights_that_do_not_fit_are_not_loaded(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    stored = LlamaConfig(dtype="bfloat16")
+    monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
+    monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
+    monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype != "float32")
+    chosen, lines = choose(paths)
+    assert chosen == "bfloat16"
+    assert loaded == ["bfloat16"]
+    assert "dtype float32: the weights do not fit" in lines[0]
+
+
+def test_emulated_bfloat16_is_left_out_unless_nothing_else_fits(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain step of one row may be as fast; a tree's rows are not."""
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: True)
+    stored = LlamaConfig(dtype="bfloat16")
+    monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
+    loaded: list[str] = []
+    monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
+    chosen, lines = choose(paths)
+    assert (chosen, loaded) == ("float32", ["float32"])
+    assert lines[0] == "dtype bfloat16: emulated on this device, so slow for trees; left out"
+    monkeypatch.setattr(module, "load_base_model", failing({"float32"}, MemoryError(), loaded))
+    assert choose(paths)[0] == "bfloat16"
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, rounds: dict[str, list[list[Round]]]) -> None:
+    """Fake the timings: per dtype, the rounds of each probe."""
+    monkeypatch.setattr(
+        module, "time_plain_steps", lambda backbone, *rest: rounds[str(backbone.dtype).removeprefix("torch.")].pop(0)
+    )
+
+
+def test_a_disturbed_measurement_is_repeated(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process slows down bfloat16's first rounds: they do not decide."""
+    busy = [Round(3.0, 4.0), Round(4.0, 1.6)]
+    rounds = {"float32": [[Round(2.0, 1.0), Round(2.1, 1.2)]], "bfloat16": [busy, [Round(1.0, 1.1), Round(9.0, 5.0)]]}
+    measured(monkeypatch, rounds)
+    chosen, lines = choose(paths)
+    assert chosen == "bfloat16"
+    assert "dtype bfloat16: another process slowed the machine down" in lines[0]
+    assert "float32 2000.00 ms, bfloat16 1000.00 ms" in lines[1]
+    measured(monkeypatch, {"float32": [[Round(2.0, 1.0)]], "bfloat16": [busy[:1], busy[:1]]})
+    chosen, lines = choose(paths)
+    assert chosen == "float32"
+    assert "the choice of dtype is unreliable" in lines[1]
+
+
+def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
+    paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, expected in ((1.85, "float32"), (1.8, "bfloat16")):
+        measured(monkeypatch, {"float32": [[Round(2.0, 1.0)]], "bfloat16": [[Round(seconds, 1.0)]]})
+        chosen, lines = choose(paths)
+        assert chosen == expected
+        assert ("the checkpoint's, since none is 10 % faster" in lines[0]) == (expected == "float32")
+
+
+def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def load(name: str, *, dtype: str, quantization: object, trust_remote_code: bool) -> SimpleNamespace:
+        asked.append((name, dtype, quantization, trust_remote_code))
+        return SimpleNamespace()
+
+    monkeypatch.setattr("medusa_train.checkpoint.load_model.load_backbone", load)
+    over_4bit = ModelPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
+    load_base_model(over_4bit, "bfloat16")
+    folded = ModelPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")
+    load_base_model(folded, "float32")
+    assert asked == [("m", "bfloat16", "nf4", True), ("m", "float32", None, False)]
+
+
+ENOUGH = FACTOR * COMPILE_SECONDS / SAVING  # seconds of plain steps
+
+
+def test_the_saving_must_clearly_exceed_the_cost() -> None:
+    assert CompileEstimate(1000, 1.01 * ENOUGH / 1000).repaid
+    assert not CompileEstimate(1000, 0.99 * ENOUGH / 1000).repaid
+    assert not CompileEstimate(1000, 1.01 * ENOUGH / 1000, refit_seconds=25).repaid
+    assert CompileEstimate(1000, 0.99 * ENOUGH / 1000, refit_seconds=-25).repaid  # spared by compiling
+    assert str(CompileEstimate(40_960, 0.025)) == (
+        "40,960 steps of 25.0 ms are expected, of which it may save 256 s, more than 2 times the 60 s of compilation"
+    )
+    assert str(CompileEstimate(4_096, 0.025, refit_seconds=25)).endswith(
+        "it may save 26 s, not more than 2 times the 85 s of compilation and fitting the tree again"
+    )
+
+
+def compiled_for(
+    monkeypatch: pytest.MonkeyPatch, backbone: Backbone, steps: list[float], compiler: bool = True
+) -> tuple[list[tuple[int, bool]], list[str]]:
+    """Decide for 600 steps; return what was compiled and the lines.
+
+    Args:
+        steps: seconds of a plain step each time they are measured.
+    """
+    compiled: list[tuple[int, bool]] = []
+
+    def compile_backbone(backbone: Backbone, paths: ModelPaths, *, rows: int, trees: bool) -> None:
+        compiled.append((rows, trees))
+        backbone.compiled = object()  # type: ignore[assignment]
+
+    monkeypatch.setattr(module, "compile_backbone", compile_backbone)
+    monkeypatch.setattr(module, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(module, "plain_step_seconds", lambda *given: steps.pop(0))
+    lines: list[str] = []
+    paths = ModelPaths(Path("run"), "m", None, None, None)
+    compile_if_repaid(backbone, paths, 600, [1, 2], lines.append, rows=4, trees=False)
+    return compiled, lines
+
+
+def test_passes_are_compiled_where_the_steps_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    assert compiled_for(monkeypatch, backbone, [1.01 * ENOUGH / 600])[0] == [(4, False)]
+    compiled, (line,) = compiled_for(monkeypatch, backbone, [0.99 * ENOUGH / 600])
+    assert (compiled, line.startswith("compile: no, 600 steps of 792.0 ms are expected")) == ([], True)
+    compiled, (line,) = compiled_for(monkeypatch, backbone, [100.0], compiler=False)
+    assert (compiled, line) == ([], "compile: no, there is no C++ compiler (on a GPU: no Triton)")
+    compiled, (line,) = compiled_for(monkeypatch, random_backbone("mistral-window"), [100.0])
+    assert (compiled, line) == ([], "compile: no, the model has sliding windows")
+
+
+def test_on_a_gpu_measured_steps_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside CUDA graphs compilation saves less, and programs that are not faster are dropped."""
+    backbone = random_backbone("llama")
+    backbone.device = torch.device("cuda")  # the timings are faked
+    enough = FACTOR * COMPILE_SECONDS / GPU_SAVING / 600
+    assert compiled_for(monkeypatch, backbone, [0.99 * enough])[0] == []
+    assert compiled_for(monkeypatch, backbone, [1.01 * enough, 0.9 * enough])[0] == [(4, False)]
+    assert backbone.compiled is not None
+    lines = compiled_for(monkeypatch, backbone, [1.01 * enough, 1.02 * enough])[1]
+    assert lines[1].startswith("compile: dropped, steps take")
+    assert backbone.compiled is None
+
+
+def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = object()
+    monkeypatch.setattr("medusa_train.models.backbone.graph_runner", lambda device, model: runner)
+    backbone = load_with_draft(resolve_model(str(run_dir), None, None), "float32").backbone
+    assert backbone.step_runner is runner
+    settings = DecodingSettings.of(backbone)
+    assert (settings.compiled, settings.graphs) == (False, True)
+
+
+@pytest.fixture
+def model(run_dir: Path) -> LoadedModel:
+    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
+
+
+@pytest.mark.parametrize(("batch_size", "steps"), [(1, 600), (4, 200)])
+def test_steps_and_refits_of_a_bench(
+    model: LoadedModel, run_dir: Path, bench_file: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, steps: int
+) -> None:
+    """6 turns of 100 tokens; in batches of 4, these are two batches."""
+    seen: list[tuple[object, ...]] = []
+
+    def record(backbone: Backbone, paths: ModelPaths, steps: int, *given: object, **options: object) -> None:
+        refit_seconds = options["refit_seconds"]
+        assert callable(refit_seconds)
+        seen.append((steps, options["rows"], options["trees"], refit_seconds(2.0)))
+
+    monkeypatch.setattr(evaluation, "compile_if_repaid", record)
+    cfg = EvalConfig(max_new_tokens=100, batch_size=batch_size, calibration_tokens=200)
+    tree, bench = run_dir / "tree.json", load_bench(str(bench_file))
+    before = tree.read_text(encoding="utf-8")
+    try:
+        for compiled, seconds in ((False, 400.0), (True, -400.0)):
+            settings = replace(DecodingSettings.of(model.backbone), compiled=compiled)
+            Tree.cartesian([2, 2]).save(tree, **settings.record())
+            paths, progress = resolve_model(str(run_dir), None, None), RunProgress(Console(file=io.StringIO()))
+            evaluation._choose_compile(cfg, bench, model, paths, None, progress)
+            assert chooses_compilation(cfg, paths) == compiled
+            assert not chooses_compilation(EvalConfig(compile=False), paths)
+            assert seen.pop() == (steps, batch_size, True, seconds if batch_size == 1 else 0.0)
+    finally:
+        tree.write_text(before, encoding="utf-8")
+
+
+def test_an_interrupted_evaluation_keeps_its_decision_and_a_failing_compiler_does_not_end_it(
+    model: LoadedModel, run_dir: Path, bench_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(backbone: Backbone, paths: ModelPaths, **shape: int) -> None:
+        raise BackboneError("compile: torch.compile failed: no room")
+
+    monkeypatch.setattr(module, "compile_backbone", fail)
+    for earlier in (True, False):
+        progress = RunProgress(Console(file=io.StringIO(), width=300))
+        paths = resolve_model(str(run_dir), None, None)
+        evaluation._choose_compile(EvalConfig(), load_bench(str(bench_file)), model, paths, earlier, progress)
+        shown = progress.console.file.getvalue()  # type: ignore[attr-defined]
+        assert f"compile: {'yes' if earlier else 'no'}, as in the interrupted evaluation" in shown
+        assert ("torch.compile failed: no room\ndecoding without compiled passes" in shown) == earlier
+    assert model.backbone.compiled is None
+
+
+def test_steps_of_batches_are_timed() -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    for rows in (1, 3):
+        assert 0 < plain_step_seconds(backbone, [0] * 500, rows) < 1
+
+
+def test_whether_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import cpp_compiler_search
+
+    cpp_compiler_search.cache_clear()
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert not compiled_module.has_compiler(torch.device("cpu"))
+    cpp_compiler_search.cache_clear()
