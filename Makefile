@@ -67,7 +67,7 @@ smollm2-text: smollm2-model ## generate the training text of SmolLM2 again, abou
 
 bench: install ## measure decoding and training on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)
-	$(BIN)/python benchmarks/train.py $(BENCH) --parts loss step shape7b
+	$(BIN)/python benchmarks/train.py $(BENCH) --parts loss shape7b
 
 test: install ## run the tests
 	$(PYTEST) -m "not slow"

@@ -42,7 +42,7 @@ from decode_steps import (  # noqa: E402
     proposal,
 )
 from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, random_model, time_call  # noqa: E402
-from shared import machine_facts, machine_line, table, warn_if_busy, write_result  # noqa: E402
+from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
@@ -60,7 +60,7 @@ from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
 HEADS = 5
-HEADS_ROW, SHARED_ROW = "heads", "heads, shared lm_head"
+HEADS_ROW = "heads"
 LOOP_NODES = (16, 64)  # trees with which the whole loop is timed, beside plain decoding
 MEMORY_SHARE = 0.9  # of the free memory that may be used
 BURST = 3  # calls in a row that are timed, after one that is not: a step finds in the caches what the last one left
@@ -109,10 +109,10 @@ class Unsupported(Exception):
 
 @dataclass
 class Loaded:
-    """A model in one dtype and setting, with Medusa heads with and without matrices of their own."""
+    """A model in one dtype and setting, with Medusa heads."""
 
     backbone: Backbone
-    drafts: dict[str, MedusaDraft]
+    draft: MedusaDraft
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Shape:
 
     def bytes_needed(self, dtype: str, setting: str, cpu: bool, positions: int) -> int:
         """Estimate bytes of weights, heads and caches; on a CPU, prepacking and compiling copy the weights."""
-        heads = self.sizes.head_weights(HEADS, shared=False)
+        heads = self.sizes.head_weights(HEADS)
         copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
         caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
         return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
@@ -154,12 +154,9 @@ class Shape:
         else:
             backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
         with device:  # or large heads would be created on the CPU first
-            drafts = {
-                HEADS_ROW: MedusaDraft.from_backbone(backbone, HEADS),
-                SHARED_ROW: MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=True),
-            }
+            draft = MedusaDraft.from_backbone(backbone, HEADS)
         if setting == "prepacked":
-            if not any([backbone.prepack_weights(), *(draft.prepack_weights() for draft in drafts.values())]):
+            if not any([backbone.prepack_weights(), draft.prepack_weights()]):
                 raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
         elif setting == "static":
             backbone.step_runner = StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
@@ -172,26 +169,31 @@ class Shape:
             except BackboneError as error:
                 reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
                 raise Unsupported(f"not compiled: {reason}") from error
-            for draft in drafts.values():
-                draft.prepack_weights()
-        return Loaded(backbone, drafts)
+            draft.prepack_weights()
+        return Loaded(backbone, draft)
 
 
 Model = tuple[str, str]  # dtype and setting
 
 
-def models_together(shape: Shape, args: argparse.Namespace, device: torch.device) -> Iterator[tuple[list[Model], str]]:
-    """Yield all models if they fit into memory together, else one by one; or the obstacle of one that does not fit."""
+def load_models(
+    shape: Shape, args: argparse.Namespace, device: torch.device
+) -> tuple[dict[Model, Loaded], list[tuple[Model, str]]]:
+    """Load the models that fit into memory together with those before; returns the obstacles of the others as well."""
     free, positions = free_memory(device), max(args.contexts) + max(args.nodes) + LOOP_TOKENS
-    limit = float("inf") if free is None else MEMORY_SHARE * free
-    models = list(itertools.product(args.dtypes, args.settings))
-    sizes = {model: shape.bytes_needed(*model, device.type == "cpu", positions) for model in models}
-    for model, size in sizes.items():
-        if size > limit:
-            yield [model], f"does not fit: needs {size / 1e9:.1f} GB, {(free or 0) / 1e9:.1f} GB are free"
-    fitting = [model for model in models if sizes[model] <= limit]
-    together = sum(sizes[model] for model in fitting) <= limit
-    yield from (([*group], "") for group in ([fitting] if together else [[model] for model in fitting]))
+    left = float("inf") if free is None else MEMORY_SHARE * free
+    loaded: dict[Model, Loaded] = {}
+    obstacles: list[tuple[Model, str]] = []
+    for model in itertools.product(args.dtypes, args.settings):
+        size = shape.bytes_needed(*model, device.type == "cpu", positions)
+        try:
+            if size > left:
+                raise Unsupported(f"does not fit: needs {size / 1e9:.1f} GB, {left / 1e9:.1f} GB are left")
+            loaded[model] = shape.load(*model, device)
+            left -= size
+        except Unsupported as error:
+            obstacles.append((model, str(error)))
+    return loaded, obstacles
 
 
 # --- What is timed ----------------------------------------------------------------------------------------------------
@@ -266,16 +268,15 @@ def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], r
         prepare = step.prepare if isinstance(step, StaticStep) else nothing
         yield Timed(setup, name, step, prepare, least, how)
     largest = trees[max(trees)]
-    for name, draft in one.drafts.items():
-        weights = sizes.head_weights(largest.max_depth, shared=name == SHARED_ROW)
-        least = floor(weights, sizes.head_operations(largest.max_depth, 1))
-        yield Timed(setup, name, proposal(one.backbone, draft, largest), floor=least, how=how)
+    depth = largest.max_depth
+    least = floor(sizes.head_weights(depth), sizes.head_operations(depth, 1))
+    yield Timed(setup, HEADS_ROW, proposal(one.backbone, one.draft, largest), floor=least, how=how)
     if setup.context + LOOP_TOKENS > one.backbone.max_context:
         return
     for count in (0, *(n for n in LOOP_NODES if n in trees)):
         tree = trees[count]
-        loop = Loop(one.backbone, one.drafts[HEADS_ROW], tree, setup.context)
-        weights = read + (sizes.head_weights(tree.max_depth, shared=False) if count else 0)
+        loop = Loop(one.backbone, one.draft, tree, setup.context)
+        weights = read + (sizes.head_weights(tree.max_depth) if count else 0)
         operations = sizes.step_operations(count + 1, setup.context, 1) + sizes.head_operations(tree.max_depth, 1)
         name = f"loop, tree {count}" if count else "loop, plain"
         yield Timed(setup, name, loop, loop.prepare, floor(weights, operations), how)
@@ -385,16 +386,15 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
         figures = {name: [round(ms, 3), round(row.floor_ms[name], 3)] for name, ms in row.ms.items()}
         measured = {"steps": row.steps, "ms_and_floor": figures}
         content.append({**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})})
-    page = markdown(machine, rates, rows)
-    write_result(out, "decode", {"machine": machine, "rates": asdict(rates), "rows": content}, page)
-    return page
+    record = {"machine": machine, "rates": asdict(rates), "rows": content}
+    return write_page(out, "decode", "Latency of decoding steps", record, tables(rates, rows))
 
 
-def markdown(machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
-    """Format the page; trees as multiples of the plain step of their row, heads in milliseconds."""
+def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
+    """Format note and table; trees as multiples of the plain step of their row, heads in milliseconds."""
     names = list(dict.fromkeys(name for row in rows for name in row.ms if name not in ("plain", "loop, plain")))
     titles = ["shape", "context", "dtype", "setting", "steps", "plain ms", "floor / plain"]
-    titles += [f"{name} ms" if name in (HEADS_ROW, SHARED_ROW) else name for name in names]
+    titles += [f"{name} ms" if name == HEADS_ROW else name for name in names]
     lines = []
     for row in rows:
         at = row.setup
@@ -411,12 +411,11 @@ def markdown(machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> s
         f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and loops with trees: over "
         "the plain step or loop of the same row. A floor above the plain step was read from caches."
     )
-    parts = ["# Latency of decoding steps", machine_line(machine), note, table(titles, lines, 5)]
-    return "\n\n".join(parts) + "\n"
+    return [note, table(titles, lines, 5)]
 
 
 def _cell(row: Row, name: str) -> str:
-    if name in (HEADS_ROW, SHARED_ROW):
+    if name == HEADS_ROW:
         return f"{row.ms[name]:.3f}" if name in row.ms else ""
     ratio = row.over_plain(name)
     return "" if ratio is None else f"{ratio:.2f}"
@@ -427,25 +426,17 @@ def _cell(row: Row, name: str) -> str:
 
 def measure_shape(shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
     """Measure one shape; yields rows after every context."""
-    for models, obstacle in list(models_together(shape, args, device)):
-        loaded: dict[Model, Loaded] = {}
-        for dtype, setting in models:
-            try:
-                if obstacle:
-                    raise Unsupported(obstacle)
-                loaded[dtype, setting] = shape.load(dtype, setting, device)
-            except Unsupported as error:
-                yield [Row(Setup(shape.name, 0, dtype, setting), obstacle=str(error))]
-        for context in args.contexts if loaded else ():
-            cases = cases_of(shape, loaded, args.nodes, context, rates)
-            time_in_turns(cases, device, args.seconds)
-            yield rows_of(cases)
-            del cases
-            release_memory()
-        if any(setting == "compiled" for _, setting in loaded):
-            torch.compiler.reset()  # frees the compiled passes and their weights
-        del loaded
+    loaded, obstacles = load_models(shape, args, device)
+    yield [Row(Setup(shape.name, 0, *model), obstacle=obstacle) for model, obstacle in obstacles]
+    for context in args.contexts if loaded else ():
+        cases = cases_of(shape, loaded, args.nodes, context, rates)
+        time_in_turns(cases, device, args.seconds)
+        yield rows_of(cases)
+        del cases
         release_memory()
+    del loaded
+    torch.compiler.reset()  # frees the compiled passes and their weights
+    release_memory()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

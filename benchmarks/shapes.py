@@ -139,9 +139,9 @@ class Sizes:
         attention = 4 * self.layers * self.queries * (context + nodes)  # scores and values
         return batch * nodes * (products + attention)
 
-    def head_weights(self, heads: int, *, shared: bool) -> int:
-        """Weights of `heads` Medusa heads of one block; a shared lm_head counts once."""
-        return heads * (self.hidden**2 + self.hidden) + (1 if shared else heads) * self.vocab * self.hidden
+    def head_weights(self, heads: int) -> int:
+        """Weights of `heads` Medusa heads of one block."""
+        return heads * (self.hidden**2 + self.hidden + self.vocab * self.hidden)
 
     def head_operations(self, heads: int, batch: int) -> int:
         """Multiplications and additions of `heads` heads for one state in each row."""

@@ -1,19 +1,18 @@
-"""What do the loss and a training step cost, beside the stacked logits of the public Medusa trainer?
+"""What do the loss, beside the stacked logits of the public Medusa trainer, and a training step cost?
 
     python benchmarks/train.py --quick --parts loss
     python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
 
-naive: logits of backbone and heads stacked as one float tensor [K + 1, B, T, V], a shifted slice and `cross_entropy`
-for each. ours: `medusa_train/losses`, a chunk of logits at a time, with gradients as one process computes them. Parts:
-`loss` (loss and gradients over given states), `step` (whole steps on the tiny backbone), `shape7b`. Every case runs in
-a process of its own, both methods in turns. Writes train.md and train.json to `--out` after every case. The CUDA path
-was never run.
+Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at the shape of a 7B model). The loss is
+measured by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B, T, V], a
+shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits at a time, with gradients as
+one process computes them. Every case runs in a process of its own. Writes train.md and train.json to `--out` after
+every case. The CUDA path was never run.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import json
 import math
@@ -35,17 +34,14 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import peft  # noqa: E402, F401 (imported before memory is measured, since it takes some)
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
 from shapes import SHAPES, Sizes, llama_config, matrix_rate, quantize_nf4, random_model  # noqa: E402
-from shared import machine_facts, machine_line, table, warn_if_busy, write_result  # noqa: E402
+from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.config.load import load_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
 from medusa_train.data.batch import IGNORE_INDEX, Batch  # noqa: E402
-from medusa_train.data.dataset import BatchLoader  # noqa: E402
 from medusa_train.losses.fused_losses import GraphCut  # noqa: E402
 from medusa_train.losses.objective import Objective  # noqa: E402
 from medusa_train.losses.weights import head_weight  # noqa: E402
@@ -53,7 +49,6 @@ from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.features import Features, TokenRows  # noqa: E402
 from medusa_train.models.lm_head import LMHead  # noqa: E402
-from medusa_train.models.loading import load_backbone  # noqa: E402
 from medusa_train.models.precision import (  # noqa: E402
     Precision,
     free_memory,
@@ -61,24 +56,19 @@ from medusa_train.models.precision import (  # noqa: E402
     release_memory,
 )
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
-from medusa_train.training.load_data import load_data  # noqa: E402
 from medusa_train.training.memory import estimate_memory  # noqa: E402
 from medusa_train.training.optim import build_optimizer, parameter_groups  # noqa: E402
 
-PARTS = ("loss", "step", "shape7b")
+PARTS = ("loss", "shape7b")
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
-STEP_BATCHES = 8  # micro-batches of one repeat of a whole step, each an optimizer step
 SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
 #: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
 QLORA_KEYS = {"recipe": "medusa2", "adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_alpha": 16}
 QLORA_KEYS |= {"lora_dropout": 0.05, "lora_target_linear": True, "gradient_checkpointing": True}
 TITLES = {
-    "tiny1": "Medusa-1, tiny backbone",
-    "tiny2": "Medusa-2, tiny backbone, LoRA",
     "shape1": "Medusa-1, 7B shape, frozen backbone in bfloat16",
     "shape2": "Medusa-2, 7B shape, QLoRA (NF4)",
 }
-SAMPLES, EPOCHS, SAMPLE_TOKENS = 60_000, 2, 1_500  # the paper's ShareGPT run (5 hours on one A100), assumed mean length
 
 
 @dataclass(frozen=True)
@@ -87,7 +77,7 @@ class Case:
 
     Attributes:
         what: `loss`, or a whole step: one of `TITLES`.
-        method: `naive` or `ours`.
+        method: `naive` (`loss` only) or `ours`.
         dtype: of the products; parameters and gradients are float32.
         tokens, vocab, heads, width: T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
         repeats: measurements at most. seconds: after which no further one begins.
@@ -115,7 +105,7 @@ class Result:
         peak: bytes beyond parameters, gradients and optimizer, of the loss as counted by torch's allocator.
         accumulating: the same for a second micro-batch (`loss` only).
         total, estimate: bytes in all, measured and by `--inspect` (whole steps only).
-        operations, rate: of one step, and of a large product per second (`shape1` and `shape2` only).
+        operations, rate: of one step, and of a large product per second (whole steps only).
     """
 
     fits: bool
@@ -202,25 +192,23 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 # --- Loss and backward ------------------------------------------------------------------------------------------------
 
 
-def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float], first: int = 0) -> Tensor:
+def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float]) -> Tensor:
     """Compute the public Medusa trainer's loss: weighted mean cross-entropies over stacked float logits.
 
     Args:
-        logits: [B, T, V] each; the first predicts position t + 1 + first. labels: [B, T]. weights: one for each.
+        logits: [B, T, V] each, of the backbone and of every head. labels: [B, T]. weights: one for each.
     """
     stacked = torch.stack(list(logits)).float()
     terms = []
-    for number, weight in enumerate(weights):
-        ahead = number + first + 1
-        part = stacked[number, :, :-ahead].contiguous().view(-1, stacked.shape[-1])
+    for ahead, weight in enumerate(weights, start=1):
+        part = stacked[ahead - 1, :, :-ahead].contiguous().view(-1, stacked.shape[-1])
         terms.append(weight * cross_entropy(part, labels[:, ahead:].contiguous().view(-1)))
     return torch.stack(terms).sum()
 
 
-def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, lm_head: LMHead | None) -> Iterator[Tensor]:
-    """Yield logits [B, T, V] of the backbone, if its lm_head is given, and of every head."""
-    if lm_head is not None:
-        yield lm_head.logits(feats.hidden)
+def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, lm_head: LMHead) -> Iterator[Tensor]:
+    """Yield logits [B, T, V] of the backbone and of every head."""
+    yield lm_head.logits(feats.hidden)
     for k, state in enumerate(draft.head_states(feats, batch), start=1):
         yield draft.lm_head(k).logits(state)
 
@@ -275,10 +263,10 @@ def measure_loss(case: Case) -> Result:
 
 
 class Step:
-    """One optimizer step: forward, loss (naive or ours), backward, clipping, optimizer."""
+    """One optimizer step: forward, loss, backward, clipping, optimizer."""
 
-    def __init__(self, cfg: TrainConfig, backbone: Backbone, precision: Precision, naive: bool) -> None:
-        self.cfg, self.naive = cfg, naive
+    def __init__(self, cfg: TrainConfig, backbone: Backbone, precision: Precision) -> None:
+        self.cfg = cfg
         self.draft = MedusaDraft.from_backbone(
             backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32
         )
@@ -300,52 +288,19 @@ class Step:
     def __call__(self, batch: Batch) -> float:
         """Train on `batch` and return its loss."""
         feats = self.student.features(batch)
-        loss = self._naive(feats, batch) if self.naive else self._ours(feats, batch)
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss)
-
-    def _ours(self, feats: Features, batch: Batch) -> Tensor:
         lm_head = self.student.lm_head() if self.student.joint else None
         cut, counts = GraphCut(), self.objective.target_counts(batch)
         feats = replace(feats, hidden=cut.detach(feats.hidden))
         with self.student.precision.autocast():
             loss = self.objective.loss(feats, batch, counts, lm_head=lm_head, grad_scale=1.0).loss
         cut.backward()
-        return loss
-
-    def _naive(self, feats: Features, batch: Batch) -> Tensor:
-        with self.student.precision.autocast():
-            loss = self._naive_loss(feats, batch)
-        loss.backward()
-        return loss.detach()
-
-    def _naive_loss(self, feats: Features, batch: Batch) -> Tensor:
-        scale = self.objective.heads_weight(1.0)
-        weights = [scale * head_weight(k, self.objective.decay) for k in range(1, self.draft.num_heads + 1)]
-        if not self.student.joint:
-            return naive_loss(all_logits(feats, batch, self.draft, None), batch.labels, weights, first=1)
-        logits = all_logits(feats, batch, self.draft, self.student.lm_head())
-        return naive_loss(logits, batch.labels, [1.0, *weights])
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss)
 
 
-def tiny_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, list[Batch]]:
-    """Load `data/tiny` and the first micro-batches of configs/tiny_m1.yaml or configs/tiny_m2.yaml.
-
-    Medusa-2 with cross-entropy in place of KL and untrained heads, since a naive KL would hold twice the logits.
-    """
-    overrides = ["output_dir=runs/none"]
-    if case.what == "tiny2":
-        overrides += ["stage_one=null", "medusa_self_distillation=false", "lora_dropout=0"]
-    cfg = load_config(TrainConfig, ROOT / "configs" / f"tiny_m{case.what[-1]}.yaml", overrides).resolved()
-    data = load_data(cfg, Console(file=io.StringIO()))
-    loader = iter(BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, shuffle=True))
-    batches = [next(loader).to(precision.device) for _ in range(STEP_BATCHES)]
-    return cfg, load_backbone(cfg.base_model, dtype=precision.dtype, device=precision.device), batches
-
-
-def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, list[Batch]]:
+def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, Batch]:
     """Create random weights at the shape of a 7B model, a small shape without a GPU, and one micro-batch."""
     shape = SHAPES["7B"] if precision.device.type == "cuda" else SMALL_LLAMA
     config = llama_config(*shape)
@@ -358,25 +313,23 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     model = random_model(config, precision.dtype, precision.device)
     if cfg.load_in_4bit:
         quantize_nf4(model)
-    return cfg, Backbone(model, None, "7B"), [Batch(tokens, tokens, positions, torch.zeros_like(tokens), [])]
+    return cfg, Backbone(model, None, "7B"), Batch(tokens, tokens, positions, torch.zeros_like(tokens), [])
 
 
 def measure_step(case: Case) -> Result:
-    """Measure whole optimizer steps, one for each micro-batch of the setup."""
+    """Measure a whole optimizer step of one micro-batch."""
     precision = device_and_precision(case)
-    cuda, is_shape = precision.device.type == "cuda", case.what.startswith("shape")
-    rate = matrix_rate(precision.device, precision.dtype, 1.0, None if cuda else 512) if is_shape else 0.0
-    cfg, backbone, batches = (shape_setup if is_shape else tiny_setup)(case, precision)
+    rate = matrix_rate(precision.device, precision.dtype, 1.0, None if precision.device.type == "cuda" else 512)
+    cfg, backbone, batch = shape_setup(case, precision)
     release_memory()
     weights = tensor_bytes(backbone.model.parameters())
     memory = PeakMemory()
-    step = Step(cfg, backbone, precision, case.method == "naive")
-    step(batches[0])  # warms up kernels and creates the optimizer states
-    seconds, loss = repeated(lambda: [step(batch) for batch in batches][-1], case)
+    step = Step(cfg, backbone, precision)
+    step(batch)  # warms up kernels and creates the optimizer states
+    seconds, loss = repeated(lambda: step(batch), case)
     states = (state for group in step.optimizer.state.values() for state in group.values())
     held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)  # parameters, gradients, optimizer
-    peak, tokens = memory.peak(), sum(int((batch.segments >= 0).sum()) for batch in batches)
-    rows, width = max((batch.tokens for batch in batches), key=torch.numel).shape
+    peak, (rows, width) = memory.peak(), batch.tokens.shape
     trained = sum(parameter.numel() for parameter in step.student.parameters.values())
     estimate = estimate_memory(
         cfg, backbone.config, rows=rows, width=width, dtype=precision.dtype, device=precision.device.type
@@ -385,11 +338,11 @@ def measure_step(case: Case) -> Result:
         True,
         seconds,
         loss,
-        tokens,
+        rows * width,
         max(0, peak - held),  # a small shape's lies below what torch allocated before
         total=weights + peak,
         estimate=estimate.total,
-        operations=needed_operations(Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained) * tokens,
+        operations=needed_operations(Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained) * rows * width,
         rate=rate,
     )
 
@@ -404,7 +357,7 @@ def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> in
         tokens: length of a row; attention sees half of it on average. trained: parameters of the adapter, 0 without.
     """
     attention = 4 * sizes.layers * sizes.queries * tokens // 2
-    head = 6 * sizes.head_weights(heads, shared=False)
+    head = 6 * sizes.head_weights(heads)
     if not trained:  # the heads' first blocks need no gradient of their input
         return 2 * sizes.body + attention + head - 2 * heads * sizes.hidden**2
     return 4 * (sizes.body + sizes.vocab * sizes.hidden) + 3 * attention + head + 6 * trained
@@ -444,54 +397,19 @@ def loss_table(measured: Mapping[Case, Result]) -> str:
 
 
 def step_table(measured: Mapping[Case, Result]) -> str:
-    """Format throughput, MFU and memory of whole steps, and the hours of the paper's run."""
+    """Format throughput, MFU and memory of whole steps."""
     rows = []
     for case, one in measured.items():
         if case.what == "loss":
             continue
-        first = [TITLES[case.what], case.dtype, f"{case.rows} x {case.tokens:,}" * (case.what[:5] == "shape")]
+        first = [TITLES[case.what], f"{case.rows} x {case.tokens:,}"]
         if not one.fits:
-            rows.append([*first, case.method, "does not fit", *[""] * 5])
+            rows.append([*first, "does not fit", *[""] * 4])
             continue
         speed = one.tokens / one.median
-        mfu = f"{one.operations / one.median / one.rate:.2f}" if one.rate else ""
-        hours = f"{SAMPLES * EPOCHS * SAMPLE_TOKENS / speed / 3600:,.1f}" if one.rate else ""
-        memory = map(megabytes, (one.peak, one.total, one.estimate))
-        rows.append([*first, case.method, f"{speed:,.0f}", mfu, *memory, hours])
-    titles = [
-        "recipe",
-        "dtype",
-        "rows",
-        "method",
-        "tokens/s",
-        "MFU",
-        "MB",
-        "all MB",
-        "--inspect MB",
-        "paper's run, hours",
-    ]
-    return table(titles, rows, 4)
-
-
-def report(machine: Mapping[str, Any], measured: Mapping[Case, Result]) -> str:
-    """Format the page."""
-    whats = {case.what for case in measured}
-    parts = ["# Cost of training", machine_line(machine)]
-    if "loss" in whats:
-        note = (
-            "Loss and gradients. MB: peak of torch's allocator beyond parameters and their gradients; *accumulating*: "
-            "of a second micro-batch, beside the gradients of the first."
-        )
-        parts += [note, loss_table(measured)]
-    if whats & set(TITLES):
-        note = (
-            "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the recipe needs over "
-            f"the measured matrix rate. Hours: {SAMPLES:,} samples of {SAMPLE_TOKENS:,} tokens, {EPOCHS} epochs."
-        )
-        if machine["kind"] != "cuda" and whats & {"shape1", "shape2"}:
-            note += " **7B shape: without a GPU a small stand-in runs; its figures say nothing about 7B.**"
-        parts += [note, step_table(measured)]
-    return "\n\n".join(parts) + "\n"
+        mfu = f"{one.operations / one.median / one.rate:.2f}"
+        rows.append([*first, f"{speed:,.0f}", mfu, *map(megabytes, (one.peak, one.total, one.estimate))])
+    return table(["recipe", "rows", "tokens/s", "MFU", "MB", "all MB", "--inspect MB"], rows, 2)
 
 
 def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Result]) -> None:
@@ -509,7 +427,22 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
             if one.rate:
                 figures["mfu"] = round(one.operations / one.median / one.rate, 4)
         cases.append({**settings, **figures})
-    write_result(out, "train", {"machine": machine, "cases": cases}, report(machine, measured))
+    whats, parts = {case.what for case in measured}, []
+    if "loss" in whats:
+        parts.append(
+            "Loss and gradients. MB: peak of torch's allocator beyond parameters and their gradients; *accumulating*: "
+            "of a second micro-batch, beside the gradients of the first."
+        )
+        parts.append(loss_table(measured))
+    if whats & set(TITLES):
+        note = (
+            "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the recipe needs over "
+            "the measured matrix rate."
+        )
+        if machine["kind"] != "cuda":
+            note += " **7B shape: without a GPU a small stand-in runs; its figures say nothing about 7B.**"
+        parts += [note, step_table(measured)]
+    write_page(out, "train", "Cost of training", {"machine": machine, "cases": cases}, parts)
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -540,20 +473,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
-    """List the cases as [naive, ours], to be measured in turns."""
-    common = Case("", "", repeats=args.repeats, seconds=args.seconds)
+    """List the cases: those of the loss as [naive, ours], to be measured in turns, and whole steps alone."""
+    common = Case("", "ours", repeats=args.repeats, seconds=args.seconds)
     most = max(args.heads)
     cases: list[Case] = []
-    for dtype in args.dtypes:
+    for dtype in args.dtypes if "loss" in args.parts else ():
         base = replace(common, dtype=dtype)
-        if "loss" in args.parts:
-            shapes = itertools.product(args.vocab, args.tokens, args.heads, (0.0, 0.5))
-            cases += [
-                replace(base, what="loss", vocab=vocab, tokens=tokens, heads=heads, masked=masked)
-                for vocab, tokens, heads, masked in shapes
-                if heads == most or not masked
-            ]
-        cases += [replace(base, what=what) for what in ("tiny1", "tiny2") if "step" in args.parts]
+        shapes = itertools.product(args.vocab, args.tokens, args.heads, (0.0, 0.5))
+        cases += [
+            replace(base, what="loss", vocab=vocab, tokens=tokens, heads=heads, masked=masked)
+            for vocab, tokens, heads, masked in shapes
+            if heads == most or not masked
+        ]
     if "shape7b" in args.parts:
         if not find_spec("bitsandbytes"):
             print("shape7b: skipping QLoRA, bitsandbytes is not installed", flush=True)
@@ -561,7 +492,7 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
         for what in ("shape1", "shape2") if find_spec("bitsandbytes") else ("shape1",):
             for tokens in lengths:
                 cases.append(replace(common, what=what, dtype="bfloat16", tokens=tokens, rows=args.rows))
-    return [[replace(case, method=method) for method in ("naive", "ours")] for case in cases]
+    return [[replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases]
 
 
 def measure_here(case: Case) -> Result:

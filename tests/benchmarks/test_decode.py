@@ -10,7 +10,7 @@ import decode
 import decode_steps
 import pytest
 import torch
-from decode import Row, Setup, Timed, Unsupported, likely_tree, models_together
+from decode import Row, Setup, Timed, Unsupported, likely_tree
 from decode_steps import LOOP_TOKENS, Context, Loop, StaticContext, how_steps_run
 from shapes import (
     SHAPES,
@@ -64,7 +64,7 @@ def test_sizes_are_those_of_the_model(backbone: Backbone, draft: MedusaDraft) ->
     sizes = Sizes.of(SMALL)
     weights = sum(parameter.numel() for parameter in backbone.model.parameters())
     assert (sizes.read, sizes.total) == (weights - 61 * 32, weights)
-    assert sizes.head_weights(3, shared=False) == sum(parameter.numel() for parameter in draft.parameters())
+    assert sizes.head_weights(3) == sum(parameter.numel() for parameter in draft.parameters())
     context = Context(backbone, 10, 4)
     assert context.cache._storage is not None
     assert sizes.cached(15, 1) == context.cache._storage.numel()
@@ -78,8 +78,7 @@ def test_the_floor_by_hand() -> None:
     assert sizes.cached(10, 4) == 2 * 2 * 2 * 10 * 4
     # 7 nodes with the root in 4 rows: 2 for every weight of a matrix, and 17 keys and values in each of 2 layers
     assert sizes.step_operations(nodes=7, context=10, batch=4) == 4 * 7 * (2 * (100 + 15) + 2 * 2 * 2 * 4 * 17)
-    assert sizes.head_weights(5, shared=False) == 5 * (9 + 3 + 15)
-    assert sizes.head_weights(5, shared=True) == 5 * (9 + 3) + 15
+    assert sizes.head_weights(5) == 5 * (9 + 3 + 15)
     assert sizes.head_operations(5, batch=2) == 2 * 2 * 5 * (9 + 15)
     rates = Rates(bandwidth=100.0, matrix={"float32": 1000.0})
     assert (rates.floor(50, 400, "float32"), rates.floor(50, 800, "float32")) == (0.5, 0.8)
@@ -90,8 +89,7 @@ def test_floors_of_loops_hold_pass_and_heads(steps: str) -> None:
     backbone = small_backbone()
     backbone.step_runner = {"passes": None, "static buffers": StepRunner(), "CUDA graphs": TapeRunner()}[steps]
     shape, setup = decode.Shape("small", None, SMALL, Sizes.of(SMALL)), replace(SETUP, context=20)
-    heads = {decode.HEADS_ROW: MedusaDraft.from_backbone(backbone, 5)}
-    heads[decode.SHARED_ROW] = MedusaDraft.from_backbone(backbone, 5, share_lm_head=True)
+    heads = MedusaDraft.from_backbone(backbone, 5)
     rates = Rates(1.0, {"float32": 1e30})  # floors are bytes
     floors = {}
     for case in decode.timed_calls(decode.Loaded(backbone, heads), shape, setup, [16], rates):
@@ -99,10 +97,9 @@ def test_floors_of_loops_hold_pass_and_heads(steps: str) -> None:
         case.call()
         floors[case.name] = case.floor
         assert case.how() == steps
-    assert list(floors) == ["plain", "tree 16", "heads", decode.SHARED_ROW, "loop, plain", "loop, tree 16"]
+    assert list(floors) == ["plain", "tree 16", "heads", "loop, plain", "loop, tree 16"]
     assert floors["loop, plain"] == floors["plain"] == 4 * (shape.sizes.read + shape.sizes.cached(20, 1))
     assert floors["loop, tree 16"] == floors["tree 16"] + floors["heads"]
-    assert floors["heads"] - floors[decode.SHARED_ROW] == 4 * 4 * 61 * 32
 
 
 @pytest.mark.parametrize("nodes", [1, 16, 128])
@@ -236,21 +233,16 @@ def test_random_models_are_made_in_their_dtype_and_in_4_bits() -> None:
     assert 0.8 < torch.cosine_similarity(quantized.float(), logits.float(), dim=-1).mean() < 0.9999
 
 
-def test_models_that_do_not_fit_together_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = decode.parse_arguments(["--shapes", "7B", "--contexts", "128", "--nodes", "16"])
-    args.settings = ["stock"]
+def test_models_that_do_not_fit_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = decode.parse_arguments(["--shapes", "7B", "--contexts", "128", "--nodes", "16", "--settings", "stock"])
     shape = decode.Shape.of("7B")  # 30.1 GB in float32 and 15.1 in bfloat16, heads included
-
-    def grouped(gigabytes: int) -> list[tuple[list[decode.Model], str]]:
-        monkeypatch.setattr(decode, "free_memory", lambda device: gigabytes * 10**9)
-        return list(models_together(shape, args, CPU))
-
-    full, half = ("float32", "stock"), ("bfloat16", "stock")
-    assert grouped(60) == [([full, half], "")]
-    assert grouped(40) == [([full], ""), ([half], "")]
-    (first, obstacle), second = grouped(20)
-    assert (first, second) == ([full], ([half], ""))
-    assert obstacle.startswith("does not fit: needs 3")
+    monkeypatch.setattr(decode.Shape, "load", lambda self, dtype, setting, device: dtype)
+    for gigabytes, fit in ((60, ["float32", "bfloat16"]), (40, ["float32"]), (20, ["bfloat16"])):
+        monkeypatch.setattr(decode, "free_memory", lambda device, size=gigabytes: size * 10**9)
+        loaded, obstacles = decode.load_models(shape, args, CPU)
+        assert list(loaded.values()) == fit
+        assert [model[0] for model, _ in obstacles] == [name for name in args.dtypes if name not in fit]
+        assert all(text.startswith("does not fit: needs ") for _, text in obstacles)
 
 
 def test_settings_that_cannot_be_used_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +290,7 @@ def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pyt
     record = json.loads((tmp_path / "out" / "decode.json").read_text())
     assert record["machine"]["command"].startswith("python benchmarks/decode.py --quick")
     rows = {(one["setting"], one["context"]): one for one in record["rows"]}
-    passes = ["plain", "tree 2", "tree 16", "heads", "heads, shared lm_head"]
+    passes = ["plain", "tree 2", "tree 16", "heads"]
     for setting, steps in (("stock", "passes"), ("static", "static buffers"), ("compiled", "passes")):
         assert list(rows[setting, 32]["ms_and_floor"]) == [*passes, "loop, plain", "loop, tree 16"]
         assert rows[setting, 32]["steps"] == steps

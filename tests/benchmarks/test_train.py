@@ -1,4 +1,4 @@
-"""Training costs: both methods compute one loss, what does not fit is a result, and the tables add up."""
+"""Training costs: both methods compute one loss, steps train, what does not fit is a result, and the tables add up."""
 
 from __future__ import annotations
 
@@ -36,38 +36,31 @@ def test_the_naive_loss_by_hand() -> None:
     first = (torch.tensor([2.0, 0.0]).log_softmax(0)[0] + torch.tensor(0.5).log()) / 2  # t = 1 -> 0, t = 2 -> 1
     second = (torch.tensor(0.5).log() + torch.tensor([2.0, 0.0]).log_softmax(0)[1]) / 2  # t = 0 -> 0, t = 1 -> 1
     assert naive_loss(logits, labels, [1.0, 0.5]).item() == pytest.approx(-(first + 0.5 * second).item())
-    assert naive_loss(logits[:1], labels, [0.5], first=1).item() == pytest.approx(-0.5 * second.item())
 
 
 @pytest.mark.parametrize("keys", [{}, {"recipe": "medusa2", "adapter": "lora", "lora_dropout": 0.0}])
-def test_steps_of_both_methods_train_alike(keys: dict[str, Any]) -> None:
+def test_a_step_lowers_the_loss(keys: dict[str, Any]) -> None:
     tokens = torch.randint(2, 61, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(12).expand_as(tokens)
     batch = Batch(tokens, tokens.masked_fill(positions < 4, IGNORE_INDEX), positions, torch.zeros_like(tokens), [])
     values = {"base_model": "none", "datasets": [{"path": "none"}], "medusa_num_heads": 3, "learning_rate": 0.01}
     cfg = TrainConfig.model_validate({**values, **keys}).resolved()
-    losses = []
-    for naive in (True, False):
-        torch.manual_seed(0)
-        backbone = random_backbone("llama", dtype=torch.float32)
-        step = Step(cfg, backbone, Precision(torch.device("cpu"), torch.float32), naive)
-        losses.append([step(batch) for _ in range(3)])
-    assert losses[0][2] < losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch.manual_seed(0)
+    step = Step(cfg, random_backbone("llama", dtype=torch.float32), Precision(torch.device("cpu"), torch.float32))
+    first, _, last = [step(batch) for _ in range(3)]
+    assert last < first
 
 
 @pytest.mark.parametrize("what", ["shape1", "shape2"])
-def test_both_methods_train_the_small_stand_in_for_7b_alike(what: str) -> None:
+def test_the_small_stand_in_for_7b_is_measured(what: str) -> None:
     if what == "shape2":
         pytest.importorskip("bitsandbytes")
-    case = Case(what, "naive", dtype="bfloat16", tokens=16, rows=2, heads=2, repeats=1)
-    naive, ours = (measure_step(replace(case, method=method)) for method in ("naive", "ours"))
-    assert ours.loss == pytest.approx(naive.loss, rel=2e-2)
-    assert ours.tokens == 32
-    assert ours.operations == naive.operations > 0
-    assert ours.rate > 0
-    assert ours.peak >= 0
-    assert ours.estimate == naive.estimate
+    one = measure_step(Case(what, "ours", dtype="bfloat16", tokens=16, rows=2, heads=2, repeats=1))
+    assert one.tokens == 32
+    assert one.operations > 0
+    assert one.rate > 0
+    assert one.peak >= 0
+    assert one.estimate
 
 
 def test_operations_of_a_step_by_hand() -> None:
@@ -87,14 +80,15 @@ def test_a_case_runs_in_its_own_process_and_need_not_fit() -> None:
 
 
 def test_cases_that_are_compared_differ_in_the_method_alone() -> None:
-    pairs = train.case_pairs(train.parse_arguments([]))
+    cases = train.case_pairs(train.parse_arguments([]))
+    assert {case.what for (case,) in (one for one in cases if len(one) == 1)} >= {"shape1"}
+    pairs = [pair for pair in cases if len(pair) == 2]
     assert all([case.method for case in pair] == ["naive", "ours"] for pair in pairs)
     assert all(replace(naive, method="") == replace(ours, method="") for naive, ours in pairs)
-    losses = [ours for _, ours in pairs if ours.what == "loss" and ours.dtype == "float32"]
+    losses = [ours for _, ours in pairs if ours.dtype == "float32"]
     shapes = {(tokens, vocab) for tokens in (512, 2048) for vocab in (32000, 128000)}
     assert {(case.tokens, case.vocab) for case in losses} == shapes
     assert {(case.heads, case.masked) for case in losses} == {(1, 0.0), (5, 0.0), (5, 0.5)}
-    assert {naive.what for naive, _ in pairs} >= {"loss", "tiny1", "tiny2", "shape1"}
 
 
 def test_the_report_shows_shares_rates_and_what_does_not_fit(tmp_path: Path) -> None:
@@ -102,22 +96,21 @@ def test_the_report_shows_shares_rates_and_what_does_not_fit(tmp_path: Path) -> 
     ours = Result(True, [8.0], peak=50_000_000, accumulating=400_000_000)
     shape = Result(True, [2.0], tokens=4096, peak=3 * 10**9, total=30 * 10**9, estimate=29 * 10**9)
     shape = replace(shape, operations=10**14, rate=10**14)
-    loss, large, seven = Case("loss", "naive"), Case("loss", "naive", vocab=128000), Case("shape1", "naive", rows=2)
+    loss, large, seven = Case("loss", "naive"), Case("loss", "naive", vocab=128000), Case("shape1", "ours", rows=2)
     measured = {
         loss: naive,
         replace(loss, method="ours"): ours,
         large: Result(False, []),
         replace(large, method="ours"): ours,
-        seven: Result(False, []),
-        replace(seven, method="ours"): shape,
+        seven: shape,
+        replace(seven, tokens=4096): Result(False, []),
     }
     train.write_report(tmp_path, train.machine_facts("train.py", []), measured)
     text = (tmp_path / "train.md").read_text()
     assert "| 0% | 10.00 | 8.00 | 1.25 | 1,000 | 50 | 0.050 | 2,000 | 400 | 0.200 |" in text
     assert "| 0% | does not fit | 8.00 |  | does not fit | 50 |  | does not fit | 400 |  |" in text
     assert "peak of torch's allocator beyond parameters and their gradients" in text
-    # 2,048 tokens/s; 120,000 samples of 1,500 tokens are 180 million
-    assert "| 2 x 2,048 | ours | 2,048 | 0.50 | 3,000 | 30,000 | 29,000 | 24.4 |" in text
-    assert "| 2 x 2,048 | naive | does not fit |" in text
+    assert "| 2 x 2,048 | 2,048 | 0.50 | 3,000 | 30,000 | 29,000 |" in text
+    assert "| 2 x 4,096 | does not fit |" in text
     assert "its figures say nothing about 7B" in text
     assert len(json.loads((tmp_path / "train.json").read_text())["cases"]) == len(measured)
