@@ -155,12 +155,16 @@ def replace_reference(text: str) -> str:
 
 
 def key_table(cls: type[BaseModel]) -> str:
-    """Return a Markdown table of the keys of `cls`: name, type, default, description."""
+    """Return a Markdown table of the keys of `cls`: name, type, default, description; ignored keys are only named."""
     rows = ["| key | type | default | description |", "|---|---|---|---|"]
+    ignored = [name for name, field in cls.model_fields.items() if (field.description or "").startswith("ignored")]
     for name, field in cls.model_fields.items():
+        if name in ignored:
+            continue
         default = "required" if field.default is PydanticUndefined else f"`{_default(field.default)}`"
         description = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
+    rows += ["", f"Accepted and ignored: {', '.join(f'`{name}`' for name in ignored)}."] if ignored else []
     return "\n".join(rows)
 
 
@@ -185,7 +189,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
         return "mapping"
-    plain = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}
+    plain = {bool: "boolean", int: "integer", float: "number", str: "text"}
     if annotation in plain:
         return plain[annotation]
     return "mapping" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation)
