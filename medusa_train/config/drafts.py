@@ -68,6 +68,10 @@ class DraftConfig(BaseModel):
         """Number of blocks in each head, for memory estimates."""
         return 1
 
+    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return after how many of the backbone's layers the draft reads states, besides the final ones."""
+        return ()
+
     @property
     @abstractmethod
     def heads_loss(self) -> HeadsLoss:
@@ -217,6 +221,10 @@ class KangarooConfig(DraftConfig):
         0.6, "eta: drafting stops after a token whose probability is at most this; 0: never", ge=0, le=1
     )
     mlp_size: Int = key(0, "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published", ge=0)
+
+    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the exit layer."""
+        return (self.exit_layer,)
 
     @property
     def heads_loss(self) -> HeadsLoss:

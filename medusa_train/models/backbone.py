@@ -113,12 +113,12 @@ class Backbone:
             segments: [B, T], index of the document in a packed row, -1: padding. Each document is computed as in a row
                 of its own, with positions that restart. Excludes `mask` and `cache`.
             need: which hidden states to return.
-            early: [B, T, d], states of `tokens` after the first `need.early` layers, from `LayerSplit.run_first` with
-                the same positions and mask; their keys and values are pending in `cache`. Only the remaining layers
-                run.
+            early: [B, T, d], states of `tokens` after the number of layers in `need.early`, from `LayerSplit.run_first`
+                with the same positions and mask; their keys and values are pending in `cache`. Only the remaining
+                layers run.
 
         Returns:
-            Hidden states after the final norm, and after `need.early` layers if requested.
+            Hidden states after the final norm, and after the layers of `need.early`.
 
         Raises:
             ValueError: `mask` or `early` without position ids, or `early` without cache.
@@ -126,7 +126,7 @@ class Backbone:
         if early is not None:
             if positions is None or cache is None:
                 raise ValueError("early states need position ids and the cache in which they are pending")
-            split = self.split_at(need.early or 0)
+            split = self.split_at(*need.early)
             return split.run_rest(early, split.inputs(positions, mask, cache.length), cache)
         if mask is not None and positions is None:
             raise ValueError("an explicit mask needs position ids")
@@ -138,8 +138,8 @@ class Backbone:
         attention_mask: Any = mask
         if mask is not None and positions is not None:
             attention_mask = self._with_windows(mask, positions, 0 if cache is None else cache.length)
-        exit_layer = None if need.early is None else self.layer(need.early - 1)
-        with self.masked_attention(enabled=not bounds), capture_outputs(exit_layer) as captured:
+        early_layers = [self.layer(count - 1) for count in need.early]
+        with self.masked_attention(enabled=not bounds), capture_outputs(early_layers) as captured:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -148,7 +148,7 @@ class Backbone:
                 use_cache=cache is not None,
                 **bounds,
             )
-        return Features(out.last_hidden_state, *captured)
+        return Features(out.last_hidden_state, torch.cat(captured, dim=-1) if captured else None)
 
     def _with_windows(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
         """Apply sliding windows to a mask; models whose layer types differ take a dict of masks."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,10 @@ class FeatureSpec:
     """Hidden states that a draft reads besides those after the final norm.
 
     Attributes:
-        early: number of decoder layers (1 .. num_layers) whose output is returned as `Features.early`; None: none.
+        early: the outputs returned as `Features.early`: each after so many decoder layers (1 .. num_layers), ascending.
     """
 
-    early: int | None = None
+    early: tuple[int, ...] = ()
 
 
 #: Only the states after the final norm.
@@ -32,7 +32,7 @@ class Features:
 
     Attributes:
         hidden: [B, T, d], after the final norm: the input of lm_head. `hidden[:, t]` predicts token t + 1.
-        early: [B, T, d], after the first `FeatureSpec.early` decoder layers; None if they were not requested.
+        early: [B, T, n d], after each of the n numbers of layers in `FeatureSpec.early`; None if there are none.
     """
 
     hidden: Tensor
@@ -75,17 +75,19 @@ class Rows:
 
 
 @contextmanager
-def capture_outputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Yield a list to which each call of `module` appends the hidden states it returns; None captures nothing."""
+def capture_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yield a list to which each call of one of `modules` appends the hidden states it returns."""
     captured: list[Tensor] = []
-    if module is None:
-        yield captured
-        return
-    hook = module.register_forward_hook(lambda _, __, out: captured.append(out if isinstance(out, Tensor) else out[0]))
+
+    def append(_: nn.Module, __: object, out: Any) -> None:
+        captured.append(out if isinstance(out, Tensor) else out[0])
+
+    hooks = [module.register_forward_hook(append) for module in modules]
     try:
         yield captured
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

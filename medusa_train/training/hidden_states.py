@@ -71,10 +71,10 @@ class HiddenStateCache:
             states, missing = self._read(batch, documents)
         if not self.world.any(bool(missing)):
             self.read += len(documents)
-            return Features(*states.to(self.device, non_blocking=True))
+            return _features_of(states.to(self.device, non_blocking=True))
         feats = compute()
         self.computed += len(documents)
-        computed = _states_of(feats)
+        computed = _states_of(feats)  # views, so that stored values replace computed ones in `feats`
         for document in documents:
             if document not in missing:  # keep the values of the batch that had it first: a resumed run reads them
                 for state, stored in zip(computed, states, strict=True):
@@ -148,7 +148,14 @@ class _Document:
 
 
 def _states_of(feats: Features) -> list[Tensor]:
-    return [feats.hidden] if feats.early is None else [feats.hidden, feats.early]
+    """The states of one width d, [B, T, d] each."""
+    width = feats.hidden.shape[-1]
+    return [feats.hidden, *(() if feats.early is None else feats.early.split(width, dim=-1))]
+
+
+def _features_of(states: Tensor) -> Features:
+    """The inverse of `_states_of`, of [states, B, T, d]."""
+    return Features(states[0], torch.cat(list(states[1:]), dim=-1) if len(states) > 1 else None)
 
 
 # Start of a run
@@ -191,7 +198,7 @@ def open_hidden_states(
 
 def state_format(need: FeatureSpec, width: int, dtype: torch.dtype) -> StateFormat:
     """Return the format of the states that a draft needs."""
-    return StateFormat(1 if need.early is None else 2, width, dtype)
+    return StateFormat(1 + len(need.early), width, dtype)
 
 
 @torch.no_grad()

@@ -207,9 +207,10 @@ def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
 
 def _describe_hidden_states(cfg: TrainConfig, data: TrainingData, model_config: Any) -> str:
     """Describe the size on disk of the backbone's hidden states, those that are stored already included."""
-    need = FeatureSpec(early=cfg.draft_config.settings.get("exit_layer"))
+    text_config = model_config.get_text_config()
+    need = FeatureSpec(early=cfg.draft_config.early_layers(text_config.num_hidden_layers))
     dtype = choose_precision(cfg.bf16, default_device(), fp16=cfg.fp16).dtype
-    spec = state_format(need, model_config.get_text_config().hidden_size, dtype)
+    spec = state_format(need, text_config.hidden_size, dtype)
     tokens = sum(distinct_documents([*data.train, *data.validation]).values())
     return f"{describe_states(spec, tokens)}: {_size(spec.size(tokens))} in {cfg.dataset_prepared_path}"
 

@@ -119,8 +119,8 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
             f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers} layers of "
             f"{cfg.base_model}; 0 trains the whole model"
         )
-    if cfg.draft == "kangaroo":
-        check_exit_layer(cfg.draft_config.settings["exit_layer"], layers, cfg.base_model)
+    for count in cfg.draft_config.early_layers(layers):
+        check_exit_layer(count, layers, cfg.base_model)
     return resolved, config
 
 

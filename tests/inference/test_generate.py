@@ -131,7 +131,7 @@ def test_a_right_draft_is_accepted_to_the_full_depth(tree: str) -> None:
 class ShorteningDraft(OracleDraft):
     """Cuts every second tree to its top guesses, and checks the states that it receives."""
 
-    needs = FeatureSpec(early=2)
+    needs = FeatureSpec(early=(2,))
     chains = tuple(Tree.chain(length) for length in range(4))
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> int:

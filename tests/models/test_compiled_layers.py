@@ -21,7 +21,7 @@ from tests.families import random_backbone
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
 )
-EARLY = FeatureSpec(early=1)
+EARLY = FeatureSpec(early=(1,))
 #: rows, length and whether rows are packed: one row and several, with a mask and without one
 FIRST = [(1, 12, False), (3, 14, False), (1, 16, True), (2, 18, True)]
 LATER = [(1, 30, False), (5, 9, False), (1, 21, True), (4, 11, True), (2, 13, False)]

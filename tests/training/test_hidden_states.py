@@ -259,7 +259,7 @@ def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(backbone_di
     backbone = load_backbone(str(backbone_dir))
     first = backbone_fingerprint(backbone, PLAIN)
     assert backbone_fingerprint(load_backbone(str(backbone_dir)), PLAIN) == first
-    assert backbone_fingerprint(backbone, FeatureSpec(early=1)) != first
+    assert backbone_fingerprint(backbone, FeatureSpec(early=(1,))) != first
     assert backbone_fingerprint(backbone, PLAIN, tf32=True) != first
     assert backbone_fingerprint(load_backbone(str(backbone_dir), dtype="bfloat16"), PLAIN) != first
     backbone.model.config.rms_norm_eps *= 2

@@ -32,8 +32,8 @@ class Proposal:
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`. A `Tree` may be
             smaller than the requested one; a draft that cuts trees must return the same object for the same cut, since
             masks are cached by it.
-        early: [B, n + 1, d], the nodes' states after the first `needs.early` layers of the backbone, if the draft ran
-            these itself and left keys and values pending in the backbone's cache: verification runs only the others.
+        early: [B, n + 1, d], the nodes' states after `needs.early` layers of the backbone, if the draft ran these
+            itself and left keys and values pending in the backbone's cache: verification runs only the others.
         side: further rows of the pass, which are not verified; the draft gets their logits (`Proposer.observe`). Not
             together with `early`.
     """
@@ -75,11 +75,13 @@ class Proposer:
         num_heads: K, the depth of the deepest tree that it can fill.
         can_append_rows: whether rows may join a running batch, by `append_rows`. By default they may not: a batch is
             then completed before the next one starts.
+        runs_backbone: whether `propose` runs layers of the backbone over its guesses, see `Proposal.early`.
     """
 
     needs: FeatureSpec = PLAIN
     num_heads: int
     can_append_rows: bool = False
+    runs_backbone: bool = False
 
     @property
     def draft_vocab_size(self) -> int | None:

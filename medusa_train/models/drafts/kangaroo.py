@@ -52,6 +52,7 @@ class KangarooDraft(Draft):
     """
 
     can_append_rows = True
+    runs_backbone = True
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class KangarooDraft(Draft):
         self.num_heads = num_heads
         self.threshold = threshold
         self.mlp_size = mlp_size
-        self.needs = FeatureSpec(early=exit_layer)
+        self.needs = FeatureSpec(early=(exit_layer,))
         self.shared = backbone.lm_head()
         self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
         self._backbone = backbone

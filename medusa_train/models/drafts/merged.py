@@ -39,7 +39,7 @@ class MergedDraft(Proposer):
     """
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:
-        if heads.needs.early is not None:
+        if heads.runs_backbone:
             raise MedusaError(
                 "Kangaroo runs its guesses through the backbone's first layers itself, so no other guesses can be added"
             )
