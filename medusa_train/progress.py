@@ -275,7 +275,7 @@ class LoadingProgress:
         unit, scale = ("MB", 1e6) if is_download else ("conversations", 1)
         if self._phase.name != name:
             if is_download:  # a line that stays, since it explains the first minutes
-                self._progress.print(name + (f" ({total / scale:,.0f} MB)" if total else ""))
+                self._progress.print(name + (f" ({total / scale:,.1f} MB)" if total else ""))
             self._switch(name, math.ceil(total / scale) or None, unit, int(done / scale))
         self._phase.update(int(done / scale))
         if total and done == total:

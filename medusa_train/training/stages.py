@@ -105,6 +105,8 @@ def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: W
         steps = make_plan(cfg, loader.steps_per_epoch, world.size).total_steps
         trained = cfg.draft_config.describe() if cfg.recipe == "medusa1" else f"heads and {cfg.adapter or 'backbone'}"
         lines.append(f"{title}: {trained}, {steps:,} steps; output: {cfg.output_dir}")
+    if stages[1].max_steps is not None and stages[0].max_steps is None:
+        lines.append("note: max_steps shortens stage 2 alone; stage_one.max_steps=N shortens stage 1")
     return lines
 
 

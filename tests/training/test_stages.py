@@ -18,6 +18,7 @@ from medusa_train.training import run as run_module
 from medusa_train.training import stages
 from medusa_train.training.inspect import inspect_run
 from tests.training.conftest import metrics
+from tests.training.mishap import Mishap, command, forks, medusa_train
 from tests.training.test_joint import LORA
 from tests.training.test_run import stop_after
 
@@ -94,6 +95,19 @@ def test_stopped_in_either_stage_and_resumed_is_uninterrupted(
     assert train(resumed, console) == 0
     assert_equal(out, whole)
     assert train(resumed, console) == 0  # nothing is left to do
+    assert_equal(out, whole)
+
+
+@forks
+def test_killed_in_stage_one_and_resumed_is_uninterrupted(two_stages, tmp_path):
+    out, whole = tmp_path / "parts", tmp_path / "whole"
+    assert medusa_train(command(two_stages(output_dir=str(whole))))[0] == 0
+    before_step_4_is_saved = Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 2)
+    code, text = medusa_train(command(two_stages(output_dir=str(out))), before_step_4_is_saved)
+    assert code == -signal.SIGKILL, text
+    assert CheckpointStore(out / "stage_one").steps() == [2]
+    code, text = medusa_train([f"{out}/config.yaml", "resume_from_checkpoint=auto"])
+    assert code == 0, text
     assert_equal(out, whole)
 
 

@@ -1,0 +1,71 @@
+"""Every shipped configuration trains as it stands, and the README's commands run one after another, on a stand-in hub.
+
+Overridden are only `max_steps` and `output_dir`. What a CPU lacks falls back by itself, with a note: 8-bit AdamW. The
+data that self-distillation would write, and the model of `make smollm2-model`, lie in the working directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from medusa_train.config.paths import PROJECT_ROOT
+from tests.hub.commands import Commands
+from tests.hub.content import write_hub, write_local_data
+from tests.hub.server import serve
+
+pytestmark = [pytest.mark.slow]
+
+VICUNA = "lmsys/vicuna-7b-v1.5"
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    place = tmp_path_factory.mktemp("place")
+    write_hub(place / "hub")
+    write_local_data(place)
+    with serve(place / "hub") as hub:
+        commands = Commands(place, hub.environment | {"HF_HOME": str(place / "home")})
+        yield commands
+        commands.close()
+
+
+@pytest.mark.parametrize("config", sorted((PROJECT_ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> None:
+    two_stages = "stage_one" in yaml.safe_load(config.read_text(encoding="utf-8"))
+    steps = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
+    done = commands.run("medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps)
+    run = commands.place / "runs" / config.stem
+    trained = [run, run / "stage_one"] if two_stages else [run]
+    for stage in trained:
+        assert (stage / "heads" / "config.json").is_file(), done.output
+        assert json.loads((stage / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+    assert (run / "stage_one").is_dir() == two_stages
+    with (commands.place / "seconds.txt").open("a") as file:
+        file.write(f"{config.stem} {done.seconds:.1f}\n")
+
+
+def test_the_commands_of_the_readme(commands: Commands) -> None:
+    chats = "data.jsonl"
+    commands.run(
+        *("medusa-selfdistill", "--seed", "sharegpt", "--model", VICUNA, "--output", chats),
+        *("--chat-template", "vicuna_v1.1", "drop_truncated=false", "max_new_tokens=64"),
+    )
+    answers = [json.loads(line) for line in (commands.place / chats).read_text(encoding="utf-8").splitlines()]
+    assert {answer["model"] for answer in answers} == {VICUNA}
+    trained = commands.run(
+        *("medusa-train", "configs/vicuna7b_m2.yaml", "output_dir=runs/mine", "val_set_size=0.3"),
+        *(f"datasets=[{{path: {chats}, type: messages, conversation: vicuna_v1.1}}]", "max_steps=2"),
+        "stage_one.max_steps=2",
+    )
+    run = commands.place / "runs" / "mine"
+    assert (run / "tree.json").is_file(), trained.output
+    measured = commands.run("medusa-eval", "--bench", "mtbench", "--model", "runs/mine")
+    report = json.loads((run / "eval" / "mtbench" / "report.json").read_text(encoding="utf-8"))
+    assert report["overall"]["answers"] == 8, measured.output
+    commands.run("medusa-export", "runs/mine", "--to", "vllm")
+    assert json.loads((run / "export" / "vllm" / "config.json").read_text(encoding="utf-8"))["model_type"] == "medusa"
