@@ -19,8 +19,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config  # noqa: E40
 
 from medusa_train.config.load import load_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
-from medusa_train.training.compute import GPUS, estimate_hours, estimate_operations  # noqa: E402
-from medusa_train.training.memory import estimate_memory  # noqa: E402
+from medusa_train.training.estimate import GPUS, Estimate, estimate_hours  # noqa: E402
 
 PAGE = ROOT / "docs" / "training.md"
 START, END = "<!-- estimates:start -->", "<!-- estimates:end -->"
@@ -58,10 +57,11 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
     """Return the cells of one configuration with `overrides` on `gpu`."""
     cfg = load_config(TrainConfig, ROOT / "configs" / f"{name}.yaml", overrides)
     width = int(cfg.sequence_len)
-    memory = estimate_memory(cfg, shape, rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")
+    estimate = Estimate(cfg, shape)
+    memory = estimate.memory(rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")
     disk = (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
-    operations = estimate_operations(
-        cfg, shape, tokens=TOKENS, supervised=round(SUPERVISED * TOKENS), width=width, epochs=cfg.num_epochs
+    operations = estimate.operations(
+        tokens=TOKENS, supervised=round(SUPERVISED * TOKENS), width=width, epochs=cfg.num_epochs
     )
     hours = estimate_hours(operations, GPUS[gpu])
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]

@@ -56,7 +56,7 @@ from medusa_train.models.precision import (  # noqa: E402
     release_memory,
 )
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
-from medusa_train.training.memory import estimate_memory  # noqa: E402
+from medusa_train.training.estimate import Estimate  # noqa: E402
 from medusa_train.training.optim import build_optimizer, parameter_groups  # noqa: E402
 
 PARTS = ("loss", "shape7b")
@@ -331,8 +331,8 @@ def measure_step(case: Case) -> Result:
     held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)  # parameters, gradients, optimizer
     peak, (rows, width) = memory.peak(), batch.tokens.shape
     trained = sum(parameter.numel() for parameter in step.student.parameters.values())
-    estimate = estimate_memory(
-        cfg, backbone.config, rows=rows, width=width, dtype=precision.dtype, device=precision.device.type
+    estimate = Estimate(cfg, backbone.config).memory(
+        rows=rows, width=width, dtype=precision.dtype, device=precision.device.type
     )
     return Result(
         True,

@@ -73,6 +73,11 @@ class DraftConfig(BaseModel):
         return ()
 
     @property
+    def shared_lm_heads(self) -> int:
+        """Number of heads that read the backbone's lm_head instead of training an output matrix of their own."""
+        return 0
+
+    @property
     @abstractmethod
     def heads_loss(self) -> HeadsLoss:
         """Weights of the heads' losses."""
@@ -100,6 +105,11 @@ class MedusaConfig(DraftConfig):
     def blocks_per_head(self) -> int:
         """Number of blocks in each head."""
         return self.num_layers
+
+    @property
+    def shared_lm_heads(self) -> int:
+        """All of them, with `share_lm_head`."""
+        return self.num_heads if self.share_lm_head else 0
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -225,6 +235,11 @@ class KangarooConfig(DraftConfig):
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
+
+    @property
+    def shared_lm_heads(self) -> int:
+        """One, since a single depth is trained."""
+        return 1
 
     @property
     def heads_loss(self) -> HeadsLoss:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -23,24 +24,67 @@ from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
-from medusa_train.training.compute import GPUS, UTILIZATION, estimate_hours, estimate_operations
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.heads_cost import NOTABLE_SHARE, cheaper_settings, count_step_bytes
+from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, Memory, cheaper_settings, estimate_hours
 from medusa_train.training.hidden_states import describe_states, state_format
 from medusa_train.training.load_data import TrainingData, load_tokenizer
-from medusa_train.training.memory import Memory, estimate_memory
 from medusa_train.training.stages import TITLES, load_stages
 from medusa_train.training.state import make_plan
 
-SAMPLES = 3
-#: Tokens shown of a sample.
-MAX_TOKENS = 400
+#: Samples that are shown, and tokens of each.
+SAMPLES, MAX_TOKENS = 3, 400
+#: Share of a plain step's bytes from which the draft's are worth a table.
+NOTABLE_SHARE = 0.1
 #: Bytes of a GPU that torch's allocator does not count.
 _CONTEXT, _NCCL = 1 << 30, 1 << 30
 #: Aligns the tables of the page.
 LABEL_WIDTH = 10
 SUPERVISED = "bold green"
 CONTEXT = "dim"
+
+
+class _Stage:
+    """A run, or a stage of one, with what is estimated of it."""
+
+    def __init__(self, cfg: TrainConfig, data: TrainingData, model_config: Any) -> None:
+        self.cfg, self.data, self.model_config = cfg, data, model_config
+        self.loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        self.plan = make_plan(cfg, self.loader.steps_per_epoch)
+        self.device = default_device()
+        self.dtype = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16).dtype
+        self.estimate = Estimate(cfg, model_config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model_config.get_text_config().vocab_size)
+
+    @cached_property
+    def memory(self) -> Memory:
+        train = self.data.train
+        return self.estimate.memory(
+            rows=min(self.cfg.micro_batch_size, self.loader.rows_per_epoch),
+            width=train.row_len or max(len(example) for example in train.examples),
+            dtype=self.dtype,
+            device=self.device.type,
+        )
+
+    @cached_property
+    def operations(self) -> float:
+        loader = self.loader
+        return self.estimate.operations(
+            tokens=loader.positions_per_epoch,
+            supervised=self.data.train.supervised_tokens,
+            width=round(loader.positions_per_epoch / loader.rows_per_epoch),
+            epochs=self.plan.total_steps / self.plan.steps_per_epoch,
+        )
+
+    @property
+    def disk(self) -> int:
+        """The most bytes that a run's checkpoints take.
+
+        Until the next checkpoint two evaluations may be kept: its best one so far, and that of the last checkpoint.
+        """
+        return (self.cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
 
 
 def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
@@ -57,60 +101,36 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
         MedusaError: as training would before it loads the backbone.
     """
     first = stage_one_config(cfg)
-    stages = [cfg] if first is None else [first, cfg]
+    configs = [cfg] if first is None else [first, cfg]
     with LoadingProgress(RunProgress(console)) as shown:
-        loaded = load_stages(stages, console, SINGLE_PROCESS, shown)
+        loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
     resolved, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    for title, stage, data in zip(TITLES, stages, loaded, strict=False):
+    stages = [_Stage(config, data, model_config) for config, data in zip(configs, loaded, strict=True)]
+    for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
-            results.print(Text(f"{title}: {stage.output_dir}\n", "bold underline"))
-        samples = stage is stages[0] or data is not loaded[0]
-        results.print(inspection_page(stage, data, load_tokenizer(stage, resolved), model_config, samples=samples))
-    if first is not None:
-        results.print(_both_stages(stages, loaded, model_config))
+            results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
+        tokenizer = load_tokenizer(stage.cfg, resolved)
+        if stage is stages[0] or stage.data is not stages[0].data:
+            legend = ("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
+            results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
+        results.print(_figures(stage, tokenizer))
+    if first is not None:  # one after the other
+        table = _grid()
+        table.add_row("steps", f"{sum(stage.plan.total_steps for stage in stages):,} in all on one device")
+        table.add_row("memory", f"{_size(max(stage.memory.total for stage in stages))}, of the larger stage")
+        table.add_row("disk", f"at most {_size(sum(stage.disk for stage in stages))}")
+        operations = sum(stage.operations for stage in stages)
+        results.print(Group(Text("\nboth stages\n", "bold underline"), table, _time_table(operations)))
     return 0
 
 
-def _both_stages(stages: Sequence[TrainConfig], loaded: Sequence[TrainingData], model_config: Any) -> RenderableType:
-    """Add up the steps, disk and time of stages that run one after the other; the larger one decides on memory."""
-    steps, disk, operations, memory = 0, 0, 0.0, 0
-    for cfg, data in zip(stages, loaded, strict=True):
-        loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
-        estimate = _estimate_for_page(cfg, data.train, loader, model_config)
-        steps += make_plan(cfg, loader.steps_per_epoch).total_steps
-        disk += _disk(estimate, cfg)
-        operations += count_operations(cfg, data.train, loader, model_config)
-        memory = max(memory, estimate.total)
-    table = _grid()
-    table.add_row("steps", f"{steps:,} in all on one device")
-    table.add_row("memory", f"{_size(memory)}, of the larger stage")
-    table.add_row("disk", f"at most {_size(disk)}")
-    return Group(Text("\nboth stages\n", "bold underline"), table, _time_table(operations))
-
-
-def inspection_page(
-    cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_config: Any, *, samples: bool = True
-) -> RenderableType:
-    """Render the first samples, the data's figures and the memory estimate.
-
-    Args:
-        cfg: a validated configuration.
-        data: loaded for it.
-        tokenizer: with which the data were tokenized.
-        model_config: the backbone's transformers config.
-        samples: whether to show samples.
-    """
-    loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
-    figures = _data_table(cfg, data, loader, _describe_draft_vocabulary(cfg, data, tokenizer, model_config))
-    if cfg.cache_hidden_states:
-        figures.add_row("hidden states", _describe_hidden_states(cfg, data, model_config))
-    heads = _heads_table(cfg, data, loader, tokenizer, model_config)
-    legend = Text.assemble("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
+def _figures(stage: _Stage, tokenizer: Any) -> RenderableType:
+    """Render the data's figures and the estimates."""
+    heads = _heads_table(stage, tokenizer)
     return Group(
-        *([legend, *_samples(data.train, tokenizer)] if samples else []),
-        Padding(figures, (0, 0, 1, 0)),
-        _memory_table(_estimate_for_page(cfg, data.train, loader, model_config), cfg),
-        _time_table(count_operations(cfg, data.train, loader, model_config)),
+        Padding(_data_table(stage, tokenizer), (0, 0, 1, 0)),
+        _memory_table(stage),
+        _time_table(stage.operations),
         *([] if heads is None else [Padding(heads, (1, 0, 0, 0))]),
     )
 
@@ -147,16 +167,9 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     return text
 
 
-def _describe_draft_vocabulary(cfg: TrainConfig, data: TrainingData, tokenizer: Any, model_config: Any) -> str | None:
-    """Describe a reduced draft vocabulary in one line; None if heads have the whole vocabulary."""
-    vocab_size = model_config.get_text_config().vocab_size
-    token_map = choose_draft_vocabulary(cfg, data.train, tokenizer, vocab_size)
-    return None if token_map is None else describe_vocabulary(token_map, data.train, data.validation, vocab_size)
-
-
-def _data_table(cfg: TrainConfig, data: TrainingData, loader: BatchLoader, draft_vocabulary: str | None) -> Table:
+def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     table = _grid()
-    train, validation = data.train, data.validation
+    cfg, loader, plan, train, validation = stage.cfg, stage.loader, stage.plan, stage.data.train, stage.data.validation
     lengths = [len(example) for example in train.examples]
     table.add_row(
         "training",
@@ -171,15 +184,17 @@ def _data_table(cfg: TrainConfig, data: TrainingData, loader: BatchLoader, draft
         )
     if cfg.test_datasets is not None:
         table.add_row("", _describe_answers(validation))
-    if draft_vocabulary is not None:
-        table.add_row("vocabulary", draft_vocabulary)
+    token_map = choose_draft_vocabulary(cfg, train, tokenizer, stage.vocab_size)
+    if token_map is not None:
+        table.add_row("vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size))
     table.add_row("loss", cfg.heads_loss.describe())
     table.add_row("rows", _describe_rows(train, loader))
-    plan = make_plan(cfg, loader.steps_per_epoch)
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     table.add_row(
         "steps", f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on one device"
     )
+    if cfg.cache_hidden_states:
+        table.add_row("hidden states", _describe_hidden_states(stage))
     return table
 
 
@@ -205,33 +220,21 @@ def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
     return f"{kind}; {1 - tokens / loader.positions_per_epoch:.1%} of the computed positions are padding"
 
 
-def _describe_hidden_states(cfg: TrainConfig, data: TrainingData, model_config: Any) -> str:
+def _describe_hidden_states(stage: _Stage) -> str:
     """Describe the size on disk of the backbone's hidden states, those that are stored already included."""
-    text_config = model_config.get_text_config()
-    need = FeatureSpec(early=cfg.draft_config.early_layers(text_config.num_hidden_layers))
-    dtype = choose_precision(cfg.bf16, default_device(), fp16=cfg.fp16).dtype
-    spec = state_format(need, text_config.hidden_size, dtype)
-    tokens = sum(distinct_documents([*data.train, *data.validation]).values())
-    return f"{describe_states(spec, tokens)}: {_size(spec.size(tokens))} in {cfg.dataset_prepared_path}"
+    text_config = stage.model_config.get_text_config()
+    need = FeatureSpec(early=stage.cfg.draft_config.early_layers(text_config.num_hidden_layers))
+    spec = state_format(need, text_config.hidden_size, stage.dtype)
+    tokens = sum(distinct_documents([*stage.data.train, *stage.data.validation]).values())
+    return f"{describe_states(spec, tokens)}: {_size(spec.size(tokens))} in {stage.cfg.dataset_prepared_path}"
 
 
-def _estimate_for_page(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_config: Any) -> Memory:
-    device = default_device()
-    return estimate_memory(
-        cfg,
-        model_config,
-        rows=min(cfg.micro_batch_size, loader.rows_per_epoch),
-        width=train.row_len or max(len(example) for example in train.examples),
-        dtype=choose_precision(cfg.bf16, device, fp16=cfg.fp16).dtype,
-        device=device.type,
-    )
-
-
-def _memory_table(memory: Memory, cfg: TrainConfig) -> Table:
+def _memory_table(stage: _Stage) -> Table:
     table = _grid()
     table.add_column(justify="right")
+    memory, cfg = stage.memory, stage.cfg
     parts = dict(memory.parts)
-    if default_device().type == "cuda":
+    if stage.device.type == "cuda":
         parts["left for CUDA's context and libraries, assumed"] = _CONTEXT
         if cfg.deepspeed:
             parts["left for NCCL's buffers, assumed"] = _NCCL
@@ -248,29 +251,8 @@ def _memory_table(memory: Memory, cfg: TrainConfig) -> Table:
     limit = cfg.save_total_limit
     checkpoints = f"{limit} checkpoint{'' if limit == 1 else 's'}"
     kept = f"{checkpoints} of {_size(size)}, one being written, and weights of two evaluations"
-    table.add_row("disk", f"at most: {kept}", _size(_disk(memory, cfg)))
+    table.add_row("disk", f"at most: {kept}", _size(stage.disk))
     return table
-
-
-def _disk(memory: Memory, cfg: TrainConfig) -> int:
-    """Return the most bytes that a run's checkpoints take.
-
-    Until the next checkpoint two evaluations may be kept: its best one so far, and that of the last checkpoint.
-    """
-    return (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
-
-
-def count_operations(cfg: TrainConfig, train: EncodedDataset, loader: BatchLoader, model_config: Any) -> float:
-    """Estimate the floating-point operations of a run on `train`, see `estimate_operations`."""
-    plan = make_plan(cfg, loader.steps_per_epoch)
-    return estimate_operations(
-        cfg,
-        model_config,
-        tokens=loader.positions_per_epoch,
-        supervised=train.supervised_tokens,
-        width=round(loader.positions_per_epoch / loader.rows_per_epoch),
-        epochs=plan.total_steps / plan.steps_per_epoch,
-    )
 
 
 def _time_table(total: float) -> Table:
@@ -281,14 +263,10 @@ def _time_table(total: float) -> Table:
     return table
 
 
-def _heads_table(
-    cfg: TrainConfig, data: TrainingData, loader: BatchLoader, tokenizer: Any, model_config: Any
-) -> Group | None:
+def _heads_table(stage: _Stage, tokenizer: Any) -> Group | None:
     """Compare large heads with cheaper settings; None for heads that are small beside the backbone."""
-    dtype = choose_precision(cfg.bf16, default_device(), fp16=cfg.fp16).dtype
-    size = count_step_bytes(cfg, model_config, dtype)
-    vocab_size = model_config.get_text_config().vocab_size
-    cheaper = cheaper_settings(cfg, vocab_size)
+    size = stage.estimate.step_bytes(stage.dtype)
+    cheaper = cheaper_settings(stage.cfg, stage.vocab_size)
     if size.draft < NOTABLE_SHARE * size.backbone or not cheaper:
         return None
     intro = _grid()
@@ -303,18 +281,17 @@ def _heads_table(
     for _ in range(5):
         table.add_column(justify="right")
     table.add_row("", "", "trained", "memory", "operations", "read per step", "targets covered")
-    counts = token_counts(data.train, vocab_size)
-    for change, variant in {"as configured": cfg, **cheaper}.items():
-        memory = _estimate_for_page(variant, data.train, loader, model_config)
-        read = count_step_bytes(variant, model_config, dtype).draft
-        token_map = choose_draft_vocabulary(variant, data.train, tokenizer, vocab_size)
+    counts = token_counts(stage.data.train, stage.vocab_size)
+    variants = {change: _Stage(cfg, stage.data, stage.model_config) for change, cfg in cheaper.items()}
+    for change, variant in {"as configured": stage, **variants}.items():
+        token_map = choose_draft_vocabulary(variant.cfg, stage.data.train, tokenizer, stage.vocab_size)
         table.add_row(
             "",
             change,
-            f"{memory.trained / 1e6:,.1f}M",
-            _size(memory.total),
-            f"{count_operations(variant, data.train, loader, model_config):.1e}",
-            f"+{_size(read)}",
+            f"{variant.memory.trained / 1e6:,.1f}M",
+            _size(variant.memory.total),
+            f"{variant.operations:.1e}",
+            f"+{_size(variant.estimate.step_bytes(stage.dtype).draft)}",
             "all" if token_map is None else f"{coverage(counts, token_map):.2%}",
         )
     return Group(intro, table)

@@ -31,7 +31,7 @@ from medusa_train.models.loading import resolve_backbone
 from medusa_train.training.backbone_recipe import check_initial_weights
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.memory import check_8bit_states
+from medusa_train.training.estimate import check_8bit_states
 
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 

@@ -22,8 +22,8 @@ from train import peak_allocated
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.progress import RunProgress
+from medusa_train.training.estimate import Estimate
 from medusa_train.training.load_data import load_data
-from medusa_train.training.memory import estimate_memory
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.trainer import Trainer
 from tests.training.conftest import WORDS, build_tokenizer, metrics
@@ -88,9 +88,7 @@ def measure(keys: dict[str, Any]) -> Measured:
     before = held_bytes(trainer)
     peak = before + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
     rows, width = batches[-1].tokens.shape
-    estimate = estimate_memory(
-        cfg,
-        trainer.recipe.backbone.config,
+    estimate = Estimate(cfg, trainer.recipe.backbone.config).memory(
         rows=rows,
         width=width,
         dtype=trainer.precision.dtype,

@@ -17,7 +17,8 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.training import setup
-from medusa_train.training.inspect import estimate_memory, inspect_run
+from medusa_train.training.estimate import Estimate
+from medusa_train.training.inspect import inspect_run
 from medusa_train.training.run import train
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after
@@ -108,7 +109,7 @@ def test_memory_is_estimated_from_shapes(kind, make_draft_config):
     backbone = load_backbone(cfg.base_model)
     draft = DRAFTS[kind].from_backbone(backbone, **cfg.draft_config.settings)
     learnt = sum(parameter.numel() for parameter in draft.parameters())
-    found = estimate_memory(cfg, backbone.model.config, rows=2, width=64, dtype=torch.float32, device="cpu")
+    found = Estimate(cfg, backbone.model.config).memory(rows=2, width=64, dtype=torch.float32, device="cpu")
     assert found.trained == learnt
 
 

@@ -17,8 +17,8 @@ from medusa_train.cli.train import app
 from medusa_train.config.load import dump_config
 from medusa_train.data.examples import Example
 from medusa_train.training import run as run_module
+from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect import CONTEXT, SUPERVISED, inspect_run, masked_text
-from medusa_train.training.memory import estimate_memory
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
     """CPU memory for the copy of one, and the disk for all that are kept; whole files have headers besides."""
     cfg = make_config(base_model=str(backbone_dir), eval_steps=2, save_steps=2)
     config = AutoConfig.from_pretrained(backbone_dir)
-    memory = estimate_memory(cfg, config, rows=4, width=64, dtype=torch.float32, device="cpu")
+    memory = Estimate(cfg, config).memory(rows=4, width=64, dtype=torch.float32, device="cpu")
     run_module.train(cfg, console, console)
     for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):
         files = (tmp_path / "run" / "checkpoints" / name).glob("[de]*.safetensors")
@@ -146,7 +146,7 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
 def test_large_heads_are_compared_with_cheaper_settings(make_config, weightless, console, monkeypatch):
     """3 heads of 32 x 32 + 32 + 300 x 32 numbers; the vocabulary has 300 tokens, so sizes of 64 and 100 stand in."""
     cfg = make_config(base_model=weightless, max_steps=None)
-    monkeypatch.setattr("medusa_train.training.heads_cost.VOCABULARIES", (1000, 100))
+    monkeypatch.setattr("medusa_train.training.estimate.VOCABULARIES", (1000, 100))
     text = page(cfg, console)
     table = [line.split() for line in text[text.index("heads       a decoding") :].splitlines()]
     full, reduced, shared = (3 * (32 * 32 + 32) + 32 * rows for rows in (3 * 300, 3 * 100, 300))

@@ -13,8 +13,8 @@ from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
+from medusa_train.training.estimate import Estimate
 from medusa_train.training.load_data import load_data
-from medusa_train.training.memory import estimate_memory
 from medusa_train.training.run import train
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import metrics
@@ -43,7 +43,7 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     draft = load_draft(out / "heads", backbone)
     assert isinstance(draft, MedusaDraft)
     assert draft.settings == cfg.draft_config.settings
-    memory = estimate_memory(cfg, backbone.config, rows=2, width=64, dtype=torch.float32, device="cpu")
+    memory = Estimate(cfg, backbone.config).memory(rows=2, width=64, dtype=torch.float32, device="cpu")
     assert memory.trained == sum(parameter.numel() for parameter in draft.parameters())
     prompt = load_data(cfg, console).prompts.prompts()[0]
     plain = Decoder(backbone).generate(prompt, 30).tokens

@@ -1,4 +1,4 @@
-"""The memory estimate of a training step, part by part, against modules that are built for it."""
+"""What a run costs: memory against modules built for it, arithmetic and bytes per step by hand for a small model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconConfig
+from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.training.memory import _NF4, Memory, check_8bit_states, estimate_memory
+from medusa_train.training.estimate import (
+    _NF4,
+    UTILIZATION,
+    Estimate,
+    Memory,
+    StepBytes,
+    cheaper_settings,
+    check_8bit_states,
+    estimate_hours,
+)
 from tests.families import random_backbone
 
 ACTIVATIONS = "activations (estimate)"
@@ -25,7 +34,7 @@ def config(**keys: Any) -> TrainConfig:
 
 def estimate(family: str = "llama", vocab: int = 61, **keys: Any) -> Memory:
     model_config = random_backbone(family, vocab_size=vocab).config
-    return estimate_memory(config(**keys), model_config, rows=2, width=64, dtype=torch.bfloat16, device="cpu")
+    return Estimate(config(**keys), model_config).memory(rows=2, width=64, dtype=torch.bfloat16, device="cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-bias-tied", "qwen2", "qwen3", "gemma2"])
@@ -207,4 +216,163 @@ def test_states_that_are_whole_or_float32_are_not_refused(keys: dict[str, Any], 
 def test_what_the_architecture_lacks_is_named_as_in_training(keys: dict[str, Any], words: str) -> None:
     falcon = FalconConfig(alibi=False, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64)
     with pytest.raises(BackboneError, match=words):
-        estimate_memory(config(**keys), falcon, rows=2, width=8, dtype=torch.bfloat16, device="cpu")
+        Estimate(config(**keys), falcon).memory(rows=2, width=8, dtype=torch.bfloat16, device="cpu")
+
+
+# Arithmetic of a run, and bytes of a decoding step
+
+HIDDEN, INNER, LAYERS, VOCAB, WIDTH = 16, 32, 3, 100, 64
+PROJECTIONS = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 8 + 3 * HIDDEN * INNER  # q, o; k, v; MLP
+LAYER = PROJECTIONS + 2 * HIDDEN  # and norms
+BODY = LAYERS * LAYER + HIDDEN
+BLOCK = HIDDEN * HIDDEN + HIDDEN
+HEAD = BLOCK + VOCAB * HIDDEN
+PASS = 1000 * LAYERS * (2 * LAYER + 4 * HIDDEN * WIDTH / 2)
+LM_HEAD = 2 * VOCAB * HIDDEN * 600
+
+
+def small(*, tied: bool = False, **keys: Any) -> Estimate:
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return Estimate(config(**{"medusa_num_heads": 2, **keys}), shape)
+
+
+def operations(epochs: float = 1.0, **keys: Any) -> float:
+    return small(**keys).operations(tokens=1000, supervised=600, width=WIDTH, epochs=epochs)
+
+
+def step_bytes(dtype: torch.dtype, **keys: Any) -> StepBytes:
+    return small(**keys).step_bytes(dtype)
+
+
+def test_a_frozen_backbone_runs_forward_and_heads_both_ways() -> None:
+    assert operations() == pytest.approx(PASS + 6 * 2 * HEAD * 600)
+    assert operations(epochs=2.5) == pytest.approx(2.5 * operations())
+
+
+def test_states_on_disk_save_the_backbone_after_the_first_epoch() -> None:
+    assert operations(epochs=3, cache_hidden_states=True) == pytest.approx(PASS + 3 * 6 * 2 * HEAD * 600)
+
+
+def test_joint_training_adds_the_teacher_the_recomputation_and_the_backward_pass() -> None:
+    heads = 6 * 2 * HEAD * 600
+    adapter = {"recipe": "medusa2", "adapter": "lora", "medusa_self_distillation": True}
+    assert operations(**adapter) == pytest.approx(3 * PASS + 3 * LM_HEAD + heads)
+    assert operations(**adapter, gradient_checkpointing=True) == pytest.approx(4 * PASS + 3 * LM_HEAD + heads)
+    assert operations(recipe="medusa2") == pytest.approx(3 * PASS + 3 * LM_HEAD + heads)  # weights of all layers
+
+
+def test_a_shared_lm_head_is_multiplied_with_but_not_trained() -> None:
+    blocks = 2 * BLOCK
+    shared = 4 * VOCAB * HIDDEN  # forward, and backward for the heads' states
+    assert operations(medusa_share_lm_head=True) == pytest.approx(PASS + (6 * blocks + 2 * shared) * 600)
+    reduced = operations(medusa_share_lm_head=True, medusa_vocab_size=20)
+    assert reduced == pytest.approx(PASS + (6 * blocks + 2 * shared / 5) * 600)
+    adapter = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 8 + 2 * HIDDEN
+    kangaroo = operations(draft="kangaroo", kangaroo={"num_heads": 6})
+    assert kangaroo == pytest.approx(PASS + LM_HEAD + (6 * adapter + shared) * 600)
+
+
+def test_a_markov_bias_is_a_product_per_head_after_a_lookup() -> None:
+    added = operations(medusa_markov_rank=4) - operations()
+    assert added == pytest.approx(6 * 2 * 4 * VOCAB * 600)
+    reduced = {"medusa_vocab_size": 20}
+    added = operations(**reduced, medusa_markov_rank=4) - operations(**reduced)
+    assert added == pytest.approx(6 * 2 * 4 * 20 * 600)
+
+
+def test_hours_are_operations_over_the_assumed_share_of_the_rate() -> None:
+    assert estimate_hours(3600 * UTILIZATION * 1e12, 1e12) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type)
+def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
+    """Falcon's list of layers is called `h`."""
+    family.update({"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64})
+    family.update({"intermediate_size": 64, "ffn_hidden_size": 64})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family)
+    layers = sum(p.numel() for name, p in model.named_parameters() if ".h." in name or ".layers." in name)
+    total = Estimate(config(), family).operations(tokens=10, supervised=0, width=8, epochs=1)
+    assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_plain_step_reads_every_matrix_once_and_looks_tokens_up(tied: bool) -> None:
+    size = step_bytes(torch.bfloat16, tied=tied)
+    assert size.backbone == 2 * (BODY + VOCAB * HIDDEN)
+
+
+def test_a_quantized_backbone_makes_the_heads_larger_beside_it() -> None:
+    size = step_bytes(torch.bfloat16, load_in_4bit=True, tied=True)
+    linears, rest = LAYERS * PROJECTIONS, BODY - LAYERS * PROJECTIONS + VOCAB * HIDDEN
+    assert size.backbone == round(linears * _NF4 + 2 * rest)
+    assert size.draft == 2 * 2 * (BLOCK + VOCAB * HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights"),
+    [
+        ({}, 2 * (BLOCK + VOCAB * HIDDEN)),
+        ({"medusa_vocab_size": 20}, 2 * (BLOCK + 20 * HIDDEN)),
+        ({"medusa_share_lm_head": True}, 2 * BLOCK + VOCAB * HIDDEN),
+        ({"medusa_share_lm_head": True, "medusa_vocab_size": 20}, 2 * BLOCK + 20 * HIDDEN),
+        ({"medusa_markov_rank": 8}, 2 * (BLOCK + VOCAB * HIDDEN)),  # a few rows
+    ],
+)
+def test_heads_read_a_matrix_each_or_a_shared_one_once(keys: dict[str, Any], weights: int) -> None:
+    assert step_bytes(torch.float32, **keys).draft == 4 * weights
+
+
+def test_suggestions_are_smaller_than_what_is_configured() -> None:
+    def suggested(vocab_size: int, **keys: Any) -> list[str]:
+        return list(cheaper_settings(config(**keys), vocab_size))
+
+    sizes = [f"medusa_vocab_size: {size}" for size in (32768, 16384, 8192)]
+    shared = "medusa_share_lm_head: true"
+    assert suggested(49152) == [*sizes, shared]
+    assert suggested(32768) == [*sizes[1:], shared]
+    assert suggested(49152, medusa_vocab_size=16384) == [sizes[2], shared]
+    assert suggested(49152, medusa_share_lm_head=True) == sizes
+    assert suggested(4096) == [shared]
+    # heads without blocks would have no parameters left, and a trained lm_head cannot be shared
+    assert suggested(4096, medusa_num_layers=0) == []
+    assert suggested(4096, recipe="medusa2", adapter="lora", lora_target_linear=True) == []
+    assert suggested(4096, recipe="medusa2", adapter="lora", lora_target_modules=["q_proj"]) == [shared]
+
+
+@pytest.mark.parametrize("draft", ["hydra", "amphista"])
+def test_other_drafts_have_smaller_vocabularies_or_fewer_heads(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.training.estimate.VOCABULARIES", (1000, 40, 20))
+    cfg = config(draft=draft)
+    cheaper = cheaper_settings(cfg, VOCAB)
+    assert list(cheaper) == [f"{draft}.vocab_size: 40", f"{draft}.vocab_size: 20", f"{draft}.num_heads: 2"]
+    full, part, less, half = (
+        step_bytes(torch.float32, draft=draft, **{draft: getattr(one, draft)}).draft for one in (cfg, *cheaper.values())
+    )
+    assert full - part == 4 * 4 * 60 * HIDDEN
+    assert part - less == 4 * 4 * 20 * HIDDEN
+    assert half < full - 2 * 4 * VOCAB * HIDDEN
+    smallest = config(draft=draft, **{draft: {"num_heads": 1, "vocab_size": 20}})
+    assert cheaper_settings(smallest, VOCAB) == {}
+
+
+def test_kangaroo_has_nothing_to_suggest() -> None:
+    assert cheaper_settings(config(draft="kangaroo"), VOCAB) == {}
+
+
+def test_every_family_has_a_plain_step() -> None:
+    for family in ("llama", "llama-bias-tied", "gemma2"):
+        backbone = random_backbone(family)
+        size = Estimate(config(), backbone.config).step_bytes(torch.float32)
+        parameters = {id(p): p for p in backbone.model.parameters()}
+        tied = backbone.model.get_input_embeddings().weight is backbone.model.get_output_embeddings().weight
+        looked_up = 0 if tied else backbone.model.get_input_embeddings().weight.numel()
+        assert size.backbone == 4 * (sum(p.numel() for p in parameters.values()) - looked_up)

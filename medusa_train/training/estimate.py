@@ -1,0 +1,385 @@
+"""Estimate what a run costs, without weights: memory, arithmetic, and the bytes that a decoding step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import ConfigError
+from medusa_train.io import describe_size
+from medusa_train.losses.chunks import block_rows, chunk_rows
+from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.hf_config import head_dim, key_value_heads
+from medusa_train.models.lora import LM_HEAD, linear_names
+from medusa_train.training.backbone_recipe import unfrozen_modules
+from medusa_train.training.deepspeed_config import DEFAULT, read_deepspeed, stage_of
+from medusa_train.training.optim import EIGHT_BIT
+
+#: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory -> rate.
+GPUS = {"RTX 4090, 24 GB": 165e12, "L40S, 48 GB": 362e12, "H100, 80 GB": 989e12}
+#: Assumed share of that rate, which training of this size reaches elsewhere. It was not measured with this project.
+UTILIZATION = 0.4
+#: Vocabulary sizes of heads to suggest, the largest first.
+VOCABULARIES = (32768, 16384, 8192)
+
+# Bytes per parameter
+_TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
+_ADAM = 2 * 4  # two float32 moments
+_ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory estimate.
+
+    Attributes:
+        parts: bytes by purpose, in display order.
+        frozen, trained: numbers of parameters.
+        weights: bytes of the trained weights. checkpoint: of a checkpoint, optimizer states included.
+    """
+
+    parts: dict[str, int]
+    frozen: int
+    trained: int
+    weights: int
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        """Total bytes."""
+        return sum(self.parts.values())
+
+
+class StepBytes(NamedTuple):
+    """Bytes of weights that a decoding step reads, of one row or few.
+
+    Attributes:
+        backbone: of a plain step; an input embedding of its own is a lookup and does not count.
+        draft: of all heads together; a shared lm_head counts once more.
+    """
+
+    backbone: int
+    draft: int
+
+
+class Estimate:
+    """What a configuration costs, from the shapes of its backbone and draft.
+
+    Args:
+        cfg: a validated configuration.
+        model_config: the backbone's transformers config.
+    """
+
+    def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
+        self._cfg = cfg.resolved()
+        self._text = model_config.get_text_config()
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=cfg.trust_remote_code)
+        self._section = cfg.draft_config
+        self._settings = self._section.settings
+        self._lm_head: Tensor = self._model.get_output_embeddings().weight
+        #: Tokens that a head predicts: all, or a reduced vocabulary.
+        self._draft_vocab: int = self._settings.get("vocab_size") or self._lm_head.shape[0]
+
+    def memory(self, *, rows: int, width: int, dtype: torch.dtype, device: str) -> Memory:
+        """Estimate the peak memory of a training step on one device, without ZeRO.
+
+        Args:
+            rows: rows of a micro-batch. width: tokens of its longest row.
+            dtype: compute dtype, also of the backbone's unquantized weights.
+            device: `cpu` or `cuda`, which sets the chunk size of the logits.
+        """
+        optimizer, joint = self._cfg.optimizer, self._unfrozen
+        states = round(self.trained * (_ADAM_8BIT if "8bit" in optimizer else _ADAM))
+        frozen = _count(self._model.parameters()) - joint
+        shared_rows = 0  # of lm_head, which heads with a reduced vocabulary copy once and share
+        if self._settings.get("share_lm_head") and self._settings.get("vocab_size"):
+            shared_rows = self._draft_vocab * self._text.hidden_size
+        parts = {
+            "backbone, frozen": round(self._backbone_bytes(dtype)) - joint * dtype.itemsize,
+            "backbone, trained": joint * _TRAINED,
+            "adapter": self._adapter * _TRAINED,
+            "heads": self._heads * _TRAINED,
+            "lm_head rows of the draft vocabulary (shared)": shared_rows * dtype.itemsize,
+            "gradients": self.trained * _TRAINED,
+            f"optimizer states ({optimizer})": states,
+            "activations (estimate)": self._activations(rows, width, dtype.itemsize, device),
+        }
+        weights = self.trained * _TRAINED
+        return Memory(
+            {name: size for name, size in parts.items() if size}, frozen, self.trained, weights, weights + states
+        )
+
+    @cached_property
+    def trained(self) -> int:
+        """Number of trained parameters: heads, adapter and unfrozen layers."""
+        return self._unfrozen + self._adapter + self._heads
+
+    def operations(self, *, tokens: int, supervised: int, width: int, epochs: float) -> float:
+        """Estimate the floating-point operations of a run.
+
+        A matrix product takes two operations per weight and token. A pass forward through the backbone is one of them,
+        a backward pass two, or one where the weights themselves are not trained. Heads count six per supervised token
+        and weight, and four for an lm_head that they read without training it; with D-PACE's weights two more.
+
+        Args:
+            tokens, supervised: of an epoch. epochs: their number.
+            width: tokens of a row; on average a token attends to half of them.
+        """
+        cfg, text, lm_head = self._cfg, self._text, self._lm_head.numel()
+        lists = [module for module in self._model.base_model.children() if isinstance(module, nn.ModuleList)]
+        layers = _count(max(lists, key=len).parameters())  # `layers`, Falcon's `h`
+        attention = 4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
+        body = tokens * (2 * layers + attention)  # one pass forward
+        multiplied, rank = self._heads, self._settings.get("markov_rank", 0)
+        if rank:  # the embeddings of a Markov bias are looked up
+            multiplied = self._count_heads(markov_rank=0) + self._section.num_heads * rank * self._draft_vocab
+        shared = self._section.shared_lm_heads * self._draft_vocab * text.hidden_size
+        once_more = 2 if cfg.heads_loss.dpace else 0
+        in_heads = ((6 + once_more) * multiplied + (4 + once_more) * shared) * supervised * epochs
+        if cfg.recipe == "medusa1":
+            soft = 2 * lm_head * supervised if self._section.heads_loss.soft_targets else 0
+            return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + soft * epochs + in_heads
+        backward = 1 if cfg.adapter else 2
+        in_body = body * (1 + self._has_teacher + cfg.gradient_checkpointing + backward)
+        in_lm_head = 2 * lm_head * supervised * (1 + self._has_teacher + backward)
+        return (in_body + in_lm_head) * epochs + in_heads
+
+    def step_bytes(self, dtype: torch.dtype) -> StepBytes:
+        """Count the bytes that the backbone and the draft read per decoding step.
+
+        With a large vocabulary the heads' output matrices can exceed a small backbone: then a step that accepts several
+        tokens may take longer than the plain steps that it replaces, since decoding few rows mostly waits for weights.
+
+        Args:
+            dtype: of the heads and of the backbone's unquantized weights while decoding.
+        """
+        embedding = self._model.get_input_embeddings().weight
+        lookup = 0 if embedding is self._lm_head else embedding.numel() * dtype.itemsize
+        # of a Markov bias only the rows of few tokens are read
+        draft = self._count_heads(markov_rank=0) if self._settings.get("markov_rank") else self._heads
+        if self._settings.get("share_lm_head"):
+            draft += self._draft_vocab * self._text.hidden_size
+        return StepBytes(round(self._backbone_bytes(dtype)) - lookup, draft * dtype.itemsize)
+
+    # Parameters
+
+    @cached_property
+    def _heads(self) -> int:
+        return self._count_heads()
+
+    def _count_heads(self, **changes: Any) -> int:
+        return DRAFTS[self._cfg.draft].count_parameters(self._model, **{**self._settings, **changes})
+
+    @cached_property
+    def _unfrozen(self) -> int:
+        """Parameters that joint training unfreezes: all, or those of the last layers, the final norm and lm_head."""
+        if self._cfg.recipe == "medusa1" or self._cfg.adapter:
+            return 0
+        layers = self._cfg.medusa_num_unfreeze_layers
+        modules = unfrozen_modules(self._model, layers) if layers else [self._model]
+        return _count({id(p): p for module in modules for p in module.parameters()}.values())
+
+    @cached_property
+    def _adapted_names(self) -> set[str]:
+        """Names of the linear layers that an adapter changes, without their paths."""
+        names = set(self._cfg.lora_target_modules or ())
+        if self._cfg.lora_target_linear or not names:
+            tied = self._lm_head is self._model.get_input_embeddings().weight
+            names |= {name for name in linear_names(self._model) if not (tied and name == LM_HEAD)}
+        return names
+
+    @cached_property
+    def _adapter(self) -> int:
+        """Parameters of the adapter and of the modules that are trained in full beside it."""
+        if not self._cfg.adapter:
+            return 0
+        total = 0
+        for path, module in self._model.named_modules():
+            name = path.rpartition(".")[2]
+            if name in self._adapted_names and isinstance(module, nn.Linear):
+                total += self._cfg.lora_r * (module.in_features + module.out_features)
+            if name in (self._cfg.lora_modules_to_save or ()):
+                total += _count(module.parameters())
+        return total
+
+    @cached_property
+    def _quantized(self) -> list[Tensor]:
+        """Weights that quantization applies to: every linear layer except lm_head."""
+        if not (self._cfg.load_in_4bit or self._cfg.load_in_8bit):
+            return []
+        head = self._model.get_output_embeddings()
+        return [m.weight for m in self._model.modules() if isinstance(m, nn.Linear) and m is not head]
+
+    def _backbone_bytes(self, dtype: torch.dtype) -> float:
+        quantized = _count(self._quantized)
+        plain = _count(self._model.parameters()) - quantized
+        return plain * dtype.itemsize + quantized * (_NF4 if self._cfg.load_in_4bit else 1)
+
+    # Activations
+
+    def _activations(self, rows: int, width: int, item: int, device: str) -> int:
+        """Estimate what a micro-batch adds at its peak, beside all gradients.
+
+        Activations of the backbone's layers (their inputs alone if it recomputes them), copies of trained layers in the
+        compute dtype, the attention mask of packed rows (for soft-capped scores only), and what comes one after the
+        other: one layer that is not kept, the backbone's loss, and a head with its loss.
+
+        Args:
+            item: bytes of a number in the compute dtype.
+        """
+        cfg, text, tokens = self._cfg, self._text, rows * width
+        states = tokens * text.hidden_size * item
+        layer = tokens * self._layer_bytes(item, device)
+        alive = 1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads  # heads at a time
+        heads = alive * (3 * self._section.blocks_per_head + 1) * states
+        if rank := self._settings.get("markov_rank"):
+            heads += states + tokens * rank * item  # a head's states with the embeddings of its Markov bias
+        capped = getattr(text, "attn_logit_softcapping", None) is not None
+        mask = rows * width * width * item if cfg.sample_packing and capped else 0
+        # of a quantized matrix a product takes a copy in the compute dtype
+        single = max((weight.numel() for weight in self._quantized), default=0) * item
+        later = heads + self._heads_loss(tokens, item, device)
+        if cfg.recipe == "medusa1":
+            return mask + max(single + layer, states + later)
+        vocab = self._lm_head.shape[0]
+        backbone_loss = self._loss_buffers(vocab, tokens, item, device, taught=self._has_teacher)
+        if cfg.gradient_accumulation_steps == 1:  # else the gradients of the micro-batch before are there all the time
+            later = max(later, backbone_loss - self._heads * _TRAINED)
+            lm_head = self._lm_head.numel() if self._unfrozen else 0
+            later -= (self._unfrozen - lm_head + self._adapter) * _TRAINED
+        else:
+            later = max(later, backbone_loss)
+        # a layer below those that are trained keeps nothing
+        depth = (not cfg.adapter and cfg.medusa_num_unfreeze_layers) or text.num_hidden_layers
+        if cfg.gradient_checkpointing:
+            inputs = depth * tokens * text.hidden_size * (_TRAINED if self._unfrozen else item)
+            return mask + inputs + max(single + layer, states + later)
+        copies = self._unfrozen * item if item < _TRAINED else 0
+        return mask + depth * layer + copies + max(single, states + later)
+
+    @property
+    def _has_teacher(self) -> bool:
+        return bool(self._cfg.medusa_self_distillation or self._cfg.medusa_distillation_regularization)
+
+    def _heads_loss(self, tokens: int, item: int, device: str) -> int:
+        """Estimate the buffers of one head's loss.
+
+        A reduced vocabulary makes them smaller; the teacher's rows for it are copied. The LK loss needs the teacher's
+        whole distribution all the same.
+        """
+        loss = self._cfg.heads_loss
+        lm_head_rows, hidden = self._lm_head.shape
+        taught, lk = bool(loss.soft_targets), loss.lk_eta is not None
+        vocab = lm_head_rows if lk and taught else self._draft_vocab
+        teacher_rows = self._draft_vocab * hidden * item if self._draft_vocab < lm_head_rows and taught else 0
+        blocks = 7 if lk or loss.dpace else None
+        return self._loss_buffers(vocab, tokens, item, device, taught=taught, blocks=blocks) + teacher_rows
+
+    def _loss_buffers(
+        self, vocab: int, tokens: int, item: int, device: str, *, taught: bool, blocks: int | None = None
+    ) -> int:
+        """Estimate a loss's buffers: a chunk of logits (and the teacher's), float32 blocks of it, and lm_head.
+
+        One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which is counted
+        elsewhere. A GPU with more free memory takes larger chunks.
+
+        Args:
+            blocks: tensors of one block; None: logits and log-probabilities, and the teacher's, with its probabilities.
+        """
+        logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
+        block = min(block_rows(vocab, device), tokens) * vocab * _TRAINED
+        matrix = vocab * self._text.hidden_size * item if item < _TRAINED else 0
+        if blocks is None:
+            blocks = 4 if taught else 2
+            blocks -= item == _TRAINED  # these logits need no copy
+        return logits + blocks * block + matrix
+
+    def _layer_bytes(self, item: int, device: str) -> int:
+        """Count the bytes per token that a decoder layer keeps: norms, q, k, v, attention, gated MLP.
+
+        In float32 several operations keep the same tensor. In half precision the norms keep float32 copies, every LoRA
+        branch and every trained linear layer keeps its own copy of its input, and trained norms their float32 output.
+        Dropout keeps a mask: of bytes on a GPU, in float32 on a CPU.
+        """
+        cfg, text = self._cfg, self._text
+        hidden = text.hidden_size
+        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
+        adapted = 0
+        if cfg.adapter:  # input sizes of a layer's adapted linear layers; lm_head is not one of them
+            modules = ((path.rpartition(".")[2], module) for path, module in self._model.named_modules())
+            linear = (module for name, module in modules if name in self._adapted_names - {LM_HEAD})
+            adapted = sum(m.in_features for m in linear if isinstance(m, nn.Linear)) // text.num_hidden_layers
+        norms, inputs = 4 * hidden, 2 * hidden + inner
+        if item < _TRAINED and cfg.adapter:
+            inputs = adapted
+        elif item < _TRAINED and cfg.recipe == "medusa2":
+            norms, inputs = 8 * hidden, 5 * hidden + inner
+        masks = adapted * (1 if device == "cuda" else _TRAINED) if cfg.lora_dropout else 0
+        return (norms + attention + 3 * inner + inputs) * item + masks
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def estimate_hours(operations: float, rate: float) -> float:
+    """Return the hours that a GPU of `rate` operations per second takes, at `UTILIZATION` of it."""
+    return operations / (rate * UTILIZATION) / 3600
+
+
+def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> None:
+    """Refuse an 8-bit optimizer whose states ZeRO would have to partition, before anything is loaded.
+
+    Raises:
+        ConfigError: it names the alternatives with their memory.
+    """
+    configured = read_deepspeed(cfg)
+    stage = stage_of(DEFAULT if configured is None else configured)
+    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and configured is None):
+        return
+    trained = Estimate(cfg, model_config).trained
+    default = " (the default of several processes)" if configured is None else ""
+    raise ConfigError(
+        f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states. Set optimizer: "
+        f"adamw_torch, whose partitioned float32 states take {describe_size(trained * _ADAM // processes)} in each of "
+        f"{processes} processes, or zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states: "
+        f"{describe_size(round(trained * _ADAM_8BIT))}"
+    )
+
+
+def cheaper_settings(cfg: TrainConfig, vocab_size: int) -> dict[str, TrainConfig]:
+    """Return configurations in which one key is changed so that the heads' output matrices are smaller.
+
+    Args:
+        cfg: a validated configuration. vocab_size: tokens of the backbone.
+
+    Returns:
+        The changed configurations by the change, as in a YAML file; none for heads without such matrices.
+    """
+    section = cfg.draft_config
+    if "vocab_size" not in section.settings:
+        return {}
+    current = section.settings["vocab_size"] or vocab_size
+    changes: list[tuple[str, Any]] = [("vocab_size", size) for size in VOCABULARIES if size < current]
+    if "share_lm_head" in section.settings:
+        changes += [("share_lm_head", True)] if not section.settings["share_lm_head"] else []
+    elif section.num_heads > 1:
+        changes.append(("num_heads", section.num_heads // 2))
+    variants = {
+        f"{section.prefix}{key}: {str(value).lower()}": cfg.with_draft_key(key, value) for key, value in changes
+    }
+    return {
+        change: variant
+        for change, variant in variants.items()
+        if not any(constraint.violated(variant) for constraint in TrainConfig.constraints)
+    }
