@@ -110,7 +110,7 @@ class DraftCounts:
             raise CheckpointError(f"{self._runs[-1]}: its training data are missing, needed to fit trees")
         assert self._model.draft is not None
         with self._progress.phase("fitting equal trees", self._args.tree_tokens, "tokens", ticking=True) as phase:
-            chats = trace_conversations(
+            traced = trace_conversations(
                 self._model.backbone,
                 self._model.draft,
                 prompts,
@@ -118,7 +118,7 @@ class DraftCounts:
                 max_new_tokens=TREE_ANSWER,
                 on_answer=phase.advance,
             )
-        fitted = joint_trees([trace for chat in chats for trace in chat], self._args.nodes)
+        fitted = joint_trees(traced.traces, self._args.nodes)
         trees = {CHAIN: Tree.chain(min(CHAIN_LENGTH, self._model.draft.num_heads))}
         trees |= {str(nodes): fitted[nodes] for nodes in self._args.nodes}
         return {"trees": {name: [list(path) for path in tree.paths] for name, tree in trees.items()}}

@@ -31,12 +31,13 @@ HEADS = "heads"
 ADAPTER = "adapter"
 MODEL = "model"
 TREE = "tree.json"
+TREE_TRACES = "tree_traces.npz"
 CHECKPOINTS = "checkpoints"
 #: Results of a run, deleted only by overwrite_output_dir.
 RESULTS = (HEADS, ADAPTER, MODEL)
 #: Everything that a run writes; nothing else in its directory is ever deleted.
 RUN_FILES = (
-    *(CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, CHECKPOINTS),
+    *(CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, TREE_TRACES, CHECKPOINTS),
     *("eval", "export", "tensorboard", "wandb", STAGE_ONE),
 )
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_dynamic_trees, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
-from medusa_train.checkpoint.run_layout import TREE
+from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES
 from medusa_train.choose_decoding import choose_dtype
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
@@ -28,9 +28,13 @@ from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
 from medusa_train.tree_search.fit import SEARCHES
+from medusa_train.tree_search.kept_traces import load_traces, save_traces, weights_key
 from medusa_train.tree_search.page import BY_CONSTRUCTION, calibration_page
-from medusa_train.tree_search.traces import Prompts, prompts_by_conversation, trace_conversations
+from medusa_train.tree_search.traces import Prompts, TracedAnswers, prompts_by_conversation, trace_conversations
 from medusa_train.trees.tree import Tree
+
+LEAST_TOKENS = 2000  # to fit a tree to
+CHOICE_SECONDS = 30.0  # that fitting and timing trees takes for small models
 
 
 def load_model(
@@ -64,23 +68,30 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
         conversations = bench_prompts(bench.questions, chat)
         source = f"questions of bench {bench.name}: evaluate on another one"
     named = Tree.load(paths.tree) if names_tree_file(cfg.tree) and paths.tree is not None else None
-    choice = fit(cfg, model, conversations, source, progress, tuple(SEARCHES), named)
+    traced = trace(cfg, model, conversations, cfg.calibration_tokens, source, progress)
+    assert model.draft is not None
+    choice = choose_tree(model.backbone, model.draft, traced, progress, searches=tuple(SEARCHES), named=named)
     progress.console.print(table(choice))
     progress.console.print(BY_CONSTRUCTION, highlight=False, soft_wrap=True)
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
-    return save(choice, cfg, paths)
+    return save(choice, traced, cfg, paths)
 
 
 def refit_tree(
-    cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, progress: RunProgress
+    cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, bench_tokens: int, progress: RunProgress
 ) -> tuple[LoadedModel, ModelPaths] | None:
-    """Fit the tree again if tree.json was fitted to another form, such as another dtype or device.
+    """Choose the tree again if tree.json was fitted with other settings, such as another dtype or device.
 
-    Also where dynamic trees are asked for, and tree.json has none, like those of earlier versions.
+    Also where dynamic trees are asked for, and tree.json has none, like those of earlier versions. What the heads guess
+    hardly depends on dtype, device and compilation: only steps are timed again where the traces were kept. With other
+    weights (merged, or another quantization) the backbone answers again.
 
-    A tree that the user named, or whose form is unknown, is used as it is. So is any tree if the run's data are gone:
-    a tree fitted to the questions of the bench would be measured on what it was fitted to.
+    A tree that the user named, or whose settings are unknown, is used as it is. So is any tree if the run's data are
+    gone: a tree fitted to the questions of the bench would be measured on what it was fitted to.
+
+    Args:
+        bench_tokens: the most tokens that the bench can give.
 
     Returns:
         The model with the new tree, and the paths with its file; None if the tree stays.
@@ -92,8 +103,7 @@ def refit_tree(
         return None
     settings = DecodingSettings.of(model.backbone)
     fitted = None if paths.tree is None else DecodingSettings.load(paths.tree)
-    lacks_dynamic = paths.dynamic and model.dynamic is None
-    if lacks_dynamic:
+    if paths.dynamic and model.dynamic is None:
         reason = f"{paths.tree or paths.home}: no confidences for dynamic trees"
     elif fitted is None:
         progress.print(f"{paths.tree}: does not say for which dtype and device it was fitted; using it as it is")
@@ -105,19 +115,38 @@ def refit_tree(
     if names_tree_file(cfg.tree):
         progress.print(f"{reason}; using it as named by tree")
         return None
-    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    if (conversations := validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)) is None:
-        progress.print(f"{reason}; using it as it is, since the run's data to fit it again are not available")
-        return None
-    progress.print(f"{reason}: fitting it again")
+    kept = traced = load_traces(_traces_file(paths), weights_key(paths, settings))
     try:
-        choice = fit(cfg, model, conversations, "validation prompts of the run", progress)
+        if traced is not None:
+            progress.print(
+                f"{reason}: choosing it again from the {traced.tokens:,} tokens kept with it, timing steps only"
+            )
+        else:
+            chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+            budget = refit_tokens(cfg, bench_tokens)
+            if (conversations := validation_prompts(paths, chat, cfg.seed, budget)) is None:
+                progress.print(f"{reason}; using it as it is, since the run's data to fit it again are not available")
+                return None
+            progress.print(f"{reason}: fitting it again")
+            traced = trace(cfg, model, conversations, budget, "validation prompts of the run", progress)
+        choice = choose_tree(model.backbone, model.draft, traced, progress, quick=kept is not None)
     except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
         return None
     progress.print(f"chosen: {choice.describe()}")
-    paths = replace(paths, tree=save(choice, cfg, paths)[0])
+    paths = replace(paths, tree=save(choice, traced, cfg, paths)[0])
     return replace(model, tree=choice.best.tree, dynamic=load_dynamic_trees(paths)), paths
+
+
+def refit_tokens(cfg: EvalConfig, bench_tokens: int) -> int:
+    """Return how many tokens to answer for a tree that a bench needs: by default at most half of the bench's own."""
+    if "calibration_tokens" in cfg.model_fields_set:
+        return cfg.calibration_tokens
+    return min(cfg.calibration_tokens, max(LEAST_TOKENS, bench_tokens // 2))
+
+
+def _traces_file(paths: ModelPaths) -> Path:
+    return (paths.home if paths.tree is None else paths.tree.parent) / TREE_TRACES
 
 
 def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
@@ -128,7 +157,9 @@ def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
     return fitted is not None and fitted.compiled
 
 
-def refit_seconds(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, step_seconds: float) -> float:
+def refit_seconds(
+    cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, bench_tokens: int, step_seconds: float
+) -> float:
     """Return how much longer `refit_tree` takes if the passes are compiled; negative: it would be spared.
 
     Answering takes at most a plain step per token.
@@ -138,33 +169,32 @@ def refit_seconds(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, step_s
     if (fitted := DecodingSettings.load(paths.tree)) is None:
         return 0.0
     settings = DecodingSettings.of(model.backbone)
-    with_compilation = bool(replace(settings, compiled=True).differences(fitted))
-    return cfg.calibration_tokens * step_seconds * (with_compilation - bool(settings.differences(fitted)))
+    seconds = CHOICE_SECONDS
+    if load_traces(_traces_file(paths), weights_key(paths, settings)) is None:
+        seconds += refit_tokens(cfg, bench_tokens) * step_seconds
+    return seconds * (bool(replace(settings, compiled=True).differences(fitted)) - bool(settings.differences(fitted)))
 
 
-def fit(
+def trace(
     cfg: EvalConfig,
     model: LoadedModel,
     conversations: Sequence[Prompts],
+    token_budget: int,
     source: str,
     progress: RunProgress,
-    searches: Sequence[str] = ("joint",),
-    named: Tree | None = None,
-) -> TreeChoice:
-    """Let the backbone answer prompts, and choose the tree by its answers and by step latencies; see `choose_tree`."""
+) -> TracedAnswers:
+    """Let the backbone answer prompts, and trace the answers."""
     assert model.draft is not None
-    progress.print(f"calibrating on {cfg.calibration_tokens:,} greedy tokens, {source}")
-    with progress.phase("answering for the tree", cfg.calibration_tokens, "tokens", ticking=True) as phase:
-        traces = trace_conversations(
+    progress.print(f"calibrating on {token_budget:,} greedy tokens, {source}")
+    with progress.phase("answering for the tree", token_budget, "tokens", ticking=True) as phase:
+        return trace_conversations(
             model.backbone,
             model.draft,
             conversations,
             max_new_tokens=cfg.max_new_tokens,
-            token_budget=cfg.calibration_tokens,
+            token_budget=token_budget,
             on_answer=phase.advance,
         )
-    prompts = [prompt for one in conversations for prompt in one]
-    return choose_tree(model.backbone, model.draft, traces, prompts, progress, searches=searches, named=named)
 
 
 def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int) -> list[Prompts] | None:
@@ -193,13 +223,18 @@ def table(choice: TreeChoice) -> Table:
     return shown
 
 
-def save(choice: TreeChoice, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
-    """Write tree.json to the run (or `output_dir`), and the page to eval/calibration below; returns their paths."""
+def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
+    """Write tree.json and the traces to the run (or `output_dir`), and the page to eval/calibration below.
+
+    Returns:
+        The paths of tree.json, calibration.json and calibration.html.
+    """
     home = Path(cfg.output_dir) if cfg.output_dir else paths.home
     tree, directory = home / TREE, home / "eval" / "calibration"
     data, page = directory / "calibration.json", directory / "calibration.html"
     record = choice.as_json()
     replace_text(data, json.dumps(record, indent=1) + "\n")
     replace_text(page, calibration_page(record, f"Calibration of {paths.home.name}"))
+    save_traces(home / TREE_TRACES, traced, weights_key(paths, choice.settings))
     choice.save(tree)
     return [tree, data, page]

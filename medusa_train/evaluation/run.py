@@ -89,7 +89,7 @@ def evaluate(
         model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
         if chooses_compilation(cfg, paths):
             _choose_compile(cfg, bench, model, paths, log.compiled, progress)
-        if (refitted := refit_tree(cfg, model, paths, progress)) is not None:
+        if (refitted := refit_tree(cfg, model, paths, _most_tokens(cfg, bench), progress)) is not None:
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
         require_dynamic_trees(model, paths)
@@ -171,7 +171,7 @@ def _choose_compile(
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
         return
-    turns = sum(len(question.turns) for question in bench.questions)
+    turns = _most_tokens(cfg, bench) // cfg.max_new_tokens
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
         compile_if_repaid(
@@ -182,8 +182,12 @@ def _choose_compile(
             progress.print,
             rows=rows,
             trees=trees,
-            refit_seconds=lambda step: refit_seconds(cfg, model, paths, step),
+            refit_seconds=lambda step: refit_seconds(cfg, model, paths, _most_tokens(cfg, bench), step),
         )
+
+
+def _most_tokens(cfg: EvalConfig, bench: Bench) -> int:
+    return cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
 
 
 def open_log(path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> TurnLog:

@@ -81,15 +81,17 @@ def load_backbone(
     return backbone
 
 
-def _damaged_file(source: str) -> Path | None:
-    """Return the first file of weights that cannot be opened; the messages of safetensors and torch do not name it.
-
-    Args:
-        source: a directory, or the name of a model in the hub's cache.
-    """
+def model_directory(source: str) -> Path:
+    """Return the directory of a model that is named by it, or by its name in the hub's cache."""
     directory = Path(source)
     if not directory.is_dir() and isinstance(cached := try_to_load_from_cache(source, "config.json"), str):
-        directory = Path(cached).parent
+        return Path(cached).parent
+    return directory
+
+
+def _damaged_file(source: str) -> Path | None:
+    """Return the first file of weights that cannot be opened; the messages of safetensors and torch do not name it."""
+    directory = model_directory(source)
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt"):

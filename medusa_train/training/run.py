@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.checkpoint.heads import save_draft
-from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, check_output_dir, writing
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, TREE_TRACES, check_output_dir, writing
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
@@ -27,6 +28,7 @@ from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import ValidationResult
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
+from medusa_train.tree_search.kept_traces import save_traces, weights_key
 from medusa_train.tree_search.traces import Prompts, prompts_by_conversation, trace_conversations
 
 #: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several processes a second
@@ -235,7 +237,7 @@ def fit_tree(
         draft.prepack_weights()
     try:
         with progress.phase("answering for the tree", token_budget, "tokens") as phase:
-            traces = trace_conversations(
+            traced = trace_conversations(
                 recipe.backbone,
                 draft,
                 conversations,
@@ -243,8 +245,7 @@ def fit_tree(
                 token_budget=token_budget,
                 on_answer=phase.advance,
             )
-        prompts = [prompt for one in conversations for prompt in one]
-        choice = choose_tree(recipe.backbone, draft, traces, prompts, progress)
+        choice = choose_tree(recipe.backbone, draft, traced, progress)
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}", style="yellow")
         return None
@@ -254,6 +255,7 @@ def fit_tree(
             f"no tree was chosen: not enough memory beside the training. To choose it: {again}", style="yellow"
         )
         return None
+    save_traces(out / TREE_TRACES, traced, weights_key(resolve_model(str(out), None, None), choice.settings))
     choice.save(out / TREE)
     return choice
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -24,18 +24,30 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import SEARCHES, TreeCandidate, compare_searches, joint_trees
 from medusa_train.tree_search.fit_dynamic import DynamicFit, fit_dynamic_trees
-from medusa_train.tree_search.traces import Trace, head_accuracy, node_acceptance, tokens_per_step
+from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy, node_acceptance, tokens_per_step
 from medusa_train.trees.tree import Tree
 
 #: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM accepts at most 63 nodes
 #: Of these sizes less deep trees are always timed: where a level costs much, the deepest trees all are slow.
 LEVEL_SIZES = (4, 8)
-TIMED_ROUNDS = 5
-TIMED_STEPS, TIMED_TOKENS = 16, 48  # of each tree in each round at most, after the first step and after the prompt
+#: What is timed where trees are chosen again from kept traces: latencies of other sizes are interpolated.
+QUICK_SIZES = (0, 1, 2, 4, 8, 16, 32, 63)
+QUICK_PROMPT = 64  # the last tokens of the prompt that are prefilled in every round
+TIMED_TOKENS = 48  # that the timed steps of a round give at most
 MIN_CONVERSATIONS = 3
 #: Relative differences in tokens per second below this are measurement noise.
 NOISE = 0.02
+
+
+class Effort(NamedTuple):
+    """How thoroughly steps are timed: rounds, and steps of each tree in each round."""
+
+    rounds: int
+    steps: int
+
+
+THOROUGH, QUICK = Effort(5, 16), Effort(3, 5)
 
 Candidate = TypeVar("Candidate", bound=TreeCandidate)
 
@@ -143,12 +155,12 @@ def _figures(one: TreeCandidate) -> dict[str, float]:
 def choose_tree(
     backbone: Backbone,
     draft: Draft,
-    conversations: Sequence[Sequence[Trace]],
-    prompts: Sequence[list[int]],
+    traced: TracedAnswers,
     progress: RunProgress,
     *,
     searches: Sequence[str] = ("joint",),
     named: Tree | None = None,
+    quick: bool = False,
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
@@ -158,31 +170,34 @@ def choose_tree(
     with trees that were fitted to others.
 
     Args:
-        conversations: the traces of each conversation.
-        prompts: the steps are timed after the median one.
         searches: of `SEARCHES`, "joint" among them; the others are for comparison.
         named: another tree to time beside the candidates.
+        quick: time fewer steps of fewer trees.
 
     Raises:
         MedusaError: there are fewer than `MIN_CONVERSATIONS` conversations.
     """
+    conversations = traced.conversations
     if len(conversations) < MIN_CONVERSATIONS:
         raise MedusaError(
             f"choosing a tree needs {MIN_CONVERSATIONS} or more conversations with an answer, got {len(conversations)}"
         )
-    traces = [trace for conversation in conversations for trace in conversation]
-    prompt = median_prompt(backbone, prompts)
-    time_trees = partial(time_steps, backbone, draft, prompt=prompt, progress=progress)
+    traces = traced.traces
+    longest = min(QUICK_PROMPT if quick else len(traced.prompt), backbone.max_context - TIMED_TOKENS)
+    prompt, effort = traced.prompt[-max(longest, 1) :], QUICK if quick else THOROUGH
+    time_trees = partial(time_steps, backbone, draft, prompt=prompt, progress=progress, effort=effort)
     with progress.phase("fitting trees", ticking=True):
         rated = {name: _rated_trees(conversations, traces, name) for name in searches}
-    steps = time_trees([tree for tree, _ in rated["joint"]])
+    steps = time_trees([tree for tree, _ in rated["joint"] if not quick or tree.size in QUICK_SIZES])
     latency = {tree.size: ms for tree, ms in steps.items()}
     by_search = {
         name: [TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in trees]
         for name, trees in rated.items()
     }
     joint = {one.tree.size: one for one in by_search["joint"]}
-    near = sizes_of_second_round(sorted(joint), smallest_of_the_fastest(joint.values()).tree.size)
+    near = sizes_of_second_round(
+        sorted(joint), smallest_of_the_fastest(joint.values()).tree.size, () if quick else LEVEL_SIZES
+    )
     with progress.phase("fitting trees", ticking=True):
         shallow = _shallower(conversations, traces, [joint[nodes].tree for nodes in near])
     rivals = [NamedCandidate(one.tree, one.tokens_per_step, 0.0, "joint") for one in map(joint.__getitem__, near)]
@@ -199,13 +214,13 @@ def choose_tree(
     chosen = smallest_of_the_fastest(fitted)
     # both rounds timed the deep tree of that size, so drift between them cancels out
     nodes = chosen.tree.size
-    best = TreeCandidate(
-        chosen.tree, chosen.tokens_per_step, latency[nodes] * chosen.step_ms / again[joint[nodes].tree]
-    )
+    step_ms = joint[nodes].step_ms * chosen.step_ms / again[joint[nodes].tree]
+    best = TreeCandidate(chosen.tree, chosen.tokens_per_step, step_ms)
     dynamic = None
     if draft.guesses_at_once:
         with progress.phase("fitting trees", ticking=True):
-            dynamic = fit_dynamic_trees(traces, list(joint.values()), fitted, lambda n: joint_trees(traces, [n])[n])
+            timed = [joint[size] for size in latency]
+            dynamic = fit_dynamic_trees(traces, timed, fitted, lambda n: joint_trees(traces, [n])[n])
     by_search["joint"] = [best if size == nodes else one for size, one in joint.items()]
     return TreeChoice(
         best,
@@ -214,11 +229,7 @@ def choose_tree(
         [chosen, *(one for one in rivals if one.name != "joint")],
         head_accuracy(traces),
         node_acceptance(traces, best.tree),
-        {
-            "conversations": len(conversations),
-            "answers": len(traces),
-            "tokens": sum(len(trace.ranks) for trace in traces),
-        },
+        {"conversations": len(conversations), "answers": len(traces), "tokens": traced.tokens},
         DecodingSettings.of(backbone),
         dynamic,
     )
@@ -239,13 +250,13 @@ def _rated_trees(
     return [by_size[size] for size in sorted(by_size)]
 
 
-def sizes_of_second_round(sizes: Sequence[int], best: int) -> list[int]:
+def sizes_of_second_round(sizes: Sequence[int], best: int, levels: Sequence[int]) -> list[int]:
     """Return which of the ascending `sizes` are timed again, with less deep trees: those that may be the fastest.
 
-    They are `best` with its neighbours, `LEVEL_SIZES`, and 0, which is plain decoding.
+    They are `best` with its neighbours, `levels`, and 0, which is plain decoding.
     """
     index = sizes.index(best)
-    near = {*sizes[max(index - 1, 0) : index + 2], *LEVEL_SIZES, 0}
+    near = {*sizes[max(index - 1, 0) : index + 2], *levels, 0}
     return [size for size in sizes if size in near]
 
 
@@ -286,7 +297,7 @@ def interpolate(measured: Mapping[int, float], at: int) -> float:
 
 
 def time_steps(
-    backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int], progress: RunProgress
+    backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int], progress: RunProgress, effort: Effort
 ) -> dict[Tree, float]:
     """Return the median milliseconds of a decoding step with each of `trees`.
 
@@ -308,32 +319,25 @@ def time_steps(
     decoders = {tree: Decoder(backbone, draft, tree, cache) for tree in trees}
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     # not ticking: no thread beside the decoder
-    with progress.phase("timing steps", (TIMED_ROUNDS + 1) * len(trees), "continuations") as phase:
-        for round_ in range(TIMED_ROUNDS + 1):
+    with progress.phase("timing steps", (effort.rounds + 1) * len(trees), "continuations") as phase:
+        for round_ in range(effort.rounds + 1):
             for tree, decoder in decoders.items():
                 with draft.no_early_exit():
-                    step_ms = _later_step_ms(decoder, prompt)
-                if round_:  # the first round is the warm-up
+                    step_ms = _later_step_ms(decoder, prompt, effort.steps if round_ else 1)
+                if round_:  # before them there is a warm-up
                     times[tree].append(step_ms)
                 phase.advance()
     return {tree: statistics.median(milliseconds) for tree, milliseconds in times.items()}
 
 
-def _later_step_ms(decoder: Decoder, prompt: list[int]) -> float:
-    """Return the mean milliseconds of the steps after the first, in which the draft also reads the prompt."""
+def _later_step_ms(decoder: Decoder, prompt: list[int], count: int) -> float:
+    """Return the mean milliseconds of `count` steps after the first, in which the draft also reads the prompt."""
     steps, started = 0, time.perf_counter()
-    for index, _ in enumerate(islice(decoder.stream(prompt, TIMED_TOKENS, eos_ids=()), TIMED_STEPS + 2)):
+    for index, _ in enumerate(islice(decoder.stream(prompt, TIMED_TOKENS, eos_ids=()), count + 2)):
         if index == 1:  # 0 is the prefill
             started = time.perf_counter()
         steps = index - 1
     return 1000 * (time.perf_counter() - started) / max(steps, 1)
-
-
-def median_prompt(backbone: Backbone, prompts: Sequence[list[int]]) -> list[int]:
-    """Return the prompt of median length after which steps can be timed; if none fits, the shortest one's end."""
-    limit = backbone.max_context - TIMED_TOKENS
-    fitting = sorted((prompt for prompt in prompts if len(prompt) <= limit), key=len)
-    return fitting[len(fitting) // 2] if fitting else min(prompts, key=len)[-max(limit, 1) :]
 
 
 # Which candidate is best?

@@ -1,4 +1,4 @@
-"""Trace the heads' guesses along greedy answers, simulate decoding with any tree on these traces, and keep them."""
+"""Trace the heads' guesses along greedy answers, and simulate decoding with any tree on these traces."""
 
 from __future__ import annotations
 
@@ -65,6 +65,24 @@ class Trace:
             starts.append(position)
             position += accepted[paths[position]] + 1
         return starts
+
+
+@dataclass(frozen=True)
+class TracedAnswers:
+    """Traced answers by conversation, and the prompt after which steps are timed: the median one by length."""
+
+    conversations: Sequence[Sequence[Trace]]
+    prompt: list[int]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """The traces of all conversations."""
+        return [trace for conversation in self.conversations for trace in conversation]
+
+    @property
+    def tokens(self) -> int:
+        """Number of traced tokens."""
+        return sum(len(trace.ranks) for trace in self.traces)
 
 
 class AcceptedLength(dict[Ranks, int]):
@@ -142,7 +160,7 @@ def trace_conversations(
     max_new_tokens: int = 256,
     token_budget: int = 6000,
     on_answer: Callable[[int], None] | None = None,
-) -> list[list[Trace]]:
+) -> TracedAnswers:
     """Answer prompts greedily with the backbone until `token_budget` tokens are generated, and trace the answers.
 
     Trees have to fit the backbone's output, which differs from the text of a data set.
@@ -151,15 +169,17 @@ def trace_conversations(
         max_new_tokens, token_budget, on_answer: see `greedy_answers`.
 
     Returns:
-        The traces of each conversation that has an answer of two tokens or more.
+        The conversations that have an answer of two tokens or more.
     """
     prompts = [prompt for one in conversations for prompt in one]
     owners = [index for index, one in enumerate(conversations) for _ in one]
+    answers = greedy_answers(backbone, prompts, max_new_tokens, token_budget, on_answer)
     traced: dict[int, list[Trace]] = {}
-    for i, answer in greedy_answers(backbone, prompts, max_new_tokens, token_budget, on_answer).items():
+    for i, answer in answers.items():
         if len(answer) > 1:
             traced.setdefault(owners[i], []).append(trace_answer(backbone, draft, prompts[i], answer))
-    return list(traced.values())
+    by_length = sorted((prompts[i] for i in answers), key=len)
+    return TracedAnswers(list(traced.values()), by_length[len(by_length) // 2] if by_length else [])
 
 
 def greedy_answers(

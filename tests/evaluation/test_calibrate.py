@@ -11,7 +11,7 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
-from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tree
+from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tokens, refit_tree
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
@@ -107,11 +107,11 @@ def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: 
     assert "tree: dynamic would" in shown
 
 
-def refit(directory: Path, **keys: object) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
+def refit(directory: Path, dtype: str = "float32", **keys: object) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
     cfg = EvalConfig(max_new_tokens=24, calibration_tokens=400, **keys)
     progress = RunProgress(Console(file=io.StringIO(), width=300))
     paths = resolve_model(str(directory), None, None if cfg.tree is None else Path(cfg.tree))
-    result = refit_tree(cfg, load_model(paths, "float32", progress), paths, progress)
+    result = refit_tree(cfg, load_model(paths, dtype, progress), paths, 100, progress)
     return result, progress.console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -142,6 +142,18 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     assert refit(directory)[0] is None  # now it fits
     assert refit(directory, tree="dynamic")[0] is None
 
+    traces = (directory / "tree_traces.npz").read_bytes()
+    (tmp_path / "chats.jsonl").unlink()  # nothing is answered again
+    result, shown = refit(directory, dtype="bfloat16")
+    assert "(dtype float32, now bfloat16): choosing it again from the 144 tokens kept" in shown
+    assert result is not None
+    assert DynamicTrees.load(tree) is not None
+    assert DecodingSettings.load(tree) == replace(form, dtype="bfloat16")
+    assert (directory / "tree_traces.npz").read_bytes() == traces
+    with (tmp_path / "backbone" / "config.json").open("a") as file:
+        file.write("\n")
+    assert "the run's data to fit it again are not available" in refit(directory)[1]
+
 
 @pytest.mark.usefixtures("small")
 def test_a_tree_of_an_earlier_version_is_fitted_again_for_dynamic_trees(tmp_path: Path) -> None:
@@ -162,6 +174,11 @@ def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path:
     result, shown = refit(directory)
     assert result is None
     assert f"(device cuda, now cpu, device name A GPU, now {form.device_name}); using it as it is, since the" in shown
+
+
+def test_a_short_bench_is_worth_a_short_fit() -> None:
+    assert [refit_tokens(EvalConfig(), tokens) for tokens in (100, 10_000, 10**6)] == [2000, 5000, 12_000]
+    assert refit_tokens(EvalConfig(calibration_tokens=700), 10**6) == 700
 
 
 def quiet() -> RunProgress:

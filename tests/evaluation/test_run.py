@@ -335,7 +335,7 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
     monkeypatch.setattr(module, "load_model", load_model)
     monkeypatch.setattr(module.WeightMemory, "fit", fit)
     if fitted_again:
-        monkeypatch.setattr(module, "refit_tree", lambda cfg, model, paths, progress: (model, paths))
+        monkeypatch.setattr(module, "refit_tree", lambda cfg, model, paths, tokens, progress: (model, paths))
     run(bench_file, run_dir, tmp_path, dtype="float32")
     assert (len(loaded), alive) == (2, [False])
 

@@ -21,7 +21,7 @@ from medusa_train.models.drafts.kangaroo import KangarooDraft, KangarooState
 from medusa_train.models.features import Rows
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.choose import time_steps
+from medusa_train.tree_search.choose import QUICK, time_steps
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone
@@ -301,7 +301,7 @@ def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
 def test_latency_is_measured_without_early_exit() -> None:
     backbone = settled("llama")
     draft = recorder(backbone, threshold=1.0)
-    time_steps(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0], RunProgress(Console(file=StringIO())))
+    time_steps(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0], RunProgress(Console(file=StringIO())), QUICK)
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {3}
     draft.proposals.clear()
     Decoder(backbone, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.tree_search.choose import Effort
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -125,7 +126,7 @@ def make_config(base_keys: dict[str, object], tmp_path: Path):
 def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every tree on 8 tokens and one round: which tree is chosen does not matter to these tests."""
     monkeypatch.setattr("medusa_train.tree_search.choose.TIMED_TOKENS", 8)
-    monkeypatch.setattr("medusa_train.tree_search.choose.TIMED_ROUNDS", 1)
+    monkeypatch.setattr("medusa_train.tree_search.choose.THOROUGH", Effort(1, 8))
 
 
 @pytest.fixture

@@ -19,15 +19,15 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose
 from medusa_train.tree_search.choose import (
+    QUICK,
     TreeChoice,
     choose_tree,
     interpolate,
-    median_prompt,
     smallest_of_the_fastest,
     time_steps,
 )
 from medusa_train.tree_search.fit import SEARCHES, TreeCandidate
-from medusa_train.tree_search.traces import Trace, trace_conversations
+from medusa_train.tree_search.traces import Trace, TracedAnswers, trace_conversations
 from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -49,7 +49,10 @@ ODDS = ([3, 1, 1, 1, 6],)
 
 
 def chosen_by(
-    monkeypatch: pytest.MonkeyPatch, step_ms: Callable[[Tree, int], float], odds: Sequence[Sequence[int]] = ODDS
+    monkeypatch: pytest.MonkeyPatch,
+    step_ms: Callable[[Tree, int], float],
+    odds: Sequence[Sequence[int]] = ODDS,
+    quick: bool = False,
 ) -> TreeChoice:
     """Choose among trees of at most eight nodes.
 
@@ -71,7 +74,7 @@ def chosen_by(
     traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
     backbone = random_backbone("llama", dtype=torch.float32)
     draft = MedusaDraft.from_backbone(backbone, len(odds))
-    return choose_tree(backbone, draft, [traces] * 4, [[1, 2, 3]], quiet())
+    return choose_tree(backbone, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet(), quick=quick)
 
 
 def test_speed_decides_and_of_equally_fast_sizes_the_smallest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +121,9 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     draft = noisy_heads(backbone)
     prompts = [[i, i + 1, 2 * i + 1] for i in range(2, 14)]
     conversations = [prompts[i : i + 2] for i in range(0, 12, 2)]
-    traces = trace_conversations(backbone, draft, conversations, max_new_tokens=20, token_budget=150)
+    traced = trace_conversations(backbone, draft, conversations, max_new_tokens=20, token_budget=150)
     named = Tree.cartesian([2])
-    choice = choose_tree(backbone, draft, traces, prompts, quiet(), searches=tuple(SEARCHES), named=named)
+    choice = choose_tree(backbone, draft, traced, quiet(), searches=tuple(SEARCHES), named=named)
     choice.save(tmp_path / "tree.json")
     assert Tree.load(tmp_path / "tree.json") == choice.best.tree
     record = json.loads((tmp_path / "tree.json").read_text())
@@ -140,7 +143,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert page["candidates"][-1]["medusa_choices"] == [[0], [1]]
     assert page["searches"]["joint"] == record["sizes"]
     with pytest.raises(MedusaError, match="3 or more conversations with an answer, got 2"):
-        choose_tree(backbone, draft, traces[:2], prompts, quiet())
+        choose_tree(backbone, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
 
 
 def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +159,31 @@ def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(choose, "Decoder", Steps)
     backbone, trees = random_backbone("llama"), [Tree.empty(), Tree.chain(1)]
-    measured = time_steps(backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet())
+    measured = time_steps(backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK)
     assert measured == pytest.approx(dict.fromkeys(trees, 2.0))
 
 
-def test_a_prompt_that_fills_the_context_is_not_timed_on() -> None:
-    backbone = random_backbone("llama")
-    long, short = list(range(2, 60)) * 2, [3, 4, 5]
-    assert median_prompt(backbone, [long, short]) == short
-    assert len(median_prompt(backbone, [long])) == backbone.max_context - 48
+def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def step_ms(tree: Tree, again: int) -> float:
+        timed.append(tree.size)
+        return 1 + 0.1 * tree.max_depth + 0.01 * tree.size
+
+    chosen = chosen_by(monkeypatch, step_ms)
+    thorough = len(timed)
+    timed.clear()
+    quick = chosen_by(monkeypatch, step_ms, quick=True)
+    assert len(timed) < thorough
+    assert quick.best == chosen.best
+    assert sorted(quick.latency) == [0, 1, 2, 4]  # not 3
+    assert [one.tree.size for one in quick.searches["joint"]] == [one.tree.size for one in chosen.searches["joint"]]
+
+
+def test_a_prompt_that_fills_the_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, long = random_backbone("llama"), list(range(2, 60)) * 2
+    draft, trace = noisy_heads(backbone), Trace([[0, 0, 0]] * 9, [3] * 9)
+    monkeypatch.setattr(choose, "SIZES", (0, 1))
+    assert choose_tree(backbone, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True).latency[0] > 0
     with pytest.raises(MedusaError, match="exceed the model's context"):
-        time_steps(backbone, noisy_heads(backbone), [Tree.empty()], long, quiet())
+        time_steps(backbone, draft, [Tree.empty()], long, quiet(), QUICK)
