@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -131,14 +130,13 @@ def test_named_paths_and_links_exist(name: str) -> None:
 
 
 def file_list() -> str:
-    """List the files of each package with the first sentence of the package, for the architecture page."""
+    """List the files of each package, for the architecture page."""
     package = PROJECT_ROOT / "medusa_train"
     lines = []
     for init in sorted(package.rglob("__init__.py")):
         names = [file.stem for file in sorted(init.parent.glob("*.py")) if file.name != "__init__.py"]
-        about = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
-        name = init.parent.relative_to(package.parent).as_posix()
-        lines += [f"- **{name}** ({' '.join(about.split()).rstrip('.')}): {', '.join(names)}"] if names else []
+        name = init.parent.relative_to(package).as_posix().removeprefix(".") or "medusa_train"
+        lines += [f"- **{name}**: {', '.join(names)}"] if names else []
     return "\n".join(lines)
 
 

@@ -161,7 +161,11 @@ def key_table(cls: type[BaseModel]) -> str:
     for name, field in cls.model_fields.items():
         if name in ignored:
             continue
-        default = "required" if field.default is PydanticUndefined else f"`{_default(field.default)}`"
+        default = (
+            "required"
+            if field.default is PydanticUndefined
+            else f"`{_default(field.default)}`" * (field.default is not None)
+        )
         description = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
     rows += ["", f"Accepted and ignored: {', '.join(f'`{name}`' for name in ignored)}."] if ignored else []
