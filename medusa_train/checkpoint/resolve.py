@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import yaml
 
-from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.drafts import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.errors import BackboneError, CheckpointError, DataError
 
@@ -27,8 +27,6 @@ CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 #: Values of the key `tree` that are no files: the tree of tree.json, or a tree chosen in every step.
 FIXED, DYNAMIC = "fixed", "dynamic"
-#: Kinds of heads whose guesses are all known before a tree is chosen.
-GUESSING_AT_ONCE = ("medusa", "amphista")
 #: Prefix of a Markov bias among the tensors of Medusa heads.
 MARKOV_PREFIX = "markov."
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
@@ -107,7 +105,7 @@ class ModelPaths:
         kind = heads_kind(self.heads)
         if any(name.startswith(MARKOV_PREFIX) for name in _safetensors_names(self.heads / SAFETENSORS)):
             kind += " with a Markov bias (medusa_markov_rank)"
-        if kind not in GUESSING_AT_ONCE:
+        if not DRAFT_CONFIGS.get(kind, DraftConfig).guesses_at_once:
             raise CheckpointError(
                 f"tree {DYNAMIC}: chooses among the guesses of all heads, but those in {self.heads} are {kind}, which "
                 f"read the guesses before them; use --tree {FIXED}"
@@ -220,7 +218,7 @@ def heads_kind(directory: Path) -> str:
 
 
 def _advice(kind: str, lookup: LookupChoice) -> str:
-    if kind == "kangaroo":
+    if not DRAFT_CONFIGS.get(kind, DraftConfig).merges:
         return f"no other guesses can be added to these; set draft: {lookup.kind}, or remove draft"
     return f"set draft: {kind}+{lookup.kind}"
 

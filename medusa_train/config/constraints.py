@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from medusa_train.config.drafts import SECTIONS
+from medusa_train.config.drafts import DRAFT_CONFIGS, SECTIONS
 from medusa_train.config.types import Constraint
 
 
@@ -44,9 +44,9 @@ _JOINT_KEYS = (
 
 def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others; `cfg` must be resolved."""
-    if cfg.draft != "medusa":
+    if cfg.draft in SECTIONS:
         yield from _HEAD_KEYS
-    if cfg.head_weights == "dpace" or (cfg.draft != "medusa" and cfg.head_weights is None):
+    if cfg.head_weights == "dpace" or (cfg.draft in SECTIONS and cfg.head_weights is None):
         yield "medusa_decay_coefficient"
     if cfg.head_loss != "lk":
         yield "lk_eta"
@@ -100,6 +100,8 @@ _RECIPE_KEYS = (
     "medusa_num_unfreeze_layers",
     "medusa_self_distillation",
 )
+
+_WITHOUT_WEIGHTS = " or ".join(name for name, section in DRAFT_CONFIGS.items() if not section.weighs_heads)
 
 #: Constraints of `medusa-train`, reported by `load_config` together with errors in single keys.
 TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
@@ -183,8 +185,8 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("head_weights", "draft"),
-        lambda cfg: cfg.head_weights is not None and cfg.draft == "kangaroo",
-        "kangaroo trains one head, so there are no weights to choose; remove head_weights",
+        lambda cfg: cfg.head_weights is not None and not DRAFT_CONFIGS[cfg.draft].weighs_heads,
+        f"{_WITHOUT_WEIGHTS} trains one head, so there are no weights to choose; remove head_weights",
     ),
     *(
         Constraint(
@@ -198,7 +200,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("draft", *_RECIPE_KEYS),
-        lambda cfg: cfg.draft != "medusa" and _is_joint(cfg),
+        lambda cfg: not DRAFT_CONFIGS[cfg.draft].trains_jointly and _is_joint(cfg),
         "can be trained on a frozen backbone only; remove the keys of joint training (recipe: medusa1)",
     ),
     Constraint(
@@ -220,7 +222,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("export", "draft"),
-        lambda cfg: bool(cfg.export) and cfg.draft != "medusa",
+        lambda cfg: bool(cfg.export) and not DRAFT_CONFIGS[cfg.draft].is_exported,
         "only Medusa heads can be exported; remove export",
     ),
     Constraint(
@@ -278,7 +280,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("sequence_len", "medusa_num_heads"),
-        lambda cfg: cfg.draft == "medusa" and cfg.sequence_len < cfg.medusa_num_heads + 2,
+        lambda cfg: cfg.draft not in SECTIONS and cfg.sequence_len < cfg.medusa_num_heads + 2,
         "too short: head k predicts the token at offset k + 1, so it must exceed medusa_num_heads + 1",
     ),
 )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
 
-from medusa_train.config.types import Bool, Float, Int, Text, key
+from medusa_train.config.types import Bool, Float, Int, Text, format_value, key
 
 
 class HeadsLoss(NamedTuple):
@@ -48,6 +49,12 @@ class DraftConfig(BaseModel):
         training_keys: keys that only affect training; all others are arguments of the draft's class.
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
+        trains_jointly: whether it can be trained together with the backbone.
+        is_exported: whether other programs read it.
+        weighs_heads: whether several heads are trained, whose losses `head_weights` weighs.
+        merges: whether the guesses of drafts without training can be added to its own.
+        guesses_at_once: whether its guesses are all known before a tree is chosen.
+        lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -55,6 +62,12 @@ class DraftConfig(BaseModel):
     training_keys: ClassVar[frozenset[str]] = frozenset()
     prefix: ClassVar[str]
     title: ClassVar[str]
+    trains_jointly: ClassVar[bool] = False
+    is_exported: ClassVar[bool] = False
+    weighs_heads: ClassVar[bool] = True
+    merges: ClassVar[bool] = True
+    guesses_at_once: ClassVar[bool] = False
+    lr_multiplier: ClassVar[float] = 1.0
 
     num_heads: Int
 
@@ -92,6 +105,8 @@ class MedusaConfig(DraftConfig):
 
     prefix = "medusa_"
     title = "Medusa"
+    trains_jointly = is_exported = guesses_at_once = True
+    lr_multiplier = 4.0  # Medusa, Shared Settings
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
     num_layers: Int
@@ -177,6 +192,7 @@ class AmphistaConfig(DraftConfig):
 
     prefix = "amphista."
     title = "Amphista"
+    guesses_at_once = True
     training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
     num_heads: Int = key(
@@ -224,6 +240,8 @@ class KangarooConfig(DraftConfig):
 
     prefix = "kangaroo."
     title = "Kangaroo"
+    weighs_heads = False
+    merges = False  # its guesses pass through the backbone's first layers while they are drafted
 
     num_heads: Int = key(6, "gamma: maximum number of tokens that are drafted per step, one after another", ge=1, le=32)
     exit_layer: Int = key(2, "l: number of backbone layers before the early exit; the adapter reads their output", ge=1)
@@ -261,6 +279,8 @@ def _vocabulary(size: int | None) -> str:
 
 #: Section class by the value of the key `draft`; Medusa's keys are flat.
 SECTIONS: dict[str, type[DraftConfig]] = {"hydra": HydraConfig, "amphista": AmphistaConfig, "kangaroo": KangarooConfig}
+#: The same with Medusa, whose keys are flat.
+DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTIONS}
 
 
 # Drafts without training
@@ -321,22 +341,22 @@ LOOKUPS: dict[str, tuple[type[BaseModel], str]] = {
     "rest": (RestConfig, "rest"),
 }
 
-#: Values of the key `draft` of decoding. Kangaroo's guesses pass through the backbone's first layers while they are
-#: drafted, so no others can be added to them.
-LookupName = Literal[
-    "prompt_lookup",
-    "medusa+prompt_lookup",
-    "hydra+prompt_lookup",
-    "amphista+prompt_lookup",
-    "lookahead",
-    "medusa+lookahead",
-    "hydra+lookahead",
-    "amphista+lookahead",
-    "rest",
-    "medusa+rest",
-    "hydra+rest",
-    "amphista+rest",
-]
+
+def _as_trained_draft(value: object) -> object:
+    if isinstance(value, str) and value.rpartition("+")[2] in LOOKUPS:
+        text = f"{format_value(value)} has no weights to train; use it for decoding: medusa-eval --draft {value}"
+        raise PydanticCustomError("config_type", "{text}", {"text": text})
+    return value
+
+
+# Values of the key `draft`, of training and of decoding. mypy reads no Literal that is computed.
+if TYPE_CHECKING:
+    TrainedDraft = str
+    LookupName = str
+else:
+    TrainedDraft = Annotated[Literal[tuple(DRAFT_CONFIGS)], BeforeValidator(_as_trained_draft)]
+    _ADDED_TO = ("", *(f"{name}+" for name, section in DRAFT_CONFIGS.items() if section.merges))
+    LookupName = Literal[tuple(f"{heads}{kind}" for kind in LOOKUPS for heads in _ADDED_TO)]
 
 
 @dataclass(frozen=True)

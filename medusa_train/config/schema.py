@@ -21,6 +21,7 @@ from medusa_train.config.constraints import (
     measures_server,
 )
 from medusa_train.config.drafts import (
+    DRAFT_CONFIGS,
     LOOKUPS,
     SECTIONS,
     AmphistaConfig,
@@ -34,6 +35,7 @@ from medusa_train.config.drafts import (
     LookupName,
     MedusaConfig,
     RestConfig,
+    TrainedDraft,
 )
 from medusa_train.config.types import (
     STAGE_ONE,
@@ -54,7 +56,6 @@ from medusa_train.config.types import (
     Text,
     TextList,
     TextOrMapping,
-    TrainedDraft,
     format_value,
     key,
 )
@@ -434,14 +435,14 @@ class TrainConfig(Config):
     @property
     def draft_config(self) -> DraftConfig:
         """The section of the selected `draft`, with defaults filled in; for Medusa, collected from the flat keys."""
-        if self.draft != "medusa":
+        if self.draft in SECTIONS:
             return getattr(self, self.draft) or SECTIONS[self.draft].model_validate({})
         flat = {name: getattr(self, f"{MedusaConfig.prefix}{name}") for name in MedusaConfig.model_fields}
         return MedusaConfig(**flat)
 
     def with_draft_key(self, name: str, value: Any) -> TrainConfig:
         """Return a copy with another value of a key of the selected draft, named without its prefix."""
-        if self.draft != "medusa":
+        if self.draft in SECTIONS:
             return self.model_copy(update={self.draft: self.draft_config.model_copy(update={name: value})})
         return self.model_copy(update={f"{MedusaConfig.prefix}{name}": value})
 
@@ -462,8 +463,7 @@ class TrainConfig(Config):
 
     @property
     def _lr_multiplier(self) -> float:
-        """Default: 4 for Medusa (Medusa, Shared Settings); the other drafts' papers have no such factor."""
-        return self.medusa_lr_multiplier or (4.0 if self.draft == "medusa" else 1.0)
+        return self.medusa_lr_multiplier or DRAFT_CONFIGS[self.draft].lr_multiplier
 
     def resolved(self) -> TrainConfig:
         """Return a copy with derived values filled in.
@@ -481,7 +481,7 @@ class TrainConfig(Config):
             "chat_template": template,
             "medusa_lr_multiplier": self._lr_multiplier,
         }
-        if self.draft != "medusa":
+        if self.draft in SECTIONS:
             derived[self.draft] = self.draft_config
         return self.model_copy(update=derived)
 

@@ -169,13 +169,6 @@ def _one_or_more(item: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [item, {"type": "array", "items": item}]}
 
 
-def _as_trained_draft(value: object) -> object:
-    if isinstance(value, str) and value.rpartition("+")[2] in ("prompt_lookup", "lookahead", "rest"):
-        text = f"{format_value(value)} has no weights to train; use it for decoding: medusa-eval --draft {value}"
-        raise PydanticCustomError("config_type", "{text}", {"text": text})
-    return value
-
-
 Float = Annotated[float, BeforeValidator(_as_float)]
 Int = Annotated[int, BeforeValidator(_as_int)]
 Bool = Annotated[bool, BeforeValidator(_as_bool)]
@@ -204,8 +197,6 @@ ReasoningTags = Annotated[
     BeforeValidator(_as_reasoning_tags),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}),
 ]
-#: Kind of draft that is trained.
-TrainedDraft = Annotated[Literal["medusa", "hydra", "amphista", "kangaroo"], BeforeValidator(_as_trained_draft)]
 #: Layout of an export; "merged" is the backbone with its adapter merged.
 ExportTarget = Literal["reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged"]
 ExportTargets = Annotated[

@@ -50,12 +50,6 @@ def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInf
     return info if info.size > 1 else None
 
 
-def is_main_process(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is a single process or rank 0."""
-    info = process_info_from_env(environ)
-    return info is None or info.rank == 0
-
-
 def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list: gpu003 for `gpu[003-004,007],login`."""
     match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)

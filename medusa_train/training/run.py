@@ -166,7 +166,7 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
             "gradient_checkpointing: true": cfg.recipe == "medusa2" and not cfg.gradient_checkpointing,
             "optimizer: paged_adamw_8bit": "8bit" not in cfg.optimizer,
             "load_in_4bit: true": not cfg.load_in_4bit,
-            "medusa_share_lm_head: true or a medusa_vocab_size": cfg.draft == "medusa",
+            "medusa_share_lm_head: true or a medusa_vocab_size": "share_lm_head" in cfg.draft_config.settings,
         }
         raise MedusaError(
             f"not enough GPU memory for this run ({str(error).partition('. ')[0]}).\n"

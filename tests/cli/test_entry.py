@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -6,12 +7,14 @@ import pytest
 from tests.test_wheel import PYPROJECT
 
 SCRIPTS = PYPROJECT["project"]["scripts"]
+STARTS = {name: ["-c", "from {} import {} as f; f()".format(*entry.split(":"))] for name, entry in SCRIPTS.items()}
+MODULES = {module: ["-m", f"medusa_train.cli.{module}"] for module in ("train", "selfdistill", "evaluate", "export")}
 
 
-@pytest.mark.parametrize("command", SCRIPTS)
-def test_ctrl_c_during_the_imports_exits_130_with_one_line(command, tmp_path):
+@pytest.mark.parametrize("start", [*STARTS.values(), *MODULES.values()], ids=[*STARTS, *MODULES])
+def test_ctrl_c_during_the_imports_exits_130_with_one_line(start, tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")  # as Ctrl-C does within an import
-    module, _, function = SCRIPTS[command].partition(":")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; {function}()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *start], capture_output=True, text=True, check=False, env=environ)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

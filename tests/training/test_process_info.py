@@ -4,7 +4,7 @@ import pytest
 
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.distributed import PeerError, World, check_distinct_gpus, gpu_index
-from medusa_train.training.process_info import ProcessInfo, first_host, is_main_process, process_info_from_env
+from medusa_train.training.process_info import ProcessInfo, first_host, process_info_from_env
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 SRUN = {
@@ -19,13 +19,10 @@ SRUN = {
 
 def test_a_process_without_a_launcher_is_alone():
     assert process_info_from_env({}) is None
-    assert is_main_process({})
 
 
 def test_torchrun_and_deepspeed():
     assert process_info_from_env(TORCHRUN) == ProcessInfo(3, 4, 1, "node7", 1234)
-    assert not is_main_process(TORCHRUN)
-    assert is_main_process({**TORCHRUN, "RANK": "0"})
 
 
 def test_one_process_of_one_is_alone():
