@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,14 +37,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on `device`."""
-        return Batch(
-            self.tokens.to(device),
-            self.labels.to(device),
-            self.positions.to(device),
-            self.segments.to(device),
-            self.records,
-            self.documents,
-        )
+        names = ("tokens", "labels", "positions", "segments")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:

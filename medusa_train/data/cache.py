@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
-from medusa_train.data.encoded import CorruptDataError, EncodedExamples
+from medusa_train.data.examples import CorruptDataError, EncodedExamples
 from medusa_train.data.records import describe_problems
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
@@ -23,19 +23,6 @@ from medusa_train.data.workers import encode_conversations
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
-_CODE = (
-    "builtin_templates",
-    "cache",
-    "chat_template",
-    "conversation",
-    "encoded",
-    "examples",
-    "record_files",
-    "records",
-    "sources",
-    "tokenize",
-    "workers",
-)
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 
@@ -76,13 +63,7 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgres
 def load_or_encode(
     cfg: TrainConfig, readers: Sequence[DatasetReader], directory: Path, on_progress: OnProgress | None = None
 ) -> EncodedExamples:
-    """Load the examples from the cache in `directory`, or encode them and store them there.
-
-    The report's notes tell whether the cache was used, corrupt, or could not be written.
-
-    Raises:
-        DataError: as `encode_datasets`.
-    """
+    """Load the examples from the cache in `directory`, or encode them and store them there, and note which."""
     path = directory / f"{cache_key(cfg, readers)[:32]}.safetensors"
     note = None
     try:
@@ -113,9 +94,7 @@ def encode_datasets(
     """
     encoded = EncodedExamples.empty(cfg.sequence_len)
     for index, reader in enumerate(readers):
-        result = reader.source.read(
-            reader.config.type, skip_bad=cfg.skip_bad_records, reasoning_tags=cfg.reasoning_tags
-        )
+        result = reader.source.read(reader.config.type, skip_bad=cfg.skip_bad_records, tags=cfg.reasoning_tags)
         encoded.report.skipped += result.skipped
         part = encode_conversations(
             result.conversations, reader.encoder, cfg.sequence_len, cfg.dataset_processes, on_progress
@@ -139,7 +118,7 @@ def cache_key(cfg: TrainConfig, readers: Sequence[DatasetReader]) -> str:
         "sources": [
             [reader.config.type, reader.source.fingerprint(), reader.encoder.fingerprint()] for reader in readers
         ],
-        "code": [hashlib.sha256((package / f"{name}.py").read_bytes()).hexdigest() for name in _CODE],
+        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.glob("*.py"))],
         "libraries": [metadata.version(name) for name in _LIBRARIES],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()

@@ -51,11 +51,9 @@ class ChatTemplate:
     """A Jinja chat template.
 
     Attributes:
-        source: the template.
         special_tokens: the special tokens that it may use, by name (`bos_token`, ...).
         added_tokens: all tokens that the tokenizer never splits, among them those that may end an answer.
         kwargs: further variables of the template, such as `enable_thinking`.
-        reasoning_tags: the tags around the reasoning part of an answer.
     """
 
     source: str

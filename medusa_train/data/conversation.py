@@ -17,6 +17,7 @@ REASONING_TAGS: ReasoningTags = ("<think>", "</think>")
 #: Share of looping answers above which the user is warned.
 NOTABLE_LOOPING = 0.05
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 # Words, runs of other symbols (a ruled line is one), and single characters in scripts without spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 
@@ -83,7 +84,7 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
     for number, message in enumerate(messages, start=1):
         if not message.content.strip():
             return f"turn {number} ({message.role}) is empty"
-        if not _is_utf8(message.content):
+        if _SURROGATES.search(message.content):
             return f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot encode"
         if message.role == "system":
             if number > 1:
@@ -134,11 +135,3 @@ def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) 
     tokens = _WORDS.findall(text) if isinstance(text, str) else text
     ngrams = Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
     return max(ngrams.values(), default=0) >= times
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

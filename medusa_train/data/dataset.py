@@ -14,8 +14,7 @@ from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
 from medusa_train.data.cache import encode_datasets, load_or_encode, open_datasets
-from medusa_train.data.encoded import DataReport
-from medusa_train.data.examples import Example, select_validation
+from medusa_train.data.examples import DataReport, Example, select_validation
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -25,12 +24,10 @@ _WINDOW = 32  # batches within which rows are sorted by length
 
 @dataclass(frozen=True)
 class EncodedDataset(Sequence[Example]):
-    """Tokenized conversations.
+    """Tokenized conversations, those that became several rows as one example per row.
 
     Attributes:
-        examples: the conversations, those that became several rows as one example per row.
         pad_id: padding token.
-        report: statistics on conversations that were skipped or truncated.
         row_len: maximum tokens of a row in sample packing; None for one conversation per row.
         mixture: sampling of each epoch by data set weights; None for every conversation once.
     """
@@ -58,7 +55,7 @@ class EncodedDataset(Sequence[Example]):
         return sum(example.row == 0 for example in self.examples)
 
     def describe_count(self) -> str:
-        """Return the number of conversations, and of rows if some conversations have several."""
+        """Name the number of conversations, and of rows if some conversations have several."""
         rows = "" if self.conversations == len(self) else f" in {len(self):,} rows"
         return f"{self.conversations:,} conversation{'' if self.conversations == 1 else 's'}{rows}"
 
@@ -134,14 +131,17 @@ def load_datasets(
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))
-    test = _load_test_datasets(cfg, encoder, on_progress)
-    keys = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
+    test = None
+    if cfg.test_datasets is not None:
+        keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
+        test = replace(load_datasets(cfg.model_copy(update=keys), encoder, on_progress)[0], mixture=None)
+    whole = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
     if test is not None:
         validation_keys = {example.key for example in test}
-        if repeated := sum(key in validation_keys for key in keys):
+        if repeated := sum(key in validation_keys for key in whole):
             report.notes.append(f"{repeated} conversations not trained on, since test_datasets have them")
     else:
-        flags = zip(keys, select_validation(keys, cfg.val_set_size, cfg.seed), strict=True)
+        flags = zip(whole, select_validation(whole, cfg.val_set_size, cfg.seed), strict=True)
         validation_keys = {key for key, is_validation in flags if is_validation}
     train: list[Example] = []
     validation: list[Example] = []
@@ -152,32 +152,15 @@ def load_datasets(
         else:
             train.append(example)
             origins.append(origin)
-    mixture = _mixture(cfg, origins)
-    if mixture is not None:
+    mixture = None
+    if any(entry.weight is not None for entry in cfg.datasets):
+        mixture = Mixture.by_weight(origins, [1.0 if entry.weight is None else entry.weight for entry in cfg.datasets])
         report.notes += mixture.describe([entry.path for entry in cfg.datasets])
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
         EncodedDataset(train, encoder.pad_id, report, row_len, mixture),
         EncodedDataset(validation, encoder.pad_id, report, row_len) if test is None else test,
     )
-
-
-def _load_test_datasets(
-    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None
-) -> EncodedDataset | None:
-    """Load `test_datasets` like training data, without their weights; None if there are none."""
-    if cfg.test_datasets is None:
-        return None
-    keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
-    return replace(load_datasets(cfg.model_copy(update=keys), encoder, on_progress)[0], mixture=None)
-
-
-def _mixture(cfg: TrainConfig, origins: Sequence[int]) -> Mixture | None:
-    """Return the mixture if any data set has a weight, the default weight being 1; else None."""
-    weights = [entry.weight for entry in cfg.datasets]
-    if all(weight is None for weight in weights):
-        return None
-    return Mixture.by_weight(origins, [1.0 if weight is None else weight for weight in weights])
 
 
 class BatchLoader:
@@ -188,10 +171,7 @@ class BatchLoader:
     the batches shuffled. Without shuffling every epoch has the same batches, longest first, and ignores the mixture.
 
     Args:
-        dataset: the examples.
         micro_batch_size: rows per batch; one batch of an epoch may have fewer.
-        seed: random seed of the order.
-        shuffle: whether to shuffle.
         rank, size: data parallelism: this loader yields every `size`-th batch, starting with the `rank`-th. Loaders of
             all ranks are at the same position after the same number of batches.
 
@@ -246,8 +226,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        own = [self._next_rows() for _ in range(self.size)][self.rank]
-        return self.dataset.batch(own)
+        return self.dataset.batch([self._next_rows() for _ in range(self.size)][self.rank])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, as JSON values for `load_state_dict`."""
@@ -331,12 +310,7 @@ class Mixture:
 
     @classmethod
     def by_weight(cls, origins: Sequence[int], weights: Sequence[float]) -> Mixture:
-        """Compute the quotas of an epoch.
-
-        Args:
-            origins: index of each conversation's data set.
-            weights: relative weight of each data set, above 0; empty data sets are ignored.
-        """
+        """Compute the quotas from each conversation's data set; empty data sets are ignored."""
         members = tuple(
             tuple(index for index, origin in enumerate(origins) if origin == source) for source in range(len(weights))
         )
@@ -357,7 +331,7 @@ class Mixture:
         ]
 
     def draw(self, epoch: int, seed: int) -> list[int]:
-        """Return the indices of one epoch's conversations, data set by data set; deterministic."""
+        """Return the indices of one epoch's conversations, data set by data set."""
         drawn: list[int] = []
         for source, (indices, quota) in enumerate(zip(self.members, self.quotas, strict=True)):
             # each epoch continues an infinite sequence of shuffled passes over the data set

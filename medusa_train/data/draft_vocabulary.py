@@ -14,11 +14,7 @@ from medusa_train.errors import ConfigError
 
 
 def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
-    """Check the size of the draft vocabulary against the backbone's, before anything is loaded.
-
-    Raises:
-        ConfigError: it is not smaller.
-    """
+    """Raise ConfigError unless the draft vocabulary is smaller than the backbone's, before anything is loaded."""
     size = cfg.draft_config.settings.get("vocab_size")
     if size is not None and size >= vocab_size:
         raise ConfigError(
@@ -75,7 +71,7 @@ def frequent_tokens(
 
 
 def coverage(counts: Tensor, token_map: Tensor) -> float:
-    """Return the share of all counted tokens that are in the vocabulary; 1 where nothing was counted."""
+    """Return the share of all counted tokens that are in the vocabulary; 1 if there are none."""
     total = int(counts.sum())
     return int(counts[token_map].sum()) / total if total else 1.0
 

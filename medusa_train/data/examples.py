@@ -1,21 +1,27 @@
-"""Training examples: rows of tokenized chats, truncated to whole answers, and the validation split."""
+"""Tokenized chats: rows cut to whole answers, the validation split, statistics, and their byte format (safetensors)."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from medusa_train.data.conversation import Conversation
+from medusa_train.data.conversation import Conversation, is_looping
 from medusa_train.data.tokenize import ChatEncoder
 
 Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+AnswerCount = Literal["all", "looping", "cut"]
+ANSWER_COUNTS: tuple[AnswerCount, ...] = get_args(AnswerCount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +120,131 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool
     if not chosen:  # every content has more duplicates than `share` allows: hold out the rarest
         chosen.add(min(order, key=lambda key: sizes[key]))
     return [key in chosen for key in keys]
+
+
+class CorruptDataError(Exception):
+    """The bytes of tokenized examples are damaged; the message says how."""
+
+
+@dataclass
+class DataReport:
+    """Statistics on reading and tokenization, for the user.
+
+    Attributes:
+        skipped: `file:line: reason` of invalid records.
+        outcomes: number of conversations by `Outcome`.
+        split: number of conversations that became several rows, and the number of these rows.
+        answers: number of answers in the kept conversations; how many of them loop, and are known to be cut off by a
+            length limit.
+        notes: further sentences.
+    """
+
+    sequence_len: int
+    skipped: list[str] = field(default_factory=list)
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    split: tuple[int, int] = (0, 0)
+    answers: dict[AnswerCount, int] = field(default_factory=lambda: dict.fromkeys(ANSWER_COUNTS, 0))
+    notes: list[str] = field(default_factory=list)
+
+    def count_answers(self, conversation: Conversation) -> None:
+        """Count the answers of a conversation."""
+        answers = [message for message in conversation.messages if message.role == "assistant"]
+        self.answers["all"] += len(answers)
+        self.answers["looping"] += sum(is_looping(answer.content) for answer in answers)
+        self.answers["cut"] += sum(answer.is_cut for answer in answers)
+
+    @property
+    def looping_share(self) -> float:
+        """Share of looping answers."""
+        return self.answers["looping"] / max(1, self.answers["all"])
+
+    def describe_looping(self) -> str:
+        """Say how many answers loop, and what to do about it."""
+        return (
+            f"{self.answers['looping']:,} of {self.answers['all']:,} answers ({self.looping_share:.0%}) loop: they "
+            "repeat the same eight words three times, and heads learn to repeat. medusa-selfdistill drops such answers "
+            "(drop_looping); sampling at a temperature of 0.3 to 0.7 makes fewer of them"
+        )
+
+    def describe(self) -> list[str]:
+        """Return a sentence for each kind of conversation that was skipped or truncated, and the notes."""
+        truncated, too_long, unsupervised = (self.outcomes[name] for name in ("truncated", "too_long", "unsupervised"))
+        split, rows = self.split
+        became = "conversation became" if split == 1 else "conversations became"
+        counts = [
+            (len(self.skipped), f"invalid records skipped, the first: {self.skipped[0] if self.skipped else ''}"),
+            (truncated, f"truncated at the end of a turn to fit sequence_len {self.sequence_len}"),
+            (too_long, f"skipped: their first answer ends beyond sequence_len {self.sequence_len}"),
+            (unsupervised, "skipped: no answer to train on"),
+            (split, f"{became} {rows} rows: the chat template changes earlier turns in later prompts"),
+        ]
+        return [f"{count} {what}" for count, what in counts if count] + self.notes
+
+
+@dataclass
+class EncodedExamples:
+    """The examples of all data sets in order; `origins` holds the index into `datasets` of each."""
+
+    examples: list[Example]
+    origins: list[int]
+    report: DataReport
+
+    @classmethod
+    def empty(cls, sequence_len: int) -> EncodedExamples:
+        """Return no examples, of at most `sequence_len` tokens."""
+        return cls([], [], DataReport(sequence_len))
+
+    def extend(self, other: EncodedExamples) -> None:
+        """Append the examples of `other`, and add up the reports."""
+        self.examples += other.examples
+        self.origins += other.origins
+        self.report.skipped += other.report.skipped
+        self.report.notes += other.report.notes
+        for outcome, count in other.report.outcomes.items():
+            self.report.outcomes[outcome] += count
+        for name, count in other.report.answers.items():
+            self.report.answers[name] += count
+        split, rows = self.report.split
+        self.report.split = (split + other.report.split[0], rows + other.report.split[1])
+
+    def to_bytes(self) -> bytes:
+        """Return the examples and the counts of the report, without its notes, as a safetensors file."""
+        examples = self.examples
+        counts = {key: value for key, value in asdict(self.report).items() if key not in ("sequence_len", "notes")}
+        names = [[example.key, example.id, example.source, example.row] for example in examples]
+        info = {"examples": names, "counts": counts}
+        empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor
+        tensors = {
+            "tokens": torch.cat([empty, *(example.tokens for example in examples)]),
+            "supervised": torch.cat([empty.bool(), *(example.supervised for example in examples)]),
+            "lengths": torch.tensor([len(example) for example in examples], dtype=torch.int64),
+            "origins": torch.tensor(self.origins, dtype=torch.int64),
+            "about": torch.frombuffer(bytearray(json.dumps(info).encode()), dtype=torch.uint8),
+        }
+        return save(tensors, metadata={"crc32": str(_checksum(tensors))})
+
+    @classmethod
+    def from_bytes(cls, content: bytes, sequence_len: int) -> EncodedExamples:
+        """Restore what `to_bytes` returned, or raise CorruptDataError."""
+        try:
+            tensors = load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            if header["__metadata__"]["crc32"] != str(_checksum(tensors)):
+                raise CorruptDataError("checksum mismatch")
+            info = json.loads(tensors["about"].numpy().tobytes())
+            lengths = tensors["lengths"].tolist()
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise CorruptDataError(str(error).split("\n")[0]) from None
+        parts = zip(
+            info["examples"], tensors["tokens"].split(lengths), tensors["supervised"].split(lengths), strict=True
+        )
+        examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
+        report = DataReport(sequence_len, **info["counts"] | {"split": tuple(info["counts"]["split"])})
+        return cls(examples, tensors["origins"].tolist(), report)
+
+
+def _checksum(tensors: dict[str, Tensor]) -> int:
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].numpy().tobytes(), zlib.crc32(name.encode(), value))
+    return value

@@ -72,11 +72,7 @@ def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
 
 
 def parquet_rows(path: Path) -> Iterator[Any]:
-    """Stream a parquet file's rows, without the copy that `datasets` writes to its cache otherwise.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Stream a parquet file's rows, without the copy that `datasets` writes to its cache otherwise."""
     import datasets  # takes a second to import
 
     try:
@@ -109,17 +105,18 @@ def _read_lines(path: Path, data: bytes, skip_blank: bool) -> Iterator[RawRecord
 def _decode(line: bytes) -> tuple[Any, str | None]:
     try:
         return json.loads(line.decode("utf-8")), None
-    except UnicodeDecodeError as error:
-        return None, f"not UTF-8 text (byte {error.start + 1} of the line)"
-    except json.JSONDecodeError as error:
-        return None, f"not valid JSON: {error.msg} (column {error.colno})"
-    except (RecursionError, ValueError) as error:
-        return None, f"not valid JSON: {_limit(error)}"
+    except (ValueError, RecursionError) as error:
+        return None, _reason(error)
 
 
-def _limit(error: Exception) -> str:
-    """Name Python's limit that valid JSON exceeds."""
-    return "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
+def _reason(error: Exception) -> str:
+    """Say why text could not be decoded; valid JSON may exceed a limit of Python."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text (byte {error.start + 1} of the line)"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg} (column {error.colno})"
+    limit = "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
+    return f"not valid JSON: {limit}"
 
 
 def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
@@ -136,11 +133,8 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
         line, counted = line + text.count("\n", counted, position), position
         try:
             value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            where = f"{path}:{error.lineno}"
-            raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
-        except (RecursionError, ValueError) as error:
-            raise DataError(f"{path}:{line}: not valid JSON: {_limit(error)}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{getattr(error, 'lineno', line)}: {_reason(error)}") from None
         number += 1
         yield RawRecord(f"{path}:{line}", number, value)
         position = _skip_space(text, position)

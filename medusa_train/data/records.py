@@ -19,7 +19,7 @@ from medusa_train.data.conversation import (
     join_reasoning,
     problem_with,
 )
-from medusa_train.data.record_files import RawRecord, number_rows, read_file
+from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.errors import DataError
 
 RecordType = Literal["auto", "sharegpt", "messages", "alpaca"]
@@ -38,6 +38,8 @@ _ROLES: dict[str, Role] = {
 }
 #: The keys that identify each format, in the order in which `auto` tries them.
 _CHAT_FORMATS = {"sharegpt": ("conversations",), "messages": ("messages",), "alpaca": ("instruction", "output")}
+#: The keys of a record's turns, and of the role and the text of a turn.
+_TURN_KEYS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
 _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("turns",)}
 #: The keys under which servers return the reasoning part of an answer.
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -78,28 +80,10 @@ def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool =
     return parse_records(read_file(Path(path)), type, name=str(path), skip_bad=skip_bad)
 
 
-def read_rows(rows: Iterable[object], type: str = "auto", *, name: str, skip_bad: bool = False) -> ReadResult:
-    """Read chats from records in memory; problems are located as `name:number`, counted from 1.
-
-    Raises:
-        DataError: as `read_conversations`.
-    """
-    return parse_records(number_rows(rows, name), type, name=name, skip_bad=skip_bad)
-
-
 def parse_records(
-    records: Iterable[RawRecord],
-    type: str,
-    *,
-    name: str,
-    skip_bad: bool,
-    reasoning_tags: ReasoningTags = REASONING_TAGS,
+    records: Iterable[RawRecord], type: str, *, name: str, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS
 ) -> ReadResult:
-    """Parse the records of a file or split called `name`; the problems of all of them are collected first.
-
-    Raises:
-        DataError: as `read_conversations`.
-    """
+    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all records at once."""
     if type not in RECORD_TYPES:
         raise DataError(f"{name}: unknown record type '{type}', expected one of {', '.join(RECORD_TYPES)}")
     conversations: list[Conversation] = []
@@ -108,7 +92,7 @@ def parse_records(
         try:
             if raw.error is not None:
                 raise RecordError(raw.error)
-            conversations.append(parse_record(raw.value, type, source=raw.source, reasoning_tags=reasoning_tags))
+            conversations.append(parse_record(raw.value, type, source=raw.source, tags=tags))
         except RecordError as error:
             problems.append(f"{raw.source}: {error}")
     if problems and not skip_bad:
@@ -134,25 +118,26 @@ def first_problems(problems: Sequence[str]) -> list[str]:
 
 
 def parse_record(
-    record: object, type: str = "auto", *, source: str = "", reasoning_tags: ReasoningTags = REASONING_TAGS
+    record: object, type: str = "auto", *, source: str = "", tags: ReasoningTags = REASONING_TAGS
 ) -> Conversation:
     """Parse one record into a conversation.
 
     Args:
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`. Turns may have their
-            reasoning apart, as `reasoning_content`. Output of self-distillation may have `token_ids` beside an
-            answer's content, and `finish_reasons`.
+            reasoning apart, as `reasoning_content`, which `tags` join with the content. Output of self-distillation
+            may have `token_ids` beside an answer's content, and `finish_reasons`.
         type: which of the three, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
-        reasoning_tags: joins reasoning and content.
 
     Raises:
         RecordError: the record is not a valid chat.
     """
-    record = _as_object(record)
-    parse = _PARSERS[_detect_format(record, _CHAT_FORMATS) if type == "auto" else type]
-    messages = _drop_empty_system(parse(record, reasoning_tags))
+    record, type = _detect_format(record, type, _CHAT_FORMATS)
+    parse = _PARSERS[type]
+    messages = parse(record, tags)
+    if messages and messages[0].role == "system" and not messages[0].content.strip():
+        messages = messages[1:]  # many data sets always have the field, and leave it empty for "none"
     if problem := problem_with(messages):
         raise RecordError(problem)
     conversation = Conversation("", messages, source)
@@ -171,17 +156,15 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
     """
-    record = _as_object(record)
-    if type == "auto":
-        type = _detect_format(record, _PROMPT_FORMATS)
+    record, type = _detect_format(record, type, _PROMPT_FORMATS)
     if type == "alpaca":
         messages = [*_system_of(record), Message("user", _alpaca_prompt(record))]
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
-        messages = list(_parse_turns({"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES))
+        messages = [*_parse_turns({"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES)]
     else:
         system_beside = _system_of(record) if type == "sharegpt" else ()
-        messages = [*system_beside, *_TURN_PARSERS[type](record, roles=_PROMPT_ROLES)]
+        messages = [*system_beside, *_parse_turns(record, *_TURN_KEYS[type], REASONING_TAGS, _PROMPT_ROLES)]
     texts = [(message.role, message.content.encode("utf-8", "replace").decode()) for message in messages]
     user = [text for role, text in texts if role == "user" and text.strip()]
     system = [text for role, text in texts if role == "system" and text.strip()]
@@ -193,35 +176,20 @@ def reasoning_part(message: Mapping[str, Any]) -> str:
     return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text.strip()), "")
 
 
-def _as_object(record: object) -> Mapping[str, Any]:
+def _detect_format(record: object, type: str, formats: Mapping[str, tuple[str, ...]]) -> tuple[Mapping[str, Any], str]:
+    """Return the record, which has to be an object, and its format: `type`, or the one that has its keys."""
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {_json_type(record)}")
-    return record
-
-
-def _detect_format(record: Mapping[str, Any], formats: Mapping[str, tuple[str, ...]]) -> str:
     for name, keys in formats.items():
-        if all(key in record for key in keys):
-            return name
+        if type == name or (type == "auto" and all(key in record for key in keys)):
+            return record, name
     expected = ", ".join(f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items())
     present = ", ".join(sorted(map(str, record))) or "none"
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
 
 
-def _sharegpt_turns(
-    record: Mapping[str, Any], tags: ReasoningTags = REASONING_TAGS, roles: Collection[Role] | None = None
-) -> tuple[Message, ...]:
-    return _parse_turns(record, "conversations", "from", "value", tags, roles)
-
-
-def _openai_turns(
-    record: Mapping[str, Any], tags: ReasoningTags = REASONING_TAGS, roles: Collection[Role] | None = None
-) -> tuple[Message, ...]:
-    return _parse_turns(record, "messages", "role", "content", tags, roles)
-
-
 def _sharegpt_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Message, ...]:
-    turns = _sharegpt_turns(record, tags)
+    turns = _parse_turns(record, *_TURN_KEYS["sharegpt"], tags)
     if turns[0].role == "assistant":  # the continuation of a longer chat; FastChat's `preprocess` skips it as well
         turns = turns[1:]
     return turns if turns[:1] and turns[0].role == "system" else (*_system_of(record), *turns)
@@ -243,10 +211,9 @@ def _alpaca_prompt(record: Mapping[str, Any]) -> str:
     return "\n\n".join(part for part in (instruction, extra) if part.strip()) or instruction
 
 
-_TURN_PARSERS = {"sharegpt": _sharegpt_turns, "messages": _openai_turns}
 _PARSERS: dict[str, Callable[[Mapping[str, Any], ReasoningTags], tuple[Message, ...]]] = {
     "sharegpt": _sharegpt_chat,
-    "messages": _openai_turns,
+    "messages": lambda record, tags: _parse_turns(record, *_TURN_KEYS["messages"], tags),
     "alpaca": _alpaca_chat,
 }
 
@@ -273,7 +240,7 @@ def _parse_turns(
     role_key: str,
     content_key: str,
     tags: ReasoningTags,
-    roles: Collection[Role] | None,
+    roles: Collection[Role] | None = None,
 ) -> tuple[Message, ...]:
     """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and there may be none."""
     turns = _as_list(record, key)
@@ -323,13 +290,6 @@ def _content(content: object, number: int, key: str) -> str:
             return "".join(str(text) for text in texts)
         raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
     raise RecordError(f"turn {number}: '{key}' must be a string, it is {_json_type(content)}")
-
-
-def _drop_empty_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Drop an empty system message: many data sets always have the field, and leave it empty for "none"."""
-    if messages and messages[0].role == "system" and not messages[0].content.strip():
-        return messages[1:]
-    return messages
 
 
 def _json_type(value: object) -> str:

@@ -43,16 +43,14 @@ class LocalFiles:
         for path in self.paths:
             yield from read_file(path, skip_blank_lines=skip_blank_lines)
 
-    def read(self, type: str, *, skip_bad: bool, reasoning_tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
+    def read(self, type: str, *, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
         """Read all conversations; every file must hold at least one."""
-        results = [
-            parse_records(read_file(path), type, name=str(path), skip_bad=skip_bad, reasoning_tags=reasoning_tags)
-            for path in self.paths
-        ]
-        return ReadResult(
-            [conversation for result in results for conversation in result.conversations],
-            [skipped for result in results for skipped in result.skipped],
-        )
+        result = ReadResult([], [])
+        for path in self.paths:
+            part = parse_records(read_file(path), type, name=str(path), skip_bad=skip_bad, tags=tags)
+            result.conversations.extend(part.conversations)
+            result.skipped.extend(part.skipped)
+        return result
 
     def fingerprint(self) -> str:
         """Digest paths, sizes and contents, so that an edit within the same size and second changes it."""
@@ -79,9 +77,9 @@ class HubSplit:
         """Yield the rows in order."""
         return number_rows(self.rows, self.name)
 
-    def read(self, type: str, *, skip_bad: bool, reasoning_tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
+    def read(self, type: str, *, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
         """Read all conversations in order."""
-        return parse_records(self.records(), type, name=self.name, skip_bad=skip_bad, reasoning_tags=reasoning_tags)
+        return parse_records(self.records(), type, name=self.name, skip_bad=skip_bad, tags=tags)
 
     def fingerprint(self) -> str:
         """Digest the split's name and the fingerprint that `datasets` gives its content."""

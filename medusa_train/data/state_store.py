@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,7 +74,7 @@ class StateStore:
         self._entries: dict[str, _Entry] = {}
         self._indexed: dict[Path, int] = {}  # bytes of each index file that were read
         self._shard: _ShardWriter | None = None
-        self._readers: dict[Path, BinaryIO] = {}
+        self._readers: dict[Path, BufferedReader] = {}
         self.refresh()
 
     def __contains__(self, key: str) -> bool:
@@ -128,13 +129,13 @@ class StateStore:
         content = _bytes_of(values)
         try:
             if entry.path not in self._readers:
-                self._readers[entry.path] = entry.path.open("rb", buffering=0)
+                self._readers[entry.path] = entry.path.open("rb")
             reader = self._readers[entry.path]
             reader.seek(entry.offset)
-            complete = _fill(reader, content)
+            size = reader.readinto(content)
         except OSError:
             return False
-        return complete and zlib.crc32(content) == entry.crc32
+        return size == len(content) and zlib.crc32(content) == entry.crc32
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +170,3 @@ class _ShardWriter:
 def _bytes_of(values: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return values.view(-1).view(torch.uint8).numpy().data
-
-
-def _fill(reader: BinaryIO, content: memoryview) -> bool:
-    """Read until `content` is full; return False at the end of the file."""
-    filled = 0
-    while filled < len(content):
-        count = reader.readinto(content[filled:])  # type: ignore[attr-defined]
-        if not count:
-            return False
-        filled += count
-    return True

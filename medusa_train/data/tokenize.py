@@ -60,7 +60,6 @@ class ChatEncoder:
         template_kwargs: further variables of the template (`chat_template_kwargs`).
         roles: whose words are supervised. The assistant's include the token that ends an answer.
         train_on_inputs: supervise every token, whoever wrote it.
-        reasoning_tags: the tags around the reasoning part of an answer.
 
     Raises:
         ConfigError: unknown template.
@@ -144,7 +143,7 @@ class ChatEncoder:
         return rows
 
     def fingerprint(self) -> str:
-        """Return a digest of everything that `encode` depends on: tokenizer, template and supervision."""
+        """Return a digest of everything that `encode` depends on."""
         settings = {
             "template": self.template.source,
             "special_tokens": dict(self.template.special_tokens),

@@ -6,16 +6,16 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 
 import torch
 
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.encoded import EncodedExamples
-from medusa_train.data.examples import encode_examples
+from medusa_train.data.examples import EncodedExamples, encode_examples
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -48,16 +48,8 @@ def encode_conversations(
 ) -> EncodedExamples:
     """Tokenize the conversations of a data set; see `encode_examples` for long ones.
 
-    Args:
-        conversations: any number of them; few are tokenized in this process.
-        encoder: the same for all.
-        max_length: maximum tokens of an example.
-        max_workers: maximum number of processes; default: `default_workers`.
-        on_progress: called every `CHUNK` conversations.
-
-    Returns:
-        The examples in order, with `origins` 0. `skipped` of the report holds the conversations that the template does
-        not support. The number of processes changes nothing.
+    Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`), with the same result:
+    the examples in order, with `origins` 0, and in `skipped` of the report those that the template does not support.
 
     Raises:
         DataError: a worker process was killed, or failed.
@@ -101,61 +93,30 @@ def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_len
 
 # Processes
 
+_settings: tuple[ChatEncoder, int]  # of this worker
+
 
 def _encode_in_workers(
     chunks: Sequence[Sequence[Conversation]], encoder: ChatEncoder, max_length: int, workers: int
 ) -> Generator[EncodedExamples, None, None]:
-    """Yield the examples of every chunk, in order. A worker gets the next chunk when it has returned its last one."""
-    waiting = iter(enumerate(chunks))
-    numbers: dict[Connection, int] = {}  # of the chunks in progress
-    finished: dict[int, bytes] = {}
-    following = 0
+    """Yield the examples of every chunk, in order.
+
+    Workers are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose locks a fork would
+    copy. They return bytes, since torch passes each tensor between processes through a file descriptor of its own.
+    """
+    resource_tracker.ensure_running()  # it would unblock Ctrl-C if it were started with the first worker
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (encoder, max_length))
     try:
-        with _open_workers(workers) as connections:
-            while following < len(chunks):
-                for connection in wait(connections):
-                    assert isinstance(connection, Connection)
-                    result = connection.recv_bytes()
-                    if connection in numbers:
-                        finished[numbers.pop(connection)] = result
-                    else:  # it has started
-                        connection.send((encoder, max_length))
-                    if (task := next(waiting, None)) is not None:
-                        numbers[connection] = task[0]
-                        connection.send(task[1])
-                while following in finished:
-                    yield EncodedExamples.from_bytes(finished.pop(following), max_length)
-                    following += 1
-    except (EOFError, ConnectionError):
+        with _ctrl_c_blocked():
+            parts = pool.map(_work, chunks)
+        yield from (EncodedExamples.from_bytes(part, max_length) for part in parts)
+    except BrokenProcessPool:
         raise DataError(
             f"one of {workers} tokenization processes ended, killed for lack of memory or by an error above; "
             "set dataset_processes to a smaller number, or to 1 to tokenize in the main process"
         ) from None
-
-
-@contextlib.contextmanager
-def _open_workers(count: int) -> Iterator[list[Connection]]:
-    """Start processes that run `_work`, and kill them at the end, whatever they are doing.
-
-    They are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose locks a fork would copy.
-    """
-    context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # it would unblock Ctrl-C if it were started with the first worker
-    workers: list[tuple[BaseProcess, Connection]] = []
-    try:
-        for _ in range(count):
-            connection, other = context.Pipe()
-            process = context.Process(target=_work, args=(other,), daemon=True)
-            workers.append((process, connection))
-            with other, _ctrl_c_blocked():
-                process.start()
-        yield [connection for _, connection in workers]
     finally:
-        for worker, connection in workers:
-            if worker.pid is not None:
-                worker.kill()
-                worker.join()
-            connection.close()
+        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -174,15 +135,20 @@ def _ctrl_c_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(connection: Connection) -> None:
-    """Report the start, then receive the settings and chunks, and return the examples of each.
-
-    They are returned as bytes, since torch passes each tensor between processes through a file descriptor of its own.
-    Reading fails once the parent has ended, and so does this process.
-    """
+def _start(encoder: ChatEncoder, max_length: int) -> None:
+    """Prepare a worker, which ends with its parent, also if that is killed."""
+    global _settings
+    _settings = encoder, max_length
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent was killed
-        connection.send_bytes(b"")
-        encoder, max_length = connection.recv()
-        while True:
-            connection.send_bytes(_encode(connection.recv(), encoder, max_length).to_bytes())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(conversations: Sequence[Conversation]) -> bytes:
+    return _encode(conversations, *_settings).to_bytes()

@@ -10,7 +10,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data import cache
 from medusa_train.data.cache import cache_key
 from medusa_train.data.dataset import load_datasets
-from medusa_train.data.encoded import EncodedExamples
+from medusa_train.data.examples import EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder
 
 

@@ -7,8 +7,7 @@ import torch
 
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.data.draft_vocabulary import coverage, describe_vocabulary, frequent_tokens, token_counts
-from medusa_train.data.encoded import DataReport
-from medusa_train.data.examples import Example
+from medusa_train.data.examples import DataReport, Example
 from medusa_train.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medusa_train.data.record_files import read_file
-from medusa_train.data.records import RecordError, parse_record, parse_user_turns, read_conversations, read_rows
+from medusa_train.data.records import RecordError, parse_record, parse_user_turns, read_conversations
 from medusa_train.errors import DataError
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -202,11 +202,6 @@ def test_byte_order_mark_line_ends_and_line_separators(tmp_path: Path) -> None:
     assert [c.messages[0].content for c in result.conversations] == ["a\u2028b"] * 2
 
 
-def test_records_in_memory_are_located_by_number() -> None:
-    with pytest.raises(DataError, match="hub/name:2: 'conversations' is an empty list"):
-        read_rows([GOOD, {"conversations": []}], name="hub/name")
-
-
 def test_user_turns_need_no_answers_and_no_turns() -> None:
     chat = [
         {"from": "gpt", "value": None},
@@ -235,7 +230,7 @@ def test_prompts_keep_the_system_message_beside_the_turns() -> None:
 def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: "r"}]}
     assert turns(record) == [("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")]
-    message = parse_record(record, reasoning_tags=("[T]", "[/T]")).messages[1]
+    message = parse_record(record, tags=("[T]", "[/T]")).messages[1]
     assert message.content == "[T]\nr\n[/T]\n\na"
     record["messages"][1] |= {key: "\nr\n", "content": "\n\na"}  # as generated
     assert turns(record)[1][1] == "<think>\nr\n</think>\n\na"

@@ -9,7 +9,7 @@ import pytest
 
 from medusa_train.data import workers
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.encoded import EncodedExamples
+from medusa_train.data.examples import EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
 from medusa_train.data.workers import encode_conversations
 from medusa_train.errors import DataError
@@ -66,7 +66,7 @@ def test_few_conversations_start_no_process(
     conversations: list[Conversation], make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "CONVERSATIONS_PER_WORKER", 21)
-    monkeypatch.delattr(workers, "_open_workers")
+    monkeypatch.delattr(workers, "ProcessPoolExecutor")
     assert len(encode_conversations(conversations, ChatEncoder(make_tokenizer(TEMPLATE)), 60, 8).examples) == 24
     assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples.empty(60)
 
