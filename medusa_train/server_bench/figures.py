@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from medusa_train.errors import DataError
 from medusa_train.evaluation.metrics import Counts, compare_rates
-from medusa_train.server_bench.measure import ALONE, PLAIN
-from medusa_train.server_bench.records import Block, DraftCounts, Measurement, ServedAnswer
+from medusa_train.server_bench.measure import ALONE, PLAIN, Block, DraftCounts, Measurement, ServedAnswer
 
 #: A note reports two measurements of the server without heads that differ relatively by more than this.
 DRIFT = 0.05

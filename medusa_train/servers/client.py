@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from medusa_train.errors import ServerError
-from medusa_train.servers.responses import Fault, RequestRejected
-from medusa_train.servers.server import OpenAIServer
+from medusa_train.servers.server import Fault, OpenAIServer, RequestRejected
 
 CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
 MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each

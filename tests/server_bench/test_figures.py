@@ -12,7 +12,7 @@ from medusa_train.server_bench.figures import (
     reference_of,
     summarize,
 )
-from medusa_train.server_bench.records import Block, DraftCounts, Measurement, ServedAnswer, parse_metrics
+from medusa_train.server_bench.measure import Block, DraftCounts, Measurement, ServedAnswer, parse_metrics
 from tests.server_bench.servers import GENERATED, METRICS
 
 

@@ -19,8 +19,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.progress import RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
-from medusa_train.server_bench.measure import BlockFault, RequestOptions, ServerBench, Target, plan_blocks
-from medusa_train.server_bench.records import BlockLog
+from medusa_train.server_bench.measure import BlockFault, BlockLog, RequestOptions, ServerBench, Target, plan_blocks
 from medusa_train.server_bench.run import measure_servers
 from tests.fake_server import FakeServer, Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions

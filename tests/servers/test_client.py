@@ -14,7 +14,7 @@ import pytest
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.servers import client as module
 from medusa_train.servers.client import OpenAIClient, Slots
-from medusa_train.servers.responses import Fault, RequestRejected
+from medusa_train.servers.server import Fault, RequestRejected
 from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -11,8 +11,7 @@ import pytest
 
 from medusa_train.errors import ServerError
 from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.responses import ContextLimit, Fault, StreamError, parse_rejection, read_completion
-from medusa_train.servers.server import OpenAIServer
+from medusa_train.servers.server import ContextLimit, Fault, OpenAIServer, StreamError, parse_rejection, read_completion
 from tests.fake_server import Reply, error, serving, stream
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.servers.responses import RequestRejected
-from medusa_train.servers.server import OpenAIServer
+from medusa_train.servers.server import OpenAIServer, RequestRejected
 from tests.fake_server import FakeServer, error, prompt_words, serving, short_context
 
 LIMIT = "maximum context length is {context} tokens"
