@@ -15,32 +15,17 @@ def example(first: int, length: int, supervised: int) -> Example:
     return Example(tokens, torch.arange(length) >= length - supervised, "", "", f"from {first}")
 
 
-def test_rows_of_one_document_each() -> None:
-    batch = collate([[example(10, 3, 1)], [example(20, 5, 2)]], pad_id=777)
-    assert batch.tokens.tolist() == [[10, 11, 12, 777, 777], [20, 21, 22, 23, 24]]
-    assert batch.labels.tolist() == [
-        [IGNORE_INDEX, IGNORE_INDEX, 12, IGNORE_INDEX, IGNORE_INDEX],
-        [IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 23, 24],
-    ]
-    assert batch.segments.tolist() == [[0, 0, 0, -1, -1], [0] * 5]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
-    assert batch.records == ["from 10", "from 20"]
+def test_rows_of_several_documents() -> None:
+    batch = collate([[example(10, 3, 2), example(20, 2, 1)], [example(30, 4, 1), example(40, 2, 2)]], pad_id=7)
+    assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 7], [30, 31, 32, 33, 40, 41]]
+    assert batch.labels.tolist() == [[X, 11, 12, X, 21, X], [X, X, X, 33, 40, 41]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 1, 1]]
+    assert batch.records == ["from 10", "from 20", "from 30", "from 40"]
     assert {t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.segments)} == {torch.int64}
     moved = batch.to("meta")
     assert moved.labels.device.type == "meta"
     assert moved.records == batch.records
-
-
-def test_rows_of_several_documents() -> None:
-    batch = collate([[example(10, 3, 2), example(20, 2, 1)], [example(30, 4, 1), example(40, 2, 2)]], pad_id=7)
-    assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 7], [30, 31, 32, 33, 40, 41]]
-    assert batch.labels.tolist() == [
-        [IGNORE_INDEX, 11, 12, IGNORE_INDEX, 21, IGNORE_INDEX],
-        [IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 33, 40, 41],
-    ]
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
-    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 1, 1]]
-    assert batch.records == ["from 10", "from 20", "from 30", "from 40"]
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -97,20 +82,6 @@ def test_shift_by_hand_on_one_document() -> None:
     assert shift_labels(labels, 0).tolist() == [[X, 12, 13, 14, X]]
     assert shift_labels(labels, 1).tolist() == [[12, 13, 14, X, X]]
     assert shift_labels(labels, 3).tolist() == [[14, X, X, X, X]]
-
-
-def test_shift_by_hand_across_documents_and_padding() -> None:
-    labels = torch.tensor([[1, 2, 3, 4, 5, 6, X], [7, 8, 9, X, X, X, X]])
-    segments = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, -1, -1, -1, -1]])
-    assert shift_labels(labels, 0, segments).tolist() == [[2, 3, X, 5, 6, X, X], [8, 9, X, X, X, X, X]]
-    assert shift_labels(labels, 1, segments).tolist() == [[3, X, X, 6, X, X, X], [9, X, X, X, X, X, X]]
-    assert shift_labels(labels, 2, segments).tolist() == [[X] * 7, [X] * 7]
-
-
-def test_a_document_of_one_token_gives_and_takes_nothing() -> None:
-    labels = torch.tensor([[1, 2, 3, 4]])
-    segments = torch.tensor([[0, 1, 2, 2]])
-    assert shift_labels(labels, 0, segments).tolist() == [[X, X, 4, X]]
 
 
 def test_every_shift_agrees_with_the_definition() -> None:

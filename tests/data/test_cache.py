@@ -81,50 +81,28 @@ def test_the_second_run_takes_exactly_what_the_first_encoded(
     assert plain[0].report.outcomes == {"complete": 8, "truncated": 1, "too_long": 0, "unsupervised": 0}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sequence_len": 61},
-        {"train_on_inputs": True},
-        {"roles_to_train": ["user"]},
-        {"source": {"conversation": "chatml"}},
-        {"source": {"type": "messages"}},
-    ],
-    ids=str,
-)
 def test_what_shapes_the_tokens_makes_another_key(
-    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig], change: dict[str, Any]
-) -> None:
-    load_datasets(config(), encoder)
-    load_datasets(config(**change), encoder)
-    assert len(encoded) == 2
-    load_datasets(config(), encoder)
-    assert len(encoded) == 2
-
-
-def test_data_tokenizer_and_template_make_another_key(
     config: Callable[..., TrainConfig], data: Path, make_tokenizer: Callable[..., Any]
 ) -> None:
-    def key(encoder: ChatEncoder) -> str:
-        return cache_key(config(), cache.open_datasets(config(), encoder))
+    def key(encoder: ChatEncoder, **changes: Any) -> str:
+        return cache_key(config(**changes), cache.open_datasets(config(**changes), encoder))
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]
+    same = {"val_set_size": 0.3, "seed": 1, "sample_packing": True, "source": {"weight": 2}}
+    assert key(ChatEncoder(make_tokenizer()), **same) == keys[0]
+    for change in (
+        *({"sequence_len": 61}, {"train_on_inputs": True}, {"roles_to_train": ["user"]}),
+        *({"source": {"conversation": "chatml"}}, {"source": {"type": "messages"}}),
+    ):
+        keys.append(key(ChatEncoder(make_tokenizer()), **change))
     grown = make_tokenizer()
     grown.add_tokens(["BB"])
     keys.append(key(ChatEncoder(grown)))
     keys.append(key(ChatEncoder(make_tokenizer(grown.chat_template + " "))))
     data.write_text(data.read_text().replace("q1", "q9"))
     keys.append(key(ChatEncoder(make_tokenizer())))
-    assert len(set(keys)) == 4
-
-
-def test_split_and_weight_do_not(
-    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig]
-) -> None:
-    load_datasets(config(), encoder)
-    load_datasets(config(val_set_size=0.3, seed=1, sample_packing=True, source={"weight": 2}), encoder)
-    assert len(encoded) == 1
+    assert len(set(keys)) == 9
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])

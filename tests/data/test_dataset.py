@@ -55,14 +55,6 @@ def same(left: Batch, right: Batch) -> bool:
     )
 
 
-def test_figures_of_a_data_set(tmp_path: Path, encoder: ChatEncoder) -> None:
-    path = write(tmp_path / "d.jsonl", record("A", "B", "C", "B"), record("A", "B"))
-    rows = load_datasets(config(path, val_set_size=0), encoder)[0]
-    assert rows.supervised_tokens == 6
-    assert rows.tokens == sum(int((row.segments == 0).sum()) for row in map(rows.batch, ([[0]], [[1]])))
-    assert len(rows.prompts()) == 3
-
-
 # -- loading --------------------------------------------------------------------------------------------------
 
 
@@ -336,18 +328,10 @@ def test_an_epoch_is_shared_out_by_weight() -> None:
     assert mixture.quotas == (10, 20, 10)
     assert [len(own) for own in mixture.members] == [30, 6, 4]
     assert Mixture.by_weight(ORIGINS, [10, 20, 10]) == mixture
-    assert mixture.describe(["a", "b", "c"])[1] == "an epoch has 20 of b (6 training conversations)"
-
-
-def test_what_rounding_leaves_over_is_given_out_too() -> None:
-    assert Mixture.by_weight([0, 1, 2, 2], [1, 1, 1]).quotas == (2, 1, 1)
+    assert Mixture.by_weight([0, 1, 2, 2], [1, 1, 1]).quotas == (2, 1, 1)  # what rounding leaves
     assert Mixture.by_weight([0, 1, 1, 1, 1], [1, 3]).quotas == (1, 4)
-
-
-def test_a_source_without_conversations_is_passed_over() -> None:
-    mixture = Mixture.by_weight([0, 2, 2, 2], [1, 5, 1])
-    assert mixture.quotas == (2, 0, 2)
-    assert Counter(mixture.draw(0, 0))[0] == 2
+    assert Mixture.by_weight([0, 2, 2, 2], [1, 5, 1]).quotas == (2, 0, 2)  # no conversation of the second
+    assert mixture.describe(["a", "b", "c"])[1] == "an epoch has 20 of b (6 training conversations)"
 
 
 def test_every_source_is_gone_through_evenly_over_the_epochs() -> None:
@@ -361,10 +345,3 @@ def test_every_source_is_gone_through_evenly_over_the_epochs() -> None:
             counts = [taken[index] for index in own]
             assert max(counts) - min(counts) <= 1
     assert {taken[index] for index in mixture.members[0]} == {2, 3}
-
-
-def test_the_draw_follows_from_seed_and_epoch() -> None:
-    mixture = Mixture.by_weight(ORIGINS, [1, 2, 1])
-    assert mixture.draw(3, 1) == mixture.draw(3, 1)
-    assert mixture.draw(3, 1) != mixture.draw(3, 2)
-    assert set(mixture.draw(0, 1)[:10]) != set(mixture.draw(1, 1)[:10])

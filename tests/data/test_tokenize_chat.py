@@ -59,37 +59,22 @@ def unmarked(source: str) -> str:
 
 
 @pytest.mark.parametrize("name", [None, *TEMPLATES])
-def test_only_answers_and_their_end_token_are_supervised(name: str | None, tokenizer: Any, chat: Chat) -> None:
+def test_only_answers_and_their_end_token_are_supervised(name: str | None, make_tokenizer: Make, chat: Chat) -> None:
     conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
-    assert masked(ChatEncoder(tokenizer, name), conversation) == EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", [None, *TEMPLATES])
-def test_a_template_without_marks_gives_the_same_mask(name: str | None, make_tokenizer: Make, chat: Chat) -> None:
     source = TEMPLATES[name].source if name else make_tokenizer().chat_template
     assert "generation %}" in source
-    encoder = ChatEncoder(make_tokenizer(unmarked(source)))
-    assert masked(encoder, chat("S: be", "Ask é", "B 1.", "More", "B é")) == EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", [None, *TEMPLATES])
-def test_a_prompt_is_what_stands_before_its_answer(name: str | None, tokenizer: Any, chat: Chat) -> None:
-    encoder = ChatEncoder(tokenizer, name)
-    conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
-    (encoded,) = encoder.encode(conversation)
-    starts = [t for t, s in enumerate(encoded.supervised) if s and not encoded.supervised[t - 1]]
-    assert encoder.prompt(conversation.messages[:2]) == encoded.ids[: starts[0]]
-    assert encoder.prompt(conversation.messages[:4]) == encoded.ids[: starts[1]]
+    for encoder in (ChatEncoder(make_tokenizer(), name), ChatEncoder(make_tokenizer(unmarked(source)))):
+        assert masked(encoder, conversation) == EXPECTED[name]
+        (encoded,) = encoder.encode(conversation)
+        starts = [t for t, s in enumerate(encoded.supervised) if s and not encoded.supervised[t - 1]]
+        assert encoder.prompt(conversation.messages[:2]) == encoded.ids[: starts[0]]
+        assert encoder.prompt(conversation.messages[:4]) == encoded.ids[: starts[1]]
 
 
 def test_vicuna_without_a_system_message_uses_its_own(tokenizer: Any, chat: Chat) -> None:
     expected = f"<s>{VICUNA_SYSTEM} USER: Ask ASSISTANT:[[ B</s>]]"
     assert masked(ChatEncoder(tokenizer, "vicuna_v1.1"), chat("Ask", "B")) == expected
-
-
-def test_the_other_templates_need_no_system_message(tokenizer: Any, chat: Chat) -> None:
     assert masked(ChatEncoder(tokenizer, "llama-2"), chat("Ask", "B")) == "<s>[INST] Ask [/INST][[ B </s>]]"
-    assert masked(ChatEncoder(tokenizer, "mistral"), chat("Ask", "B")) == "<s>[INST] Ask [/INST][[ B</s>]]"
 
 
 def test_a_last_turn_of_the_users_is_not_supervised(tokenizer: Any, chat: Chat) -> None:
@@ -136,23 +121,6 @@ def test_words_that_look_like_headers_or_end_tokens(make_tokenizer: Make, chat: 
     encoder = ChatEncoder(make_tokenizer(source))
     expected = "<|user|>\nuser</s>\n<|assistant|>\n[[s</s>]]\n<|user|>\nassistant</s>\n<|assistant|>\n[[user</s>]]"
     assert masked(encoder, chat("user", "s", "assistant", "user")) == expected
-
-
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def test_a_template_that_shows_the_last_answer_otherwise(make_tokenizer: Make, chat: Chat) -> None:
-    expected = (
-        "<|im_start|>user\nAsk<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nthink<|im_end|>]]"
-        " | <|im_start|>user\nAsk<|im_end|>\n<|im_start|>assistant\nthink<|im_end|>\n"
-        "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nB<|im_end|>]]"
-    )
-    assert masked(ChatEncoder(make_tokenizer(THINKING)), chat("Ask", "think", "More", "B")) == expected
 
 
 def test_everything_and_other_roles(tokenizer: Any, chat: Chat) -> None:

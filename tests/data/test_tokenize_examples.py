@@ -55,18 +55,6 @@ def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Ch
             assert (len(example), outcome) == (len(whole), "complete")
 
 
-def test_a_cut_example_is_the_beginning_of_the_whole_one(encoder: ChatEncoder, chat: Chat) -> None:
-    conversation = chat("S: be", "A", "B", "C", "D", "E", "F")
-    whole, _ = encode_example(conversation, encoder, 10_000)
-    assert whole is not None
-    part, outcome = encode_example(conversation, encoder, len(whole) - 1)
-    assert part is not None
-    assert outcome == "truncated"
-    assert part.tokens.tolist() == whole.tokens.tolist()[: len(part)]
-    assert part.supervised.tolist() == whole.supervised.tolist()[: len(part)]
-    assert (part.id, part.source) == ("c", "chats.jsonl:1")
-
-
 def test_as_many_answers_as_fit_are_kept(encoder: ChatEncoder, chat: Chat) -> None:
     turns = [f"{word}{n}" for n in range(9) for word in ("Ask ", "Say ")]
     lengths = [len(encoder.encode(chat(*turns[: 2 * n]))[0].ids) for n in range(1, 10)]
@@ -83,15 +71,6 @@ def test_what_was_cut_off_makes_no_difference_to_the_key(encoder: ChatEncoder, c
     whole, _ = encode_example(one, encoder, 10_000)
     assert whole is not None
     assert whole.key == one.content_key
-
-
-def test_a_long_last_question_is_no_reason_to_cut(encoder: ChatEncoder, chat: Chat) -> None:
-    short, _ = encode_example(chat("A", "B 1."), encoder, 10_000)
-    assert short is not None
-    example, outcome = encode_example(chat("A", "B 1.", "x" * 500), encoder, len(short))
-    assert outcome == "complete"
-    assert example is not None
-    assert example.tokens.tolist() == short.tokens.tolist()
 
 
 def test_nothing_to_learn(encoder: ChatEncoder, chat: Chat) -> None:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import sysconfig
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 from medusa_train.config.paths import PROJECT_ROOT
+from tests.data_scripts.scripts import ngrams, words_of
 
 BENCH = PROJECT_ROOT / "data" / "bench" / "tiny" / "question.jsonl"
 QUESTIONS = [json.loads(line) for line in BENCH.read_text(encoding="utf-8").splitlines()]
 PROMPTS = [text for question in QUESTIONS for text in question["turns"]]
-
-
-def words_of(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9_']+", text.lower())
-
-
-def ngrams(text: str, n: int = 8) -> set[tuple[str, ...]]:
-    words = words_of(text)
-    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
 def test_48_different_questions_of_two_turns_in_eight_categories() -> None:

@@ -11,6 +11,7 @@ import make_tiny
 import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
+from tests.data_scripts.scripts import ngrams
 
 PROMPTS = PROJECT_ROOT / "data" / "seeds" / "tiny.jsonl"
 BENCH = PROJECT_ROOT / "data" / "bench" / "tiny" / "question.jsonl"
@@ -29,11 +30,6 @@ def user_turns(record: dict) -> list[str]:
 def turns() -> list[str]:
     """Every user turn of the shipped prompts."""
     return [text for record in read(PROMPTS) for text in user_turns(record)]
-
-
-def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
-    words = re.findall(r"[a-z0-9_']+", text.lower())
-    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import sys
 import zipfile
 from pathlib import Path
@@ -11,17 +10,12 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "data" / "smollm2" / "convert.py"
+from tests.data_scripts.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def convert() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2_convert", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("smollm2/convert.py")
 
 
 def _wheel(path: Path, name: str, contents: bytes) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -12,19 +11,16 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "data" / "bench" / "smollm2" / "question.jsonl"
+from medusa_train.config.paths import PROJECT_ROOT
+from tests.data_scripts.scripts import load_script, ngrams
+
+BENCH = PROJECT_ROOT / "data" / "bench" / "smollm2" / "question.jsonl"
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2_prompts", ROOT / "data" / "smollm2" / "make_prompts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("smollm2/make_prompts.py")
 
 
 def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: Path) -> list[dict]:
@@ -35,11 +31,6 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: Path) -> li
 
 def bench_turns() -> list[str]:
     return [turn for line in BENCH.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]]
-
-
-def ngrams(text: str, n: int = 8) -> set[tuple[str, ...]]:
-    words = re.findall(r"[a-z0-9']+", text.lower())
-    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
 def test_prompts_are_reproducible_complete_and_not_in_the_bench(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from medusa_train.data.records import read_conversations
+from tests.data_scripts.scripts import load_script
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAN = {
     "max_new_tokens": 256,
     "questions": {"temperature": 1.0},
@@ -32,11 +31,7 @@ PLAN = {
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2_text", ROOT / "data" / "smollm2" / "make_text.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("smollm2/make_text.py")
     monkeypatch.setattr(module, "PROMPT_COUNT", 9)
     return module
 

@@ -6,7 +6,6 @@ import hashlib
 
 import chats
 import corpus
-import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -26,32 +25,6 @@ def test_sources_are_cleaned(module: str) -> None:
     assert function.answer.startswith("def label(")
     assert '"""' not in function.answer
     assert "Doc inside" not in function.answer
-
-
-@pytest.mark.parametrize(
-    ("docstring", "sentence"),
-    [
-        ("Return x, e.g. 3. More text.", "Return x, e.g. 3."),
-        ("Return the\n   longest one\n\nMore.", "Return the longest one"),
-        ("Too short.", ""),
-        (">>> f(1) is the first thing here", ""),
-    ],
-)
-def test_first_sentence(docstring: str, sentence: str) -> None:
-    assert corpus.first_sentence(docstring) == sentence
-
-
-@pytest.mark.parametrize(
-    ("description", "clause"),
-    [
-        ("Return the sum of x.", "returns the sum of x"),
-        ("Matches a pattern", "matches a pattern"),
-        ("Go to the end.", "goes to the end"),
-        ("The number of files.", None),
-    ],
-)
-def test_descriptions_become_clauses(description: str, clause: str | None) -> None:
-    assert corpus.as_clause(description) == clause
 
 
 def test_epochs_and_requests_are_those_of_the_shipped_model() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import unlikelihood
 from safetensors import safe_open
-from tokenizers import Tokenizer
 from training import LookaheadHeads, Recipe, TrainingRun, build_model, hidden_states, token_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,50 +77,6 @@ def test_lookahead_loss_is_the_weighted_loss_of_later_tokens() -> None:
     assert sum(map(loss, range(300))) / 300 == pytest.approx(sum(expected.values()), rel=0.05)
 
 
-def test_lookahead_trains_the_backbone_from_the_recipe_s_step_on() -> None:
-    run, without = small_run(lookahead_from=0.5), small_run(lookahead_weight=0.0)
-    is_trained = []
-    for number in range(4):
-        run.update([random_chats(4, number)])
-        without.update([random_chats(4, number)])
-        is_trained.append(any(bool(block.weight.any()) for block in run.lookahead.blocks))
-    assert is_trained == [False, False, False, True]  # of six steps
-    assert not torch.equal(run.model.lm_head.weight, without.model.lm_head.weight)
-    assert not any("lookahead" in name for name in run.model.state_dict())
-
-
-def test_learning_rate_warms_up_stays_and_falls_to_zero() -> None:
-    recipe = Recipe(steps=1000, warmup=10, flat=0.4, unlikelihood_rate=0.2, unlikelihood_rounds=50)
-    expected = {0: 0.1, 9: 1.0, 400: 1.0, 700: 0.6, 1000: 0.2, 1025: 0.2, 1049: 0.2 / 25}
-    assert {step: recipe.lr_factor(step) for step in expected} == pytest.approx(expected)
-    assert recipe.lr_factor(999) == pytest.approx(0.2, abs=2e-3)
-
-
-def test_the_mean_of_the_second_half_s_rounds_is_extrapolated(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shift_weights(run: TrainingRun, *_: object) -> dict[str, float]:
-        with torch.no_grad():
-            run.model.lm_head.weight.add_(1.0)
-        return {}
-
-    monkeypatch.setattr(unlikelihood, "run_round", shift_weights)
-    problems = [corpus.Problem(f"Question {n}?", f"The answer is {n}.") for n in range(80)]
-    run = small_run(unlikelihood_rounds=4, unlikelihood_requests=0, micro_batch=512)
-    before = run.model.lm_head.weight.detach().clone()
-    unlikelihood.fine_tune(run, corpus.Corpus(problems, tokenizer, seed=0))
-    torch.testing.assert_close(run.model.lm_head.weight.detach(), before + 1.3 * 3.5)  # the mean of 3 and 4
-
-
-def test_tokens_of_a_loop_are_marked() -> None:
-    once, repeated, code = list(range(8)), unlikelihood.repeated, unlikelihood.CODE_LOOP_SPANS
-    assert not any(repeated([*once, 99, *once[:7]]))
-    assert repeated(once + once) == [False] * 8 + [True] * 8  # 8 tokens twice: the whole second time
-    assert not any(repeated(once + once, code))
-    assert repeated(once * 3, code) == [False] * 8 + [True] * 16  # in code, three times
-    assert any(repeated([1, 2, 3, 4, 11, 1, 2, 3, 4, 12, 1, 2, 3, 4, 13, 1, 2, 3, 4, 14, 1, 2, 3, 4]))
-
-
 def test_unlikelihood_lowers_uncertain_tokens_and_spares_certain_ones() -> None:
     logits = torch.tensor([[[1.0, 0.0, -1.0], [9.0, 0.0, -1.0], [1.0, 0.0, -1.0], [1.0, 0.0, 2.0]]], requires_grad=True)
     ids, weights = torch.tensor([[2, 0, 0, 1, 2]]), torch.tensor([[1.0, -1.0, -1.0, 2.0, 0.0]])
@@ -137,28 +92,6 @@ def test_unlikelihood_lowers_uncertain_tokens_and_spares_certain_ones() -> None:
     assert logits.grad is not None
     assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 2, 1]
     assert not logits.grad[0, 3].any()
-
-
-def test_only_loops_and_early_ends_get_negative_weights(tokenizer: Tokenizer) -> None:
-    def judge(text: str, is_code: bool) -> tuple[list[float], set[str]]:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        return unlikelihood.judge_answer(tokenizer, [*ids, chats.EOS_ID], is_code)
-
-    weights, labels = judge("def f(a):\n    if a = 2:\n        return a", True)
-    assert labels == {"broken_code", "short"}
-    assert not any(weights)
-    weights, labels = judge("One line.\nThe answer is 3.", False)
-    assert labels == {"short"}
-    last_line = len(tokenizer.encode("One line.\n", add_special_tokens=False).ids)
-    assert [index for index, weight in enumerate(weights) if weight] == [last_line]
-    assert weights[last_line] == -0.1
-    varied = "def f(a):\n" + "".join(f"    {name} = {name}{name}({value})\n" for value, name in enumerate("bcghklm"))
-    weights, labels = judge(varied, True)
-    assert (labels, set(weights)) == ({"good"}, {0.5})
-    weights, labels = judge("x = 1\n" * 20, True)
-    assert (labels, min(weights)) == ({"looping"}, -0.15)
-    weights, labels = judge("So it is 3 + 4 = 7 in all.\n" * 9, False)
-    assert (labels, min(weights)) == ({"looping"}, -3.0)
 
 
 def test_build_in_miniature(module: str, tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+"""Load the scripts of data/ that are not importable by name, and compare texts by their n-grams."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import ModuleType
+
+from medusa_train.config.paths import PROJECT_ROOT
+
+
+def load_script(name: str) -> ModuleType:
+    """Import `data/NAME`."""
+    spec = importlib.util.spec_from_file_location("script", PROJECT_ROOT / "data" / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9_']+", text.lower())
+
+
+def ngrams(text: str, n: int = 8) -> set[tuple[str, ...]]:
+    words = words_of(text)
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
