@@ -17,7 +17,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
 from medusa_train.models.features import PLAIN, Features
-from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
 from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.side_rows import PassRows
@@ -251,7 +251,7 @@ class DecodingSession:
         if proposal.side is not None:
             feats, logits = self._observe(proposal, feats, logits)
         accepted = accept(self._rule, proposal.tokens, logits, proposal.tree, generators)
-        paths = [path for path, _ in accepted]
+        paths = RowPaths([path for path, _ in accepted], self._backbone.device)
         self.cache.keep_rows(paths)
         if self._draft is not None:
             self._draft_state = self._draft.advance(self._draft_state, feats, proposal, paths)

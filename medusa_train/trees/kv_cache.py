@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,52 @@ from medusa_train.errors import MedusaError
 
 #: Positions by which a `BatchCache` grows at once, since growing copies all keys and values.
 _GROWTH = 256
+
+
+class RowPaths(list[Sequence[int]]):
+    """Accepted nodes of each row, increasing, moved to the device once for the caches and drafts that read them.
+
+    Attributes:
+        device: of the tensors.
+    """
+
+    def __init__(self, rows: Iterable[Sequence[int]], device: torch.device) -> None:
+        super().__init__(rows)
+        self.device = device
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], device: torch.device) -> RowPaths:
+        """Return `rows`, which may be such paths already."""
+        return rows if isinstance(rows, cls) else cls(rows, device)
+
+    @property
+    def nodes(self) -> Tensor:
+        """Long [B, D + 1]; shorter paths repeat their last node."""
+        return self._on_device[:, 1:]
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of nodes of each row, long [B]."""
+        return self._on_device[:, 0]
+
+    def ranges(self) -> RowPaths:
+        """Return the first nodes of each row, as many as it has here; what pads shorter rows are later nodes."""
+        out = RowPaths([range(len(path)) for path in self], self.device)
+        nodes = torch.arange(max(map(len, self)), device=self.device).expand(len(self), -1)
+        out._on_device = torch.cat([self.counts[:, None], nodes], dim=1)
+        return out
+
+    def select(self, rows: Sequence[int]) -> RowPaths:
+        """Return the paths of `rows`, on the device at once."""
+        out = RowPaths([self[row] for row in rows], self.device)
+        out._on_device = self._on_device[list(rows)]
+        return out
+
+    @cached_property
+    def _on_device(self) -> Tensor:
+        longest = max(map(len, self))
+        rows = [[len(path), *path, *[path[-1] if path else 0] * (longest - len(path))] for path in self]
+        return torch.tensor(rows, device=self.device)
 
 
 def check_shapes(keys: Tensor, values: Tensor) -> None:
@@ -107,13 +154,18 @@ class TreeCache(Cache):
 
     def keep(self, nodes: Sequence[int]) -> None:
         """Commit the pending positions `nodes` (increasing), compacted in place, and drop the others."""
+        self.keep_rows([nodes])
+
+    def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
+        """`keep` for the single row, with the signature of `BatchCache.keep_rows`."""
+        nodes = paths[0]
         count = len(nodes)
         if count and nodes[-1] >= self._pending:
             raise MedusaError(f"node {nodes[-1]} to keep, only {self._pending} are pending")
         start = next((i for i, node in enumerate(nodes) if node != i), count)
         if start < count:
             assert self._storage is not None
-            moved = torch.tensor(nodes[start:], device=self._storage.device) + self.length
+            moved = RowPaths.of(paths, self._storage.device).nodes[0, start:] + self.length
             # index_select copies first, so source and target may overlap
             kept = self._storage.index_select(4, moved)
             self._storage[:, :, :, :, self.length + start : self.length + count] = kept
@@ -123,10 +175,6 @@ class TreeCache(Cache):
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """`commit` for the single row, with the signature of `BatchCache.commit_rows`."""
         self.commit(lengths[0])
-
-    def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
-        """`keep` for the single row, with the signature of `BatchCache.keep_rows`."""
-        self.keep(paths[0])
 
     def row_lengths(self, device: torch.device) -> int | Tensor:
         """Return the committed positions: an int for the single row, which costs no transfer; else long [B, 1]."""
@@ -167,6 +215,7 @@ class BatchCache(TreeCache):
         self._rows = rows
         self._in_place = False  # each row's pending position follows its committed ones
         self._memory: Tensor | None = None  # all allocated rows; `_storage` is a view of the first ones
+        self._ends: tuple[list[int], Tensor] | None = None  # lengths, and the same on the device, long [B]
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the storage, see `TreeCache.allocate`."""
@@ -218,29 +267,37 @@ class BatchCache(TreeCache):
         last = max(path[-1] for path in paths)
         if last >= self._pending:
             raise MedusaError(f"node {last} to keep, only {self._pending} are pending")
-        if not self._in_place:
-            # Shorter paths repeat their last node: the copies land after the end of the row, in its padding.
-            count = max(len(path) for path in paths)
-            source = [[self.length + path[min(i, len(path) - 1)] for i in range(count)] for path in paths]
-            target = [[length + i for i in range(count)] for length in self.lengths]
-            if source != target:
-                self._move(source, target)
-        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
-        self.length = max(self.lengths)
-        self._pending = 0
-
-    def _move(self, source: list[list[int]], target: list[list[int]]) -> None:
-        """Copy columns `source` [B, count] of each row to columns `target`."""
         assert self._storage is not None
         device = self._storage.device
-        rows = torch.arange(len(source), device=device)[:, None]
-        columns = torch.tensor(target, device=device)
+        paths, ends = RowPaths.of(paths, device), self.row_lengths(device)
+        before, counts = self.lengths, [len(path) for path in paths]
+        if not self._in_place and any(
+            self.length + node != length + i
+            for path, length in zip(paths, before, strict=True)
+            for i, node in enumerate(path)
+        ):
+            self._move(paths, ends)
+        self.lengths = [length + count for length, count in zip(before, counts, strict=True)]
+        self.length = max(self.lengths)
+        self._pending = 0
+        # a number for all rows, as in plain decoding, needs no transfer
+        self._ends = self.lengths, ends[:, 0] + (counts[0] if len(set(counts)) == 1 else paths.counts)
+
+    def _move(self, paths: RowPaths, ends: Tensor) -> None:
+        """Copy the pending columns `paths` of each row behind its end, long [B, 1].
+
+        What pads shorter paths lands after the end of the row, in its padding.
+        """
+        assert self._storage is not None
+        count = max(map(len, paths))
+        rows = torch.arange(len(paths), device=ends.device)[:, None]
+        columns = ends + torch.arange(count, device=ends.device)
         # the source is copied first, so source and target may overlap
-        if len(source[0]) == 1 and source.count(source[0]) == len(source):
+        if count == 1 and paths.count(paths[0]) == len(paths):
             # the same column in all rows, as in plain decoding: a slice takes half the time
-            kept = self._storage[:, :, :, :, source[0][0], None].clone().permute(2, 4, 0, 1, 3, 5)
+            kept = self._storage[:, :, :, :, self.length + paths[0][0], None].clone().permute(2, 4, 0, 1, 3, 5)
         else:
-            kept = self._storage[:, :, rows, :, torch.tensor(source, device=device)]
+            kept = self._storage[:, :, rows, :, paths.nodes + self.length]
         self._storage[:, :, rows, :, columns] = kept
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -249,15 +306,18 @@ class BatchCache(TreeCache):
         Raises:
             ValueError: a row would move to a higher index.
         """
+        ends = None if self._storage is None else self.row_lengths(self._storage.device)[:, 0].clone()
         for row, source in enumerate(rows):
             if source < row:
                 raise ValueError(f"rows[{row}] = {source}: rows can only move to lower indices")
-            if source != row and self._storage is not None:
+            if source != row and self._storage is not None and ends is not None:
                 used = self.lengths[source]
                 self._storage[:, :, row, :, :used] = self._storage[:, :, source, :, :used]
-        if self._storage is not None:
-            self._storage = self._storage[:, :, : len(rows)]
+                ends[row] = ends[source]
         self.lengths = [self.lengths[source] for source in rows]
+        if self._storage is not None and ends is not None:
+            self._storage = self._storage[:, :, : len(rows)]
+            self._ends = self.lengths, ends[: len(rows)]
         self.length = max(self.lengths, default=0)
 
     def append_rows(self, other: BatchCache, capacity: int) -> None:
@@ -304,12 +364,13 @@ class BatchCache(TreeCache):
 
     def row_lengths(self, device: torch.device) -> Tensor:
         """Return the committed positions of each row, long [B, 1]."""
-        return torch.tensor(self.lengths, device=device)[:, None]
+        if self._ends is None or self._ends[0] != self.lengths:
+            self._ends = self.lengths, torch.tensor(self.lengths, device=device)
+        return self._ends[1][:, None]
 
     def padding_mask(self, device: torch.device) -> Tensor:
         """Return a bool mask [B, length], true at the padding between a row's end and `length`."""
-        ends = torch.tensor(self.lengths, device=device)
-        return torch.arange(self.length, device=device) >= ends[:, None]
+        return torch.arange(self.length, device=device) >= self.row_lengths(device)
 
 
 class _Layer(CacheLayerMixin):

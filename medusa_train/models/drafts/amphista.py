@@ -17,7 +17,7 @@ from medusa_train.models.drafts.layers import DraftLayer, LayerCache, concat_row
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.tree import Tree
 
 
@@ -193,7 +193,7 @@ class AmphistaDraft(LMHeadsDraft):
         return AmphistaState(
             state.hidden[index],
             state.following[index],
-            [state.counts[row] for row in rows],
+            state.paths.select(rows),
             [cache.select_rows(rows) for cache in state.caches],
             state.stacked,
         )
@@ -205,7 +205,7 @@ class AmphistaDraft(LMHeadsDraft):
         return AmphistaState(
             concat_rows(state.hidden, other.hidden),
             concat_rows(state.following, other.following),
-            [*state.counts, *other.counts],
+            RowPaths([*state.paths, *other.paths], state.paths.device),
             [mine.append_rows(theirs, cache.capacity) for mine, theirs in caches],
             state.stacked,
         )
@@ -214,12 +214,13 @@ class AmphistaDraft(LMHeadsDraft):
         """Run the layers over unread prompts, so that only the last positions, which need the roots, stay unread."""
         if not state.caches or not state.caches[0].is_empty:
             return state
-        counts = [count - 1 for count in state.counts]
+        device = state.hidden.device
+        before = RowPaths([range(len(path) - 1) for path in state.paths], device)
         # the last position is read with any token as the following one, and dropped
-        self.stages(state.hidden, state.following, lambda i, x: state.caches[i].append(self._layer(i), x, counts))
-        last = [[count] for count in counts]
+        self.stages(state.hidden, state.following, lambda i, x: state.caches[i].append(self._layer(i), x, before))
+        last = RowPaths([[len(path)] for path in before], device)
         hidden, following = gather_paths(state.hidden, last), gather_paths(state.following, last)
-        return replace(state, hidden=hidden, following=following, counts=[1] * len(counts))
+        return replace(state, hidden=hidden, following=following, paths=last)
 
     def _unread(
         self,
@@ -232,17 +233,17 @@ class AmphistaDraft(LMHeadsDraft):
         """The state at each row's nodes of [B, n + 1, d], with the token of the next node as the following one."""
         if not self.adaptation_layers:
             paths = [path[-1:] for path in paths]  # without attention earlier positions have no effect
-        following = gather_paths(tokens, [[*path[1:], 0] for path in paths])  # node 0 is replaced by the next root
-        counts = [len(path) for path in paths]
-        return AmphistaState(gather_paths(feats.hidden, paths), following, counts, caches, stacked)
+        paths = RowPaths.of(paths, tokens.device)
+        following = tokens.gather(1, paths.nodes.roll(-1, dims=1))  # that of the last node is replaced by the next root
+        return AmphistaState(gather_paths(feats.hidden, paths), following, paths, caches, stacked)
 
     def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
         """Run the layers over the unread positions, followed by `roots`; return h1 and h2 of the last, [B, d]."""
         rows = torch.arange(len(roots), device=roots.device)
-        last = torch.tensor(state.counts, device=roots.device) - 1
+        last = state.paths.counts - 1
         following = state.following.index_put((rows, last), roots)
         stages = self.stages(
-            state.hidden, following, lambda i, x: state.caches[i].append(self._layer(i), x, state.counts)
+            state.hidden, following, lambda i, x: state.caches[i].append(self._layer(i), x, state.paths)
         )
         state.read = True
         return [stage[rows, last] for stage in stages]
@@ -326,9 +327,9 @@ class AmphistaState:
     """Committed positions of B rows that the adaptation layers have not read yet.
 
     Attributes:
-        hidden: [B, m, d], the backbone's states, padded after each row's `counts`.
+        hidden: [B, m, d], the backbone's states, padded after each row's own.
         following: long [B, m], the token after each position; for a row's last one it is the next root, not known yet.
-        counts: number of positions per row.
+        paths: nodes that they were, as many per row as it has positions.
         caches: keys and values of each adaptation layer before these positions.
         stacked: the weights of all heads; None if they are not stacked in memory.
         read: whether `propose` has run the layers over these positions.
@@ -336,7 +337,7 @@ class AmphistaState:
 
     hidden: Tensor
     following: Tensor
-    counts: list[int]
+    paths: RowPaths
     caches: list[LayerCache]
     stacked: Stacked | None
     read: bool = False

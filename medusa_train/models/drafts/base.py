@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.prepack import prepack_linears
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.side_rows import PassRows, SideRows
 from medusa_train.trees.tree import Tree
@@ -133,7 +133,7 @@ class Proposer:
         Args:
             feats: of the verified nodes, [B, n + 1, d].
             proposal: the verified proposal; the roots alone if `propose` was not called.
-            paths: the accepted nodes per row, the root first.
+            paths: the accepted nodes per row, the root first; see `RowPaths`.
         """
 
     @abstractmethod
@@ -239,6 +239,14 @@ class Draft(Proposer, nn.Module):
 def hidden_at_positions(feats: Features, positions: Sequence[int]) -> Tensor:
     """Return the hidden state of each row at its position, [B, d]."""
     return at_positions(feats.hidden, positions)
+
+
+def at_last_nodes(values: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Return the values [B, ...] of each row at the last node of its path, of [B, n + 1, ...]."""
+    if len(paths) == 1:
+        return values[:, paths[0][-1]]
+    nodes = RowPaths.of(paths, values.device).nodes
+    return values[torch.arange(len(paths), device=values.device), nodes[:, -1]]
 
 
 def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:

@@ -11,11 +11,11 @@ from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal, hidden_at_positions
+from medusa_train.models.drafts.base import Proposal, at_last_nodes
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.tree import Tree
 
 
@@ -147,7 +147,7 @@ class HydraDraft(LMHeadsDraft):
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> HydraState:
         """Run the prefix layer over the prompts and return the state of the last position of each."""
         prefix_cache = None if self.prefix is None else LayerCache(cache.single_layer())
-        return self._extend(feats.hidden, lengths, prefix_cache)
+        return self._extend(feats.hidden, [range(length) for length in lengths], prefix_cache)
 
     def propose(self, state: HydraState, roots: Tensor, tree: Tree) -> Proposal:
         """Fill the tree level by level: head k at all nodes of depth k - 1 with children, in one product each.
@@ -172,14 +172,17 @@ class HydraDraft(LMHeadsDraft):
     ) -> HydraState:
         """Run the prefix layer over the accepted nodes only, so that its cache holds no rejected ones."""
         if self.prefix is None:
-            return HydraState(hidden_at_positions(feats, [path[-1] for path in paths]), None)
-        return self._extend(gather_paths(feats.hidden, paths), [len(path) for path in paths], state.cache)
+            return HydraState(at_last_nodes(feats.hidden, paths), None)
+        return self._extend(gather_paths(feats.hidden, paths), paths, state.cache)
 
-    def _extend(self, states: Tensor, counts: Sequence[int], cache: LayerCache | None) -> HydraState:
-        """The state after the first `counts[b]` of each row's new positions [B, q, d]."""
+    def _extend(self, states: Tensor, paths: Sequence[Sequence[int]], cache: LayerCache | None) -> HydraState:
+        """The state after the first of each row's new positions [B, q, d], as many as its path has nodes."""
+        paths = RowPaths.of(paths, states.device)
         if self.prefix is not None and cache is not None:
-            states = cache.append(self.prefix, states, counts)
-        return HydraState(hidden_at_positions(Features(states), [count - 1 for count in counts]), cache)
+            states = cache.append(self.prefix, states, paths)
+        if len(paths) == 1:
+            return HydraState(states[:, len(paths[0]) - 1], cache)
+        return HydraState(states[torch.arange(len(states), device=states.device), paths.counts - 1], cache)
 
     def select_rows(self, state: HydraState, rows: Sequence[int]) -> HydraState:
         """Return the states of `rows`."""

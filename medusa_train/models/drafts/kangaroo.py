@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal
-from medusa_train.models.drafts.layers import DraftLayer, gather_paths, init_from_layer, layer_to_copy
+from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes
+from medusa_train.models.drafts.layers import DraftLayer, init_from_layer, layer_to_copy
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerInputs, LayerRunner
 from medusa_train.models.lm_head import LMHead
@@ -346,7 +346,7 @@ class KangarooState:
         self.adapter_cache.keep_rows(kept)
         self.unread_counts, self.unread = unread_counts, None
         if any(unread_counts):
-            self.unread = gather_paths(early, [path[-1:] for path in paths])
+            self.unread = at_last_nodes(early, paths)[:, None]
 
     def select_rows(self, rows: Sequence[int]) -> KangarooState:
         """Keep `rows` only, in that order."""

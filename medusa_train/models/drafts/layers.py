@@ -15,7 +15,7 @@ from medusa_train.models.document_attention import document_bounds, register_doc
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
-from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import apply_sliding_window, document_mask, mask_with_prefix
 from medusa_train.trees.static_cache import SlotCache
 
@@ -241,24 +241,24 @@ class LayerCache:
         """Whether no row has a committed position."""
         return not self._cache.length
 
-    def append(self, layer: DraftLayer, states: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run `layer` over q further positions of each row, [B, q, d] -> [B, q, d], and keep the first `counts[b]`.
+    def append(self, layer: DraftLayer, states: Tensor, paths: RowPaths) -> Tensor:
+        """Run `layer` over q further positions of each row, [B, q, d] -> [B, q, d], and keep the first len(paths[b]).
 
         Args:
-            counts: 1 .. q per row, in the first call 0 .. q; later positions are padding, in the input and in the
+            paths: of 1 .. q nodes, in the first call 0 .. q; later positions are padding, in the input and in the
                 result.
         """
         cache, q = self._cache, states.shape[1]
         positions = torch.arange(q, device=states.device)[None] + cache.row_lengths(states.device)
         if not cache.length:
             out = layer.extend(states, positions, cache)
-            cache.commit_rows(counts)
+            cache.commit_rows([len(path) for path in paths])
             return out
         mask = None
         if isinstance(cache, BatchCache):  # rows end at different columns, which the default mask would not respect
             mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
         out = layer.extend(states, positions, cache, mask)
-        cache.keep_rows([range(count) for count in counts])
+        cache.keep_rows(paths.ranges())
         return out
 
     def select_rows(self, rows: Sequence[int]) -> LayerCache:
@@ -280,7 +280,7 @@ def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     longest = max(len(path) for path in paths)
     if len(paths) == 1 and paths[0][-1] == longest - 1:
         return states[:, :longest]
-    nodes = torch.tensor([[*path, *[path[-1]] * (longest - len(path))] for path in paths], device=states.device)
+    nodes = RowPaths.of(paths, states.device).nodes
     return states[torch.arange(len(paths), device=states.device)[:, None], nodes]
 
 

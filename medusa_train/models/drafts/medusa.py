@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, hidden_at_positions
+from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, hidden_at_positions
 from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
 from medusa_train.models.drafts.markov import MarkovBias
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
@@ -241,7 +241,7 @@ class MedusaDraft(Draft):
         self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
     ) -> MedusaState:
         """Return the states of the last accepted nodes."""
-        return state._replace(hidden=hidden_at_positions(feats, [path[-1] for path in paths]))
+        return state._replace(hidden=at_last_nodes(feats.hidden, paths))
 
     def select_rows(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
         """Return the states of `rows`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, gather_paths, init_from_layer
 from medusa_train.models.features import Rows
 from medusa_train.models.loading import keep_trainable_kernels, quantized_loading
-from medusa_train.trees.kv_cache import BatchCache, TreeCache
+from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
@@ -122,6 +123,10 @@ def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
         return layer(states[None], rows.positions, rows.segments)[0]
 
 
+def first_nodes(counts: Sequence[int]) -> RowPaths:
+    return RowPaths([range(count) for count in counts], torch.device("cpu"))
+
+
 @pytest.mark.parametrize("mlp_size", [None, 0, 5])
 @pytest.mark.parametrize("family", STEADY)
 def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | None) -> None:
@@ -189,7 +194,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = cache.append(layer, padded, LENGTHS)
+        out = cache.append(layer, padded, first_nodes(LENGTHS))
         for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2], [1, 3, 2, 1]]):
             if step == 2:
                 rows = [0, 2]
@@ -198,11 +203,11 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
                 joining = batch_layer_cache(2, 6)
                 texts += [torch.randn(6, 32, dtype=torch.float64), torch.empty(0, 32, dtype=torch.float64)]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
-                joining.append(layer, padded, [6, 0])
+                joining.append(layer, padded, first_nodes([6, 0]))
                 rows = [0, 2, 3, 4]
                 cache = cache.append_rows(joining, 40)
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
-            out = cache.append(layer, new, counts)
+            out = cache.append(layer, new, first_nodes(counts))
             for i, row in enumerate(rows):
                 texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
                 assert torch.allclose(out[i, counts[i] - 1], alone(layer, texts[row])[-1], atol=TOLERANCE)
@@ -216,7 +221,7 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     cache, done = LayerCache(TreeCache(1, 24)), 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = cache.append(layer, text[None, done : done + size], [count])
+            out = cache.append(layer, text[None, done : done + size], first_nodes([count]))
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 

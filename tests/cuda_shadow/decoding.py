@@ -1,0 +1,177 @@
+"""Decoding on the pretend device: what the package's loops move between host and device, and what a capture allows.
+
+Run by `test_cuda_shadow.py`. Greedy text is compared between the loops; values are those of the CPU's tests.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from rich.console import Console
+
+import medusa_train
+from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.generate import Decoder, DecodingSession, Generation
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models import graphs
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.graphs import Replayable, Step, StepRunner
+from medusa_train.progress import RunProgress
+from medusa_train.tree_search import choose
+from medusa_train.tree_search.traces import trace_conversations
+from medusa_train.trees.static_cache import StaticCache
+from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
+from tests.families import NoTokenizer, random_backbone
+from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+from tests.inference.test_refill import make_draft
+
+RULES: dict[str, Rule] = {"greedy": None, "sampling": Sampling(0.9, 20, 0.9), "typical": Typical(0.8)}
+TOKENS = 12
+#: Waits of a step by rule: uploads and downloads. Sampling draws its numbers on the host and reads the nucleus.
+STATIC = {"greedy": (1, 1), "sampling": (2, 2), "typical": (1, 1)}
+#: Further uploads of a step of the loop and of a batch, beside the roots and the accepted nodes.
+MORE_UPLOADS = {("loop", "kangaroo"): 1, ("batch", "kangaroo"): 2}
+
+
+class Captured(Replayable):
+    """Repeats the step that it was made from under the rules of a capture, as a graph does."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def replay(self) -> None:
+        with capturing():
+            self._step()
+
+
+class CheckedRunner(StepRunner):
+    """Runs every step under the rules of a capture, and later ones with the shapes of the first."""
+
+    def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
+        graphs.setdefault(key, Captured(step)).replay()
+
+
+def on_gpu(family: str) -> Backbone:
+    return Backbone(random_backbone(family).model.to("cuda"), NoTokenizer(), family)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
+    """The transfers of every step but the first two of each session, which move what later ones keep."""
+    counts: list[Transfers] = []
+    sessions: list[DecodingSession] = []  # kept, so that no other one has its place in memory
+    original = DecodingSession.step
+
+    def step(self: DecodingSession, *args: object) -> object:
+        with counted() as transfers:
+            result = original(self, *args)
+        sessions.append(self)
+        if sessions.count(self) > 2:
+            counts.append(transfers)
+        return result
+
+    monkeypatch.setattr(DecodingSession, "step", step)
+    return counts
+
+
+def alone(backbone: Backbone, draft: Proposer | None, rule: Rule) -> list[Generation]:
+    static = backbone.step_runner is not None
+    decoder = Decoder(backbone, draft, TREE, StaticCache(backbone.num_layers, 120, 16) if static else None)
+    return [decoder.generate(prompt, TOKENS, (), rule, torch.Generator().manual_seed(5)) for prompt in PROMPTS[:2]]
+
+
+def together(backbone: Backbone, draft: Proposer | None, rule: Rule) -> list[Generation]:
+    generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
+    return BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, TOKENS, (), rule, generators)
+
+
+LOOPS: dict[str, tuple[Callable[..., list[Generation]], bool]] = {
+    "loop": (alone, False),
+    "batch": (together, False),
+    "static": (alone, True),
+    "static batch": (together, True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Transfers]) -> None:
+    if family != "llama" and rule != "greedy":
+        pytest.skip("the rules read logits, of which families differ in nothing")
+    backbone = on_gpu(family)
+    draft = None if kind == "plain" else random_draft(kind, backbone)
+    texts = []
+    for loop, (answers, static) in LOOPS.items():
+        backbone.step_runner = CheckedRunner() if static else None
+        steps.clear()
+        with nullcontext() if draft is None else draft.no_early_exit():  # of Kangaroo, for which the host waits
+            texts.append([one.tokens for one in answers(backbone, draft, RULES[rule])[:2]])
+        assert steps
+        uploads, downloads = STATIC[rule]
+        for step in steps:
+            more = 0 if static else 1 + MORE_UPLOADS.get((loop, kind), 0)
+            assert step["upload"] + step["pinned upload"] <= uploads + more, (loop, dict(step.places))
+            assert step["download"] == downloads, (loop, dict(step.places))
+            assert step["wait"] == 0, (loop, dict(step.places))
+            assert (step["pinned upload"] == 1) is static
+    if rule != "sampling":
+        assert all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kangaroo", "prompt_lookup", "rest", "lookahead", "medusa+prompt_lookup", "amphista+lookahead"),
+        *("dynamic medusa", "dynamic amphista", "dynamic medusa+prompt_lookup"),
+    ],
+)
+def test_trees_that_differ_from_step_to_step(name: str) -> None:
+    backbone = on_gpu("llama")
+    draft = make_draft(name, backbone)
+    plain = [one.tokens for one in together(backbone, None, None)]
+    assert [one.tokens for one in together(backbone, draft, None)] == plain
+    assert [one.tokens for one in alone(backbone, draft, None)] == plain[:2]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "kangaroo"])
+def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "SIZES", (0, 1, 4))
+    monkeypatch.setattr(choose, "TIMED_TOKENS", 6)
+    monkeypatch.setattr(choose, "TIMED_ROUNDS", 1)
+    backbone = on_gpu("llama")
+    draft, prompts = random_draft(kind, backbone), [[4 + i, 20, 30 + i] for i in range(4)]
+    traces = trace_conversations(backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32)
+    progress = RunProgress(Console(file=io.StringIO()))
+    assert choose.choose_tree(backbone, draft, traces, prompts, progress)
+
+
+@pytest.mark.parametrize("draft", [None, "prompt_lookup"])
+def test_a_loaded_model_answers(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CudaGraphRunner", lambda device: CheckedRunner())
+    model = medusa_train.load(base_model="data/tiny", dtype="float32", draft=draft)
+    assert model.backbone.device.type == "cuda"
+    assert model.generate("Write the word yes three times.", 12)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (lambda x: x + torch.ones(3), DeviceError),
+        (lambda x: int(x.sum()), CaptureError),
+        (lambda x: x[torch.tensor([1, 0], device=x.device)], CaptureError),
+        (lambda x: x[x > 1], CaptureError),
+        (lambda x: x.cpu(), CaptureError),
+    ],
+    ids=["mixed devices", "number", "upload", "mask", "download"],
+)
+def test_faults_are_seen(fault: Callable[[torch.Tensor], object], error: type[Exception]) -> None:
+    x = torch.arange(3.0, device="cuda")
+    with pytest.raises(error), nullcontext() if error is DeviceError else capturing():
+        fault(x)
