@@ -100,9 +100,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
-# --- Models -----------------------------------------------------------------------------------------------------------
-
-
 class Unsupported(Exception):
     """A setting cannot be used with a model on this machine; the message is shown in its row."""
 
@@ -194,9 +191,6 @@ def load_models(
         except Unsupported as error:
             obstacles.append((model, str(error)))
     return loaded, obstacles
-
-
-# --- What is timed ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -346,9 +340,6 @@ def _burst(case: Timed, device: torch.device) -> float:
     return spent
 
 
-# --- The result -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Row:
     """Median milliseconds of one setup by name, and the least that each could take."""
@@ -419,9 +410,6 @@ def _cell(row: Row, name: str) -> str:
         return f"{row.ms[name]:.3f}" if name in row.ms else ""
     ratio = row.over_plain(name)
     return "" if ratio is None else f"{ratio:.2f}"
-
-
-# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:

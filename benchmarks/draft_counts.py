@@ -23,7 +23,6 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Message, is_looping
 from medusa_train.data.dataset import BatchLoader, EncodedDataset, load_datasets
-from medusa_train.data.draft_vocabulary import coverage, token_counts
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.backbone_quality import compare_backbones, has_trained_backbone, load_versions
@@ -34,7 +33,6 @@ from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.generate import Generation
 from medusa_train.io import replace_text
-from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import joint_trees
 from medusa_train.tree_search.traces import AcceptedLength, Trace, trace_answer, trace_conversations
@@ -134,7 +132,6 @@ class DraftCounts:
             "depth": draft.num_heads,
             "parameters": sum(parameter.numel() for parameter in draft.parameters()),
             "tokens": [trained_tokens(run) for run in self._runs],
-            "coverage": self._vocabulary_coverage(draft),
             "quality": self._backbone_quality() if has_trained_backbone(paths) else None,
         }
 
@@ -146,14 +143,6 @@ class DraftCounts:
         """Load the run's training and held-out conversations, unpacked."""
         update = {"sample_packing": False, "dataset_prepared_path": None, **keys}
         return load_datasets(self._run_config.model_copy(update=update), self._chat)
-
-    def _vocabulary_coverage(self, draft: Draft) -> list[float] | None:
-        """Return the shares of training and held-out tokens that heads with a reduced vocabulary can predict."""
-        token_map = getattr(draft, "token_map", None)  # Kangaroo never has one
-        if token_map is None:
-            return None
-        size = self._model.backbone.vocab_size
-        return [coverage(token_counts(text, size), token_map) for text in self._datasets() if len(text)]
 
     def _backbone_quality(self) -> Record:
         """Compare a trained backbone with the original: perplexity and KL in float32."""

@@ -130,19 +130,15 @@ def category_table(titles: Mapping[str, str], rows: Mapping[str, Record], head: 
 
 
 def training_table(titles: Mapping[str, str], training: Mapping[str, Record]) -> str:
-    """Format size and training, with coverage of reduced vocabularies and quality of changed backbones."""
-    covered = any(one["coverage"] for one in training.values())
+    """Format size and training, with the quality of changed backbones."""
     texts = list(dict.fromkeys(text for one in training.values() for text in one["quality"] or {}))
     heads = ["draft", "heads", "extra parameters", "tokens trained on"]
-    heads += ["training and held-out tokens covered"] if covered else []
     for text in texts:
         heads += [f"{text}: perplexity", "KL"]
     lines = []
     for name, one in training.items():
         line = [titles[name], str(one["depth"]), f"{one['parameters']:,}"]
         line.append(" + ".join(f"{number:,}" for number in one["tokens"]))
-        if covered:
-            line.append(" ".join(f"{share:.2%}" for share in one["coverage"] or ()))
         for text in texts:
             quality = (one["quality"] or {}).get(text)
             line += [f"{quality['change']:+.2%}", f"{quality['kl']:.4f}"] if quality else ["", ""]

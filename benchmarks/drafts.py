@@ -42,7 +42,7 @@ from medusa_train.errors import MedusaError  # noqa: E402
 from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.io import replace_text  # noqa: E402
 
-LK, DPACE, DECAY = "head_loss=lk", "head_weights=dpace", "head_weights=decay"
+LK, DPACE = "head_loss=lk", "head_weights=dpace"
 HYDRA = ("hydra.prefix_layer=false", "hydra.num_layers=1", "hydra.soft_targets=0.0")
 
 #: name: title, configuration, overrides. Hydra is Hydra++ without its prefix layer, deeper heads and soft targets.
@@ -66,11 +66,7 @@ VARIANTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "hydra++-lk": ("Hydra++, LK", "hydra", (LK,)),
     "hydra++-dpace": ("Hydra++, D-PACE", "hydra", (DPACE,)),
     "hydra++-lk-dpace": ("Hydra++, LK and D-PACE", "hydra", (LK, DPACE)),
-    "hydra++-decay": ("Hydra++, weights 0.8^k", "hydra", (DECAY,)),
     "amphista-alpha": ("Amphista alpha", "amphista", ("amphista.auto_blocks=2",)),
-    "amphista-no-auto": ("Amphista, no auto-embedding", "amphista", ("amphista.auto_blocks=0",)),
-    "amphista-no-staged": ("Amphista, no staged adaptation", "amphista", ("amphista.adaptation_layers=0",)),
-    "amphista-no-token": ("Amphista, no sampled token", "amphista", ("amphista.sampled_token=false",)),
 }
 #: Comparisons that `--compare` takes by one name; the first draft of each is its reference.
 GROUPS = {
@@ -193,9 +189,6 @@ def benches_of(args: argparse.Namespace) -> list[Bench]:
                 kept.append(question)
         benches.append(replace(bench, questions=tuple(kept)).limited(args.limit))
     return benches
-
-
-# --- Training ---------------------------------------------------------------------------------------------------------
 
 
 def train(stage: Stage, out: Path) -> None:

@@ -125,9 +125,6 @@ class Result:
         return median(self.seconds or [math.inf])
 
 
-# --- Instruments ------------------------------------------------------------------------------------------------------
-
-
 class PeakMemory:
     """Peak memory of this process beyond what it held at construction: resident on a CPU, torch's on a GPU."""
 
@@ -187,9 +184,6 @@ def device_and_precision(case: Case) -> Precision:
 def tensor_bytes(tensors: Iterable[Any]) -> int:
     """Sum the bytes of tensors; other values count nothing."""
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-
-# --- Loss and backward ------------------------------------------------------------------------------------------------
 
 
 def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float]) -> Tensor:
@@ -257,9 +251,6 @@ def measure_loss(case: Case) -> Result:
 
     seconds, value = repeated(step, case)
     return Result(True, seconds, value, case.tokens, peak, accumulating)
-
-
-# --- Whole steps ------------------------------------------------------------------------------------------------------
 
 
 class Step:
@@ -363,9 +354,6 @@ def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> in
     return 4 * (sizes.body + sizes.vocab * sizes.hidden) + 3 * attention + head + 6 * trained
 
 
-# --- The result -------------------------------------------------------------------------------------------------------
-
-
 def megabytes(size: int | None, fits: bool = True) -> str:
     """Format bytes as MB."""
     return "does not fit" if not fits else "" if size is None else f"{size / 1e6:,.0f}"
@@ -443,9 +431,6 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
             note += " **7B shape: without a GPU a small stand-in runs; its figures say nothing about 7B.**"
         parts += [note, step_table(measured)]
     write_page(out, "train", "Cost of training", {"machine": machine, "cases": cases}, parts)
-
-
-# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -66,7 +66,7 @@ def test_all_drafts_are_trained_on_the_same_tokens(prefix: str) -> None:
 
 
 def test_variants_have_the_settings_of_their_names() -> None:
-    cases = cases_of(parse_arguments(["--compare", *drafts.GROUPS, "amphista-no-auto", "hydra++-decay"]))
+    cases = cases_of(parse_arguments(["--compare", *drafts.GROUPS]))
     assert not set(drafts.GROUPS) & set(drafts.VARIANTS)
     assert len({case.name for case in cases}) == len(cases)  # a draft of several comparisons is trained once
     configs = {case.name: case.stages[-1].load() for case in cases}
@@ -74,14 +74,12 @@ def test_variants_have_the_settings_of_their_names() -> None:
     assert [settings[name]["prefix_layer"] for name in ("hydra", "hydra++")] == [False, True]
     assert [configs[name].draft_config.heads_loss.soft_targets for name in ("hydra", "hydra++")] == [0.0, 1.0]
     assert [settings[name]["mlp_size"] for name in ("kangaroo", "kangaroo-published")] == [1536, 0]
-    assert settings["amphista-no-auto"]["auto_blocks"] == 0
     for name in ("hydra", "hydra++", "amphista"):
         assert [settings[f"{name}{end}"]["normalize_embeddings"] for end in ("", "-plain")] == [True, False]
     for name in ("medusa1", "hydra++"):
         losses = {end: configs[f"{name}{end}"].heads_loss for end in ("", "-lk", "-dpace", "-lk-dpace")}
         assert [loss.lk_eta for loss in losses.values()] == [None, 3.0, None, 3.0]
         assert [loss.dpace for loss in losses.values()] == [False, False, True, True]
-    assert configs["hydra++-decay"].heads_loss.decay == 0.8
 
 
 @pytest.mark.parametrize("words", [["--epochs", "2", "--stage-one", "2"], ["--compare", "eagle"]])
@@ -258,4 +256,3 @@ def test_real_trainings_use_equal_tokens(words: list[str], tmp_path: Path) -> No
     tokens = {name: sum(row["tokens"]) for name, row in record["training"].items()}
     assert len(set(tokens.values())) == 1
     assert tokens["medusa1"] > 0
-    assert 0 < record["training"]["vocab24"]["coverage"][0] < 1
