@@ -48,6 +48,8 @@ datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
 
   medusa-train configs/tiny_m1.yaml --print-config
 
+  medusa-train configs/tiny_m1.yaml --doctor
+
 [bold]Output[/bold] in output_dir: heads/ (medusa_lm_head.safetensors in the layout of the public Medusa code and TGI),
 tree.json (the draft tree, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
 
@@ -82,6 +84,9 @@ def train(
         "--inspect",
         help="Show samples with their loss mask, token counts, steps and a memory estimate, then exit.",
     ),
+    doctor: bool = typer.Option(
+        False, "--doctor", help="Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit."
+    ),
     num_gpus: int = typer.Option(
         None, "--num-gpus", metavar="N", help="Train in N processes per machine, one per GPU.", show_default=False
     ),
@@ -94,6 +99,10 @@ def train(
     if schema:
         print(schema_text(TrainConfig, TITLE), end="")
         return 0
+    if doctor:
+        from medusa_train.cli.doctor import doctor as examine
+
+        return examine((lambda: read_arguments(TrainConfig, arguments)) if arguments else None)
     flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
     process, only_print = process_info_from_env(), inspect or print_config
     if process is not None and process.rank > 0:

@@ -1,0 +1,230 @@
+"""Describe this machine on a page for a bug report: `medusa-train --doctor`. Loads no model and no data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_train.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "accelerate", "peft", "bitsandbytes", "deepspeed"),
+    *("flash-attn", "triton", "datasets", "vllm", "ninja"),
+)
+#: NCCL's buffers between the GPUs of a machine; containers have 64 MB by default.
+SHARED_MEMORY = 1 << 30
+TIMEOUT = 3  # seconds for each command
+WITHOUT_TORCH = "torch cannot be imported, so nothing else was checked"
+
+Line = tuple[str, str]
+
+
+def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
+    """Print the page, the choices of a configuration last.
+
+    Args:
+        read_config: reads it; None where none was given.
+
+    Returns:
+        0 if this machine can train, 1 if torch or transformers cannot be imported.
+
+    Raises:
+        ConfigError: the configuration is invalid; the rest is printed before.
+    """
+    usable = True
+    for name, value in machine():
+        print(f"{name}: {value}", flush=True)
+        usable = usable and value != WITHOUT_TORCH
+    if read_config is not None and usable:
+        for name, value in choices(read_config()):
+            print(f"{name}: {value}", flush=True)
+    return 0 if usable else 1
+
+
+def machine() -> Iterator[Line]:
+    """Yield what this machine has; what cannot be found out says why."""
+    yield "medusa-train", _version("medusa-train")
+    yield "Python", f"{platform.python_version()} at {sys.executable}"
+    yield "system", f"{platform.platform()}, {os.cpu_count()} cores, memory {_ask(_memory)}"
+    yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    yield "C++ compiler", _ask(_compiler)
+    yield "nvidia-smi", _ask(_driver)
+    if (failure := _ask(_import_libraries)) != "imported":
+        yield "torch", failure
+        yield "result", WITHOUT_TORCH
+        return
+    import torch
+
+    from medusa_train.models.precision import default_device, emulates_bf16, has_fast_bf16
+
+    device = default_device()
+    yield "torch", f"built for CUDA {torch.version.cuda}; {_ask(lambda: f'{torch.cuda.device_count()} GPUs visible')}"
+    for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
+        yield f"GPU {index}", _ask(lambda index=index: _gpu(index))  # type: ignore[misc]
+    yield "environment", _environment()
+    yield "NCCL", _ask(_nccl) if device.type == "cuda" else "not used without a GPU; gloo connects processes"
+    yield "/dev/shm", _ask(_shared_memory)
+    yield "bitsandbytes", _ask(lambda: _bitsandbytes(device))
+    yield "attention of packed rows", _ask(lambda: _attention(device, torch.bfloat16))
+    yield "torch.compile", _ask(lambda: _compile(device))
+    fast = _ask(lambda: "fast" if has_fast_bf16(device) else "emulated" if emulates_bf16(device) else "slow")
+    yield "bfloat16", fast
+    yield "CUDA graphs", _ask(_capture) if device.type == "cuda" else "none without a GPU; steps run as they are"
+
+
+def choices(cfg: TrainConfig) -> Iterator[Line]:
+    """Yield what a configuration asks for and what it gets on this machine."""
+    import torch
+
+    from medusa_train.models.precision import choose_precision, default_device
+    from medusa_train.training.optim import build_optimizer
+
+    device = default_device()
+    precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
+    asked = "fp16: true" if cfg.fp16 else f"bf16: {str(cfg.bf16).lower()}"
+    yield asked, f"computes in {precision}" + (", since a CPU is slow in float16" if cfg.fp16 and not _gpus() else "")
+    group = {"params": [torch.nn.Parameter(torch.zeros(1, device=device))], "lr": 0.0, "weight_decay": 0.0}
+    yield f"optimizer: {cfg.optimizer}", _ask(lambda: build_optimizer(cfg.optimizer, [group], device)[1] or "as asked")
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(cfg, key):
+            yield f"{key}: true", _ask(lambda: _bitsandbytes(device))
+    if cfg.sample_packing:
+        yield "sample_packing: true", _ask(lambda: _attention(device, precision.dtype))
+    if cfg.torch_compile:
+        yield "torch_compile: true", _ask(lambda: _compile(device))
+    if cfg.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
+        yield "deepspeed", "is not installed, so training stops: pip install deepspeed"
+
+
+def _ask(question: Callable[[], str]) -> str:
+    """Return the answer, or the error in one line: a part that is missing or broken is what the page is for."""
+    try:
+        return question()
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    return done.stdout.strip()
+
+
+def _memory() -> str:
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    return _gib(int(total.split()[1]) << 10)
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def _compiler() -> str:
+    name = os.environ.get("CXX", "g++")
+    if shutil.which(name) is None:
+        return f"{name} not found: compile: true and training in several processes need one"
+    return _output(name, "--version").partition("\n")[0]
+
+
+def _driver() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "not found"
+    query = "--query-gpu=index,name,memory.total,driver_version,compute_cap"
+    return "; ".join(_output("nvidia-smi", query, "--format=csv,noheader").splitlines())
+
+
+def _import_libraries() -> str:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    return "imported"
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    name = torch.cuda.get_device_name(index)
+    return f"{name}, compute capability {major}.{minor}, {_gib(free)} free of {_gib(total)}"
+
+
+def _environment() -> str:
+    names = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_", "DS_", "CXX", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(names)]
+    return ", ".join(found) or "no variable of CUDA, NCCL, OpenMP or PyTorch is set"
+
+
+def _nccl() -> str:
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _shared_memory() -> str:
+    usage = shutil.disk_usage("/dev/shm")
+    little = usage.free < SHARED_MEMORY and _gpus() > 1
+    return f"{_gib(usage.free)} free" + (": too little for NCCL; start containers with --shm-size=8g" if little else "")
+
+
+def _bitsandbytes(device: torch.device) -> str:
+    from medusa_train.models.loading import bitsandbytes_obstacle
+
+    obstacle = bitsandbytes_obstacle(device)
+    if obstacle is not None:
+        return f"not usable: {obstacle}"
+    return f"has a library for the {'GPU' if device.type == 'cuda' else 'CPU'}"
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> str:
+    from transformers.utils import is_flash_attn_2_available
+
+    from medusa_train.models.document_attention import flash_obstacle, uses_varlen_kernel
+
+    installed = is_flash_attn_2_available()
+    obstacle = flash_obstacle(device.type, dtype, capped=False, supported=True, installed=installed)
+    if obstacle is None:
+        return "flash-attn's varlen kernel, if the model supports it"
+    other = "torch's varlen kernel" if uses_varlen_kernel(device, dtype, 64) else "one sdpa call per document"
+    return f"{other} ({obstacle})"
+
+
+def _compile(device: torch.device) -> str:
+    from medusa_train.models.compiled import has_compiler
+
+    needed = "a C++ compiler" if device.type == "cpu" else "Triton"
+    return "can compile" if has_compiler(device) else f"not usable, passes run uncompiled: it needs {needed}"
+
+
+def _capture() -> str:
+    import torch
+
+    numbers = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.add_(1)
+    graph.replay()
+    return "work" if numbers.tolist() == [1.0] * 8 else f"failed: a replay gave {numbers.tolist()}"
