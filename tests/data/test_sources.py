@@ -31,14 +31,15 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     assert [c.source for c in one.conversations] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]
     all_of_them = read_source(DatasetConfig(path=str(tmp_path)))
     assert [c.source.rpartition("/")[2] for c in all_of_them.conversations] == ["a.json:1", "b.jsonl:1", "b.jsonl:2"]
-
-
-def test_bad_records_of_a_directory_are_gathered(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(LINE + "x\n")
-    (tmp_path / "b.jsonl").write_text("y\n" + LINE)
+    (tmp_path / "a.json").write_text("x\n" + LINE)
+    (tmp_path / "b.jsonl").write_text(LINE + "y\n")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
-    assert len(result.conversations) == 2
-    assert len(result.skipped) == 2
+    assert (len(result.conversations), len(result.skipped)) == (2, 2)
+    for path in (tmp_path, tmp_path / "b.jsonl"):
+        with pytest.raises(ConfigError, match="split and name cannot be used with"):
+            open_source(DatasetConfig(path=str(path), split="test", name="main"))
+        # train is all of a file, as `datasets` has it and as YAMLs of Axolotl say
+        assert open_source(DatasetConfig(path=str(path), split="train")) == open_source(DatasetConfig(path=str(path)))
 
 
 @pytest.mark.parametrize("name", ["data/seeds/none.jsonl", "none.json", "./none", "/none", "~/none", "a.parquet"])
@@ -80,21 +81,6 @@ def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
     assert open_source(DatasetConfig(path=str(path))).fingerprint() != first
 
 
-@pytest.mark.parametrize("keys", [{"split": "test"}, {"name": "main"}, {"split": "test", "name": "main"}])
-def test_a_split_of_a_file_is_refused(tmp_path: Path, keys: dict[str, str]) -> None:
-    (tmp_path / "a.jsonl").write_text(LINE)
-    for path in (tmp_path, tmp_path / "a.jsonl"):
-        with pytest.raises(ConfigError, match=f"{' and '.join(keys)} cannot be used with .* a local path"):
-            open_source(DatasetConfig(path=str(path), **keys))
-
-
-def test_the_split_train_of_a_file_is_all_of_it(tmp_path: Path) -> None:
-    """As `datasets` has it, and as YAMLs of Axolotl say it beside files."""
-    (tmp_path / "a.jsonl").write_text(LINE)
-    source = open_source(DatasetConfig(path=str(tmp_path / "a.jsonl"), split="train"))
-    assert source.fingerprint() == open_source(DatasetConfig(path=str(tmp_path / "a.jsonl"))).fingerprint()
-
-
 def open_both(name: str) -> list[LocalFiles | HubSplit]:
     """What training and self-distillation read under a name."""
     return [open_source(DatasetConfig(path=name)), open_seed_dataset(name)]
@@ -117,17 +103,15 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monke
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LINE)
         assert open_both("sharegpt") == [LocalFiles((path,))] * 2
+    (tmp_path / "sharegpt").mkdir()
+    (tmp_path / "sharegpt" / "a.jsonl").write_text(LINE)
+    assert open_source(DatasetConfig(path="sharegpt")) == LocalFiles((Path("sharegpt/a.jsonl"),))  # any local path
+    (tmp_path / "sharegpt" / "a.jsonl").unlink()
+    (tmp_path / "sharegpt").rmdir()
     (tmp_path / "sharegpt.json").write_text(LINE)
     monkeypatch.setenv(sources.SEED_DIR_VARIABLE, str(tmp_path))
     assert open_both("sharegpt") == [LocalFiles((tmp_path / "sharegpt.json",))] * 2
     assert len(asked) == 2
-
-
-def test_a_local_path_is_read_in_training_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sharegpt").mkdir()
-    (tmp_path / "sharegpt" / "a.jsonl").write_text(LINE)
-    assert open_source(DatasetConfig(path="sharegpt")) == LocalFiles((Path("sharegpt/a.jsonl"),))
 
 
 @pytest.mark.parametrize(

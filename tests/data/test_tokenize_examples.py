@@ -73,11 +73,6 @@ def test_what_was_cut_off_makes_no_difference_to_the_key(encoder: ChatEncoder, c
     assert whole.key == one.content_key
 
 
-def test_nothing_to_learn(encoder: ChatEncoder, chat: Chat) -> None:
-    assert encode_example(chat("A"), encoder, 100) == (None, "unsupervised")
-    assert encode_example(chat("A", "B"), encoder.with_settings(roles=["system"]), 100) == (None, "unsupervised")
-
-
 def test_prompts_end_where_answers_start(encoder: ChatEncoder, chat: Chat) -> None:
     conversation = chat("A", "B 1.", "C", "D")
     example, _ = encode_example(conversation, encoder, 10_000)
@@ -86,6 +81,8 @@ def test_prompts_end_where_answers_start(encoder: ChatEncoder, chat: Chat) -> No
     everything, _ = encode_example(conversation, encoder.with_settings(train_on_inputs=True), 10_000)
     assert everything is not None
     assert everything.prompts() == []
+    assert encode_example(chat("A"), encoder, 100) == (None, "unsupervised")
+    assert encode_example(chat("A", "B"), encoder.with_settings(roles=["system"]), 100) == (None, "unsupervised")
 
 
 def test_holding_out_ignores_order_and_keeps_equals_together() -> None:
