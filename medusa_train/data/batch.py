@@ -112,10 +112,6 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     A segment tree over the free space of each row finds the first fit, so n documents take O(n log n).
 
-    Args:
-        lengths: tokens of each document, 1 to `capacity`.
-        capacity: tokens per row.
-
     Returns:
         The rows as lists of indices into `lengths`; every index occurs once.
 

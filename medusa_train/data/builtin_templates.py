@@ -121,13 +121,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 def get_template(name: str) -> Template:
-    """Return a built-in template by name, or the template in a Jinja file.
-
-    A file is relative to the working directory or the project's root.
-
-    Raises:
-        ConfigError: unknown name, suggests the closest one; or the file cannot be read.
-    """
+    """Return a built-in template by name, or that in a Jinja file, relative to the working directory or the project."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name.endswith(TEMPLATE_SUFFIX):

@@ -26,9 +26,8 @@ _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 class Message:
     """One message of a chat.
 
-    Attributes:
-        token_ids: of a generated answer whose content tokenizes otherwise, its tokens without the end token.
-        is_cut: whether a generated answer reached the length limit, so that it has no end token.
+    `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the end token. `is_cut`:
+    a generated answer reached the length limit, so that it has no end token.
     """
 
     role: Role
@@ -127,11 +126,7 @@ def without_reasoning(text: str) -> str:
 
 
 def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) -> bool:
-    """Return whether some n-gram of `length` words or tokens occurs `times` times or more, overlaps included.
-
-    Args:
-        text: a string, which is split into words and symbols, or a sequence of tokens.
-    """
+    """Return whether some n-gram of `length` words and symbols, or tokens, occurs `times` times, overlaps included."""
     tokens = _WORDS.findall(text) if isinstance(text, str) else text
     ngrams = Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
     return max(ngrams.values(), default=0) >= times

@@ -45,14 +45,10 @@ class Datastore:
         self.size = len(self._tokens) - len(parts)
         self.seconds = time.perf_counter() - started
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of tokens and suffix array."""
-        return self._tokens.nbytes + self._suffixes.nbytes
-
     def describe(self) -> str:
         """Return size, memory and sorting time in one phrase."""
-        return f"{self.size:,} tokens, {self.num_bytes / 1e6:,.1f} MB, sorted in {self.seconds:.1f} s"
+        megabytes = (self._tokens.nbytes + self._suffixes.nbytes) / 1e6
+        return f"{self.size:,} tokens, {megabytes:,.1f} MB, sorted in {self.seconds:.1f} s"
 
     def continuations(self, recent: Sequence[int], length: int, count: int) -> list[list[int]]:
         """Return what follows the longest end of `recent` that occurs.
@@ -108,11 +104,7 @@ def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
 
 
 def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
-    """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet), or from any text.
-
-    Raises:
-        DataError: the file cannot be read, has invalid records, or holds no text.
-    """
+    """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet), or from any text."""
     if path.suffix in CHAT_FILES:
         chats = read_conversations(path).conversations
         texts = [message.content for chat in chats for message in chat.messages if message.role == "assistant"]

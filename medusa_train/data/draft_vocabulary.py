@@ -24,11 +24,7 @@ def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
 
 
 def choose_draft_vocabulary(cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int) -> Tensor | None:
-    """Return the tokens that heads predict, long [N] in ascending order; None for all of the backbone's.
-
-    Raises:
-        ConfigError: the size is less than the number of special tokens in the data.
-    """
+    """Return the tokens that heads predict, long [N] in ascending order; None for all. Raises: `frequent_tokens`."""
     size = cfg.draft_config.settings.get("vocab_size")
     if size is None:
         return None

@@ -57,15 +57,11 @@ class Example:
 def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[list[Example], Outcome]:
     """Tokenize a conversation into rows of at most `max_length` tokens, truncating each after a complete answer.
 
-    Tokens after the last supervised one are dropped. A row that is still too long keeps as many complete answers as
-    fit.
+    Tokens after the last supervised one are dropped.
 
     Returns:
-        The rows (see `ChatEncoder.encode`) and "complete" or "truncated"; or an empty list and the reason: "too_long"
-        (every row's first answer ends beyond `max_length`) or "unsupervised" (no answer, or no supervised token).
-
-    Raises:
-        DataError: the template does not support the conversation.
+        The rows (see `ChatEncoder.encode`, also for the errors) and "complete" or "truncated"; or an empty list and the
+        reason: "too_long" (every row's first answer ends beyond `max_length`) or "unsupervised" (no supervised token).
     """
     rows = [row for row in (row.trimmed() for row in encoder.encode(conversation)) if row is not None and row.ids]
     if not rows:
@@ -96,13 +92,11 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool
     """Choose the validation set by content.
 
     Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all conversations is
-    reached. So the split does not depend on the order of files, and duplicates are on the same side of it.
+    reached. So the split does not depend on the order of files, and duplicates are on the same side of it. If `share`
+    is above 0 and there are two contents, at least one is held out and at least one is left.
 
     Args:
         keys: `Example.key` of each conversation.
-        share: fraction to hold out, 0 to below 1. If above 0 and there are two contents, at least one is held out and
-            at least one is left.
-        seed: random seed.
 
     Returns:
         For each conversation whether it is in the validation set.

@@ -70,7 +70,6 @@ def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool =
     """Read every chat of a JSON, JSON Lines or parquet file.
 
     Args:
-        path: the file.
         type: record format, one of `RECORD_TYPES`; "auto" detects it by the keys of each record.
         skip_bad: skip invalid records and list them in `skipped` instead of raising.
 

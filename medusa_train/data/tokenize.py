@@ -93,23 +93,10 @@ class ChatEncoder:
             (reasoning_tags[0], reasoning_tags[1]),
         )
 
-    def with_settings(
-        self,
-        *,
-        template: str | None = None,
-        roles: Collection[Role] = ASSISTANT,
-        train_on_inputs: bool = False,
-        reasoning_tags: ReasoningTags = REASONING_TAGS,
-    ) -> ChatEncoder:
-        """Return an encoder with the same tokenizer and other settings; `template` None keeps the template."""
-        return ChatEncoder(
-            self.tokenizer,
-            template if template is not None else self.template_name,
-            self.template.kwargs,
-            roles=roles,
-            train_on_inputs=train_on_inputs,
-            reasoning_tags=reasoning_tags,
-        )
+    def with_settings(self, *, template: str | None = None, **settings: Any) -> ChatEncoder:
+        """Return an encoder with the same tokenizer, other `settings`, and another template unless it is None."""
+        name = template if template is not None else self.template_name
+        return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
     @property
     def pad_id(self) -> int:
