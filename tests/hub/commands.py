@@ -1,7 +1,4 @@
-"""Commands in processes of their own that are forked from one that has imported everything: a second each, not ten.
-
-`Commands` starts that process, with the variables that libraries read once (HF_ENDPOINT, HF_HOME).
-"""
+"""Commands in processes of their own that are forked from one that has imported everything: a second each, not ten."""
 
 from __future__ import annotations
 
@@ -11,44 +8,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Finished:
-    """A command that has ended: its exit code, wall time, and what it printed (stdout and stderr)."""
-
-    code: int
-    seconds: float
-    output: str
+_MODULES = {"medusa-train": "train", "medusa-selfdistill": "selfdistill", "medusa-eval": "evaluate"}
 
 
 class Commands:
-    """Runs commands in the directory `place`."""
+    """Runs commands in the directory `place`, with variables that libraries read once (HF_ENDPOINT, HF_HOME)."""
 
     def __init__(self, place: Path, environment: Mapping[str, str]) -> None:
         self.place = place
         self._output = place / "output.txt"
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._output)],
-            cwd=place,
-            env=os.environ | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, __file__, str(self._output)]
+        self._process = subprocess.Popen(command, cwd=place, env=os.environ | environment, text=True, **pipes)
 
-    def run(self, *words: str) -> Finished:
-        """Run `medusa-train`, `configs/tiny_m1.yaml`, for instance; raise AssertionError unless it succeeds."""
+    def run(self, *words: str) -> tuple[float, str]:
+        """Run `medusa-train`, `configs/tiny_m1.yaml`, for instance; return the seconds and what it printed.
+
+        Raises:
+            AssertionError: the command failed.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
         code, seconds = json.loads(self._process.stdout.readline())
-        finished = Finished(code, seconds, self._output.read_text(encoding="utf-8"))
-        assert finished.code == 0, f"{' '.join(words)}\n{finished.output}"
-        return finished
+        output = self._output.read_text(encoding="utf-8")
+        assert code == 0, f"{' '.join(words)}\n{output}"
+        return seconds, output
 
     def close(self) -> None:
         """End the process."""
@@ -56,15 +45,10 @@ class Commands:
 
 
 def _serve(output: str) -> None:
-    import medusa_train.cli.entry as entry
-    import medusa_train.cli.evaluate
-    import medusa_train.cli.export
-    import medusa_train.cli.selfdistill
-    import medusa_train.cli.train
-    import medusa_train.evaluation.run
-    import medusa_train.training.run  # noqa: F401
+    from medusa_train.cli import entry
 
-    names = {"medusa-train": "train", "medusa-selfdistill": "selfdistill", "medusa-eval": "evaluate"}
+    for name in ("cli.evaluate", "cli.export", "cli.selfdistill", "cli.train", "evaluation.run", "training.run"):
+        import_module(f"medusa_train.{name}")
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         words = json.loads(line)
@@ -75,7 +59,7 @@ def _serve(output: str) -> None:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             sys.argv = words
-            getattr(entry, names.get(words[0], "export"))()
+            getattr(entry, _MODULES.get(words[0], "export"))()
             sys.exit()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(json.dumps([code, time.perf_counter() - started]), file=answers, flush=True)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -74,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer `paths-info`."""
         form = self.rfile.read(int(self.headers.get("Content-Length", "0"))).decode()
         kind, repo, _ = self._parse()
-        paths = json.loads(form)["paths"] if form.startswith("{") else []
+        paths = json.loads(form)["paths"] if form.startswith("{") else parse_qs(form)["paths"]
         folder = self.server.root / kind / repo
         self._json([_entry(folder, folder / path) for path in paths if (folder / path).exists()])
 
@@ -98,10 +99,10 @@ class _Handler(BaseHTTPRequestHandler):
             base = folder / "/".join(rest[2:])
             if not base.is_dir():
                 return self._refuse(404, "EntryNotFound")
-            return self._json([_entry(folder, path) for path in _files(base)])
-        siblings = [{"rfilename": str(path.relative_to(folder))} for path in _files(folder)]
-        info = {"id": repo, "sha": COMMIT, "private": False, "gated": False, "tags": [], "siblings": siblings}
-        return self._json(info)
+            paths = sorted(base.rglob("*") if "recursive=true" in self.path.lower() else base.iterdir())
+            return self._json([_entry(folder, path) for path in paths])
+        siblings = [{"rfilename": str(file.relative_to(folder))} for file in folder.rglob("*") if file.is_file()]
+        return self._json({"id": repo, "sha": COMMIT, "tags": [], "siblings": siblings})
 
     def _file(self, path: Path, with_content: bool) -> None:
         if not path.is_file():
@@ -152,11 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
             super().log_message(format, *args)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _entry(folder: Path, path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        return {"type": "directory", "path": str(path.relative_to(folder)), "oid": "0"}
     oid = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size, "oid": oid}
 

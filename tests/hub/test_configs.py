@@ -38,15 +38,15 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> None:
     two_stages = "stage_one" in yaml.safe_load(config.read_text(encoding="utf-8"))
     steps = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
-    done = commands.run("medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps)
+    seconds, output = commands.run("medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps)
     run = commands.place / "runs" / config.stem
     trained = [run, run / "stage_one"] if two_stages else [run]
     for stage in trained:
-        assert (stage / "heads" / "config.json").is_file(), done.output
+        assert (stage / "heads" / "config.json").is_file(), output
         assert json.loads((stage / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
     assert (run / "stage_one").is_dir() == two_stages
     with (commands.place / "seconds.txt").open("a") as file:
-        file.write(f"{config.stem} {done.seconds:.1f}\n")
+        file.write(f"{config.stem} {seconds:.1f}\n")
 
 
 def test_the_commands_of_the_readme(commands: Commands) -> None:
@@ -57,15 +57,15 @@ def test_the_commands_of_the_readme(commands: Commands) -> None:
     )
     answers = [json.loads(line) for line in (commands.place / chats).read_text(encoding="utf-8").splitlines()]
     assert {answer["model"] for answer in answers} == {VICUNA}
-    trained = commands.run(
+    _, output = commands.run(
         *("medusa-train", "configs/vicuna7b_m2.yaml", "output_dir=runs/mine", "val_set_size=0.3"),
         *(f"datasets=[{{path: {chats}, type: messages, conversation: vicuna_v1.1}}]", "max_steps=2"),
         "stage_one.max_steps=2",
     )
     run = commands.place / "runs" / "mine"
-    assert (run / "tree.json").is_file(), trained.output
-    measured = commands.run("medusa-eval", "--bench", "mtbench", "--model", "runs/mine")
+    assert (run / "tree.json").is_file(), output
+    _, output = commands.run("medusa-eval", "--bench", "mtbench", "--model", "runs/mine")
     report = json.loads((run / "eval" / "mtbench" / "report.json").read_text(encoding="utf-8"))
-    assert report["overall"]["answers"] == 8, measured.output
+    assert report["overall"]["answers"] == 8, output
     commands.run("medusa-export", "runs/mine", "--to", "vllm")
     assert json.loads((run / "export" / "vllm" / "config.json").read_text(encoding="utf-8"))["model_type"] == "medusa"

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.hub.server import StandInHub, serve
@@ -100,6 +102,15 @@ def test_a_damaged_download_is_never_used(hub: StandInHub, run, tmp_path: Path) 
     hub.damaged.add(FILE)
     assert "FetchError: the download was damaged and is deleted; run the command again" in run()
     assert fetched(tmp_path / "home") == []
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_name(run, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "datasets" / "somebody" / "parquet" / "data"
+    folder.mkdir(parents=True)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}] * 3), folder / "train-0.parquet")
+    program = "from medusa_train.data.sources import *; source = open_source(DatasetConfig(path='somebody/parquet'))\n"
+    assert run(program + "print(len(source.read('auto', skip_bad=False).conversations))") == "3\n"
 
 
 def test_a_refusal_says_what_to_do(hub: StandInHub, run) -> None:
