@@ -10,20 +10,17 @@ import decode
 import decode_steps
 import pytest
 import torch
-from decode import Row, Setup, Timed, Unsupported, likely_tree
-from decode_steps import LOOP_TOKENS, Context, Loop, StaticContext, how_steps_run
+from decode import Setup, Timed, likely_tree
+from decode_steps import Context, StaticContext, how_steps_run
 from shapes import (
     SHAPES,
     Rates,
     Sizes,
     llama_config,
-    matrix_rate,
     quantize_nf4,
     random_model,
-    read_bandwidth,
 )
 
-from medusa_train.errors import BackboneError
 from medusa_train.inference.accept import accept
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
@@ -191,13 +188,6 @@ def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.Mo
     assert torch.equal(compiled.cache._storage[..., :123, :], before)
 
 
-def test_the_loop_restarts(backbone: Backbone, draft: MedusaDraft) -> None:
-    loop = Loop(backbone, draft, Tree.chain(3), 12)
-    for _ in range(2 * LOOP_TOKENS):
-        loop.prepare()
-        loop()
-
-
 def test_cases_take_turns_and_one_that_does_not_fit_drops_out() -> None:
     order: list[str] = []
 
@@ -214,11 +204,6 @@ def test_cases_take_turns_and_one_that_does_not_fit_drops_out() -> None:
     assert order == ["plain"] * 4 + ["tree"] * 4 + ["full"] + ["plain"] * 4 + ["tree"] * 4
     assert [len(case.seconds) for case in cases] == [6, 6, 0]
     assert cases[2].obstacle == "does not fit"
-
-
-def test_rates_are_measured() -> None:
-    assert read_bandwidth(CPU, 0.0, size=1 << 20) > 0
-    assert matrix_rate(CPU, torch.float32, 0.0, width=64) > 0
 
 
 def test_random_models_are_made_in_their_dtype_and_in_4_bits() -> None:
@@ -243,40 +228,6 @@ def test_models_that_do_not_fit_together_are_left_out(monkeypatch: pytest.Monkey
         assert list(loaded.values()) == fit
         assert [model[0] for model, _ in obstacles] == [name for name in args.dtypes if name not in fit]
         assert all(text.startswith("does not fit: needs ") for _, text in obstacles)
-
-
-def test_settings_that_cannot_be_used_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = decode.Shape.of(str(write_backbone(tmp_path / "model")))
-    monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
-    with pytest.raises(Unsupported, match="not prepacked: no faster here"):
-        shape.load("float32", "prepacked", CPU)
-    with pytest.raises(Unsupported, match="on CPUs only"):
-        shape.load("float32", "prepacked", torch.device("cuda"))
-
-    def refuse(backbone: Backbone) -> None:
-        raise BackboneError("compile: small has sliding windows; leave the key out")
-
-    monkeypatch.setattr(Backbone, "compile_passes", refuse)
-    with pytest.raises(Unsupported, match=r"^not compiled: small has sliding windows$"):
-        shape.load("float32", "compiled", CPU)
-
-
-def row(context: int, setting: str, plain: float) -> Row:
-    ms = {"plain": plain, "tree 16": 1.5 * plain, "heads": 0.5, "loop, plain": 8.0, "loop, tree 16": 10.0}
-    floors = {name: value / 2 for name, value in ms.items()}
-    return Row(replace(SETUP, context=context, setting=setting), ms, floors)
-
-
-def test_the_page_shows_ratios(tmp_path: Path) -> None:
-    rows = [row(128, "stock", 4.0), Row(SETUP, obstacle="does not fit")]
-    text = decode.write_report(tmp_path, decode.machine_facts("decode.py", []), RATES, rows)
-    assert "| tiny | 128 | float32 | stock | passes | 4.000 | 0.50 | 1.50 | 0.500 | 1.25 |" in text
-    assert "| tiny | 128 | float32 | stock | does not fit |" in text
-    assert "Not run on a GPU" in text
-    first, second = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert first["ms_and_floor"]["tree 16"] == [6.0, 3.0]
-    assert first["steps"] == "passes"
-    assert second["obstacle"] == "does not fit"
 
 
 @pytest.mark.usefixtures("as_if_compiled")

@@ -136,20 +136,6 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
         assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
 
 
-def test_many_requests_are_under_way_at_a_time(tmp_path: Path) -> None:
-    with serving(seconds=0.05) as server:
-        stats = run(tmp_path / "out.jsonl", seeds(24, turns=2), engine(server.url, concurrency=8))
-        assert 4 <= server.busiest <= 8
-    assert (stats.written, stats.turns) == (24, 48)
-    for line in (tmp_path / "out.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        number = record["id"][1:]
-        assert [message["content"] for message in record["messages"]][2:] == [
-            f"question {number}.1",
-            f"answer to question {number}.1",
-        ]
-
-
 def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp_path: Path) -> None:
     def script(number: int, body: dict) -> fake_server.Reply:
         asked = body["messages"][-1]["content"]
@@ -161,21 +147,6 @@ def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp
         stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=2))
     assert sorted(ids(tmp_path / "out.jsonl")) == ["s1", "s2", "s5"]
     assert dict(stats.dropped) == {"refused": 2, "context": 1}
-
-
-def test_a_server_with_a_short_context_gets_shorter_answers_and_only_long_prompts_are_dropped(tmp_path: Path) -> None:
-    message = (
-        "maximum context length is {context} tokens. However, you requested {total} tokens ({prompt} in the messages"
-    )
-    prompts = [Prompt(f"s{words}", ("word " * words, "more")) for words in (5, 15, 25, 90)]
-    with serving(fake_server.short_context(60, message, answer=12)) as server:
-        asking = engine(server.url)
-        stats = run(tmp_path / "out.jsonl", prompts, asking)
-    assert sorted(ids(tmp_path / "out.jsonl")) == ["s15", "s25", "s5"]
-    # s25: 25 + 12 words, then 38 + 12; s90: nothing fits
-    assert dict(stats.dropped) == {"context": 2}
-    assert (stats.written, stats.turns, stats.empty) == (3, 6, 1)
-    assert asking.stats()["requests shortened to the context"]
 
 
 @pytest.mark.parametrize(("length", "reason"), [(64, "length"), (63, "context")])
@@ -199,15 +170,6 @@ def test_a_server_that_refuses_everything_ends_the_run_and_nothing_is_noted_as_d
     ):
         run(tmp_path / "out.jsonl", seeds(count), engine(server.url))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_refused_key_ends_the_run_at_once(tmp_path: Path) -> None:
-    with (
-        serving(lambda n, body: error(401, "no key") if n >= 5 else None) as server,
-        pytest.raises(ServerError, match="401"),
-    ):
-        run(tmp_path / "out.jsonl", seeds(40), engine(server.url, concurrency=1))
-    assert len(ids(tmp_path / "out.jsonl")) == 5
 
 
 class Restarted:

@@ -63,15 +63,6 @@ def test_a_conversation_that_two_shards_hold_is_taken_once_and_one_that_is_no_se
     assert (merged.conversations, merged.dropped) == (3, 0)
 
 
-def test_a_torn_line_of_a_killed_shard_is_mended(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    part = shard_output(out, Shard(1, 1))
-    fill(part, ["c0", "c1"])
-    part.write_bytes(part.read_bytes()[:-3])
-    assert merge(out, SETTINGS, SEEDS).conversations == 1
-    assert ids(out) == ["c0"]
-
-
 def test_other_settings_no_shards_and_running_shards_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(DataError, match="nothing to merge"):

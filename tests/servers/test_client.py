@@ -332,48 +332,6 @@ def test_the_limit_is_halved_once_per_round_and_grows_by_one_per_round() -> None
     assert slots.limit == 64
 
 
-@pytest.mark.usefixtures("no_jitter")
-def test_the_limit_stays_at_one_and_pauses_grow() -> None:
-    slots, pauses, now = Slots(2), [], 0.0
-    for _ in range(9):
-        slots.failed(now, now, OVERLOADED)
-        pauses.append(slots.resume_at - now)
-        now = slots.resume_at
-    assert slots.limit == 1
-    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    slots.answered(accepted=True)
-    slots.failed(now, now, OVERLOADED)
-    assert slots.resume_at == now + 0.5
-
-
-def test_retry_after_pauses_the_server_but_not_for_longer_than_the_run_waits() -> None:
-    slots = Slots(8, longest_pause=100.0)
-    slots.failed(0.0, 0.0, Fault("", "overloaded", 7.0))
-    assert (slots.free(6.9), slots.free(7.0)) == (0, 4)
-    slots.failed(7.0, 7.0, Fault("", "overloaded", 86_400.0))
-    assert slots.resume_at == 107.0
-
-
-@pytest.mark.usefixtures("no_jitter")
-def test_an_unreachable_server_is_probed_with_one_request_at_a_time() -> None:
-    slots = Slots(8)
-    for sent in [slots.take(0.0) for _ in range(4)]:
-        slots.give_back(sent)
-        slots.failed(sent, 1.0, UNREACHABLE)
-    assert slots.down
-    assert slots.resume_at == 1.5  # 4 failures of one outage pause it once
-    assert (slots.free(1.4), slots.free(1.5)) == (0, 1)
-    probe = slots.take(1.5)
-    assert slots.free(1.6) == 0
-    slots.give_back(probe)
-    slots.failed(probe, 1.6, UNREACHABLE)
-    assert slots.resume_at == 2.6
-    slots.give_back(slots.take(2.6))
-    slots.answered(accepted=True)
-    assert not slots.down
-    assert slots.free(2.6) == 8
-
-
 def test_a_server_that_only_fails_counts_as_down_and_single_failures_do_not() -> None:
     slots = Slots(8)
     for _ in range(2):
