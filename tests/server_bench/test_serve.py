@@ -15,8 +15,7 @@ import pytest
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
-from medusa_train.server_bench.serve import Session, plan_sessions
-from medusa_train.server_bench.vllm_process import serve_command, vllm_version
+from medusa_train.server_bench.serve import Session, plan_sessions, serve_command, vllm_version
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.server_bench.servers import write_questions
 

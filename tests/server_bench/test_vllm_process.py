@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.server_bench.vllm_process import TAIL_LINES, VLLMServer
+from medusa_train.server_bench.serve import TAIL_LINES, VLLMServer
 
 LEAKS = """nanobind: leaked 12 instances!
  - leaked instance 0x7f10c0a0 of type "xgrammar.xgrammar_bindings.CompiledGrammar"

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.vllm_process import SERVED_NAME, VLLMServer, free_port, serve_command
+from medusa_train.server_bench.serve import SERVED_NAME, VLLMServer, free_port, serve_command
 from tests.serving.conftest import HEADS, MAX_TOKENS, TINY, Chain, Export, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving"), pytest.mark.timeout(3600)]
