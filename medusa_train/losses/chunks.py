@@ -20,7 +20,7 @@ from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
 from medusa_train.losses.row_losses import RowLoss, label_terms, lk_terms, soft_cross_entropy_terms
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-#: Chunks of a GPU grow up to so many bytes, and to this share of the memory that no process has taken.
+#: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has taken.
 _MAX_CHUNK_BYTES, _FREE_SHARE = 2 << 30, 1 / 8
 _MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
@@ -32,16 +32,16 @@ class Teacher(NamedTuple):
     Attributes:
         hidden: [N, d'], aligned with the student's rows.
         lm_head: over the same V tokens; its LoRA branch is applied without dropout.
-        ahead: row n of the student is compared with row n + ahead of the teacher.
-        share: weight of the teacher in the target; the label has the rest.
+        shift: row n of the student is compared with row n + shift of the teacher.
+        teacher_weight: weight of the teacher in the target; the label has the rest.
         divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same gradient.
         log_mass: [N], see `log_mass`, where `lm_head` is restricted to a reduced vocabulary; only the LK loss reads it.
     """
 
     hidden: Tensor
     lm_head: LMHeadLike
-    ahead: int
-    share: float
+    shift: int
+    teacher_weight: float
     divergence: bool
     log_mass: Tensor | None = None
 
@@ -141,7 +141,7 @@ class ChunkedLoss:
         if (teacher := self.teacher) is None:
             return self.ce.clone()
         soft = self.kl if teacher.divergence else self.kl + self.entropy
-        return teacher.share * soft + (1.0 - teacher.share) * self.ce
+        return teacher.teacher_weight * soft + (1.0 - teacher.teacher_weight) * self.ce
 
     def _add_chunk(self, hidden: Tensor, z: Tensor | None, part: slice) -> None:
         """Add the supervised rows in `part`."""
@@ -189,21 +189,21 @@ class ChunkedLoss:
         Args:
             log_probs: [b, V], overwritten. index: long [b, 1], labels. theirs: the teacher's, overwritten.
         """
-        soft, label_share = None, 1.0
+        soft, label_weight = None, 1.0
         if self.teacher is not None and theirs is not None:
             probs = theirs.exp()
             if not self.teacher.divergence:
                 self.entropy -= (probs * theirs).sum()
             # sum differences of logarithms: a difference of two cross-entropies would cancel for small KL
             self.kl += theirs.sub_(log_probs).mul_(probs).sum()
-            soft, label_share = probs.mul_(self.teacher.share), 1.0 - self.teacher.share
+            soft, label_weight = probs.mul_(self.teacher.teacher_weight), 1.0 - self.teacher.teacher_weight
         if not self.any_grad:
             return log_probs
         grad = log_probs.exp_()
         if soft is not None:
             grad -= soft
-        if label_share:
-            grad.scatter_add_(1, index, grad.new_full((1, 1), -label_share).expand_as(index))
+        if label_weight:
+            grad.scatter_add_(1, index, grad.new_full((1, 1), -label_weight).expand_as(index))
         return grad
 
     def _add_row_losses(
@@ -211,21 +211,22 @@ class ChunkedLoss:
     ) -> Tensor:
         """Add the rows' weighted losses; return their gradient over the logits. Arguments as in `_add_sums`."""
         eta, teacher = row_loss.eta, self.teacher
-        against_label = label_terms(log_probs.gather(1, index), eta if teacher is None else None)
-        share = 0.0 if teacher is None else teacher.share
-        loss, alpha = (1.0 - share) * against_label.loss[:, 0], against_label.alpha[:, 0]
-        soft = None
+        label_weight = 1.0 if teacher is None else 1.0 - teacher.teacher_weight
+        # without a teacher the LK loss is that against the label; beside one the label keeps its cross-entropy
+        label = label_terms(log_probs.gather(1, index), eta if teacher is None else None)
+        loss, alpha, soft_grad = label_weight * label.loss[:, 0], label.alpha[:, 0], None
         if teacher is not None and theirs is not None:
             if eta is None:
                 soft = soft_cross_entropy_terms(log_probs, theirs)
             else:
                 soft = lk_terms(log_probs, theirs, teacher.log_mass_of(part), eta)
             self.kl += soft.kl.sum()
-            loss, alpha = loss + share * soft.loss, soft.alpha
-        slope = (1.0 - share) * against_label.slope
+            loss, alpha = loss + teacher.teacher_weight * soft.loss, soft.alpha
+            soft_grad = soft.grad.mul_(teacher.teacher_weight)
+        slope = label_weight * label.slope  # of softmax minus one-hot label
         grad = log_probs.exp_().mul_(slope).scatter_add_(1, index, -slope)
-        if soft is not None:
-            grad.add_(soft.grad, alpha=share)
+        if soft_grad is not None:
+            grad.add_(soft_grad)
         if row_loss.weights is not None:
             weights = row_loss.weights[part].to(grad.dtype)
             loss, grad = loss * weights, grad.mul_(weights[:, None])
@@ -277,12 +278,12 @@ class _TeacherRows:
                 f"the student {total} rows and {ours} tokens"
             )
         rows = inputs.rows
-        self.rows = rows + teacher.ahead
-        if rows.numel() and not 0 <= int(rows[0]) + teacher.ahead <= int(rows[-1]) + teacher.ahead < total:
-            raise IndexError(f"ahead {teacher.ahead:+} reaches beyond the teacher's {total} rows")
+        self.rows = rows + teacher.shift
+        if rows.numel() and not 0 <= int(rows[0]) + teacher.shift <= int(rows[-1]) + teacher.shift < total:
+            raise IndexError(f"shift {teacher.shift:+} reaches beyond the teacher's {total} rows")
         self.hidden = teacher.hidden.detach()
         self.matrix = Projection(teacher.lm_head, inputs.autocast, shared=student)
-        self.share, self.divergence = teacher.share, teacher.divergence
+        self.teacher_weight, self.divergence = teacher.teacher_weight, teacher.divergence
         self._log_mass = teacher.log_mass
         self.z: Tensor | None = None
         low_rank = teacher.lm_head.low_rank
@@ -314,7 +315,9 @@ def log_mass(hidden: Tensor, lm_head: LMHeadLike, tokens: Tensor, rows: Tensor, 
     """
     matrix = Projection(lm_head, autocast)
     inputs = LossInputs(rows, rows, lm_head, None, autocast, None)
-    source = _TeacherRows(Teacher(hidden, lm_head, 0, share=1.0, divergence=True), inputs, hidden.shape[0], matrix)
+    source = _TeacherRows(
+        Teacher(hidden, lm_head, 0, teacher_weight=1.0, divergence=True), inputs, hidden.shape[0], matrix
+    )
     vocab, device = matrix.weight.shape[0], hidden.device.type
     chunk = chunk_rows(vocab, device, matrix.buffer_dtype.itemsize, free_bytes(hidden.device))
     block = block_rows(vocab, device)

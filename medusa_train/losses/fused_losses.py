@@ -78,7 +78,7 @@ def linear_kl(
     teacher_lm_head: LMHeadLike,
     targets: Tensor,
     *,
-    ahead: int = 0,
+    shift: int = 0,
     chunk: int | None = None,
     grad_scale: float | None = None,
 ) -> LossSums:
@@ -94,14 +94,14 @@ def linear_kl(
         teacher_lm_head: over the same V tokens; its LoRA branch is applied without dropout.
         targets: long [N]. Rows with IGNORE_INDEX are removed before every product; other values only affect
             `correct` and `ce_sum`.
-        ahead: row n is compared with row n + ahead of the teacher.
+        shift: row n is compared with row n + shift of the teacher.
         chunk, grad_scale: as in `linear_cross_entropy`.
 
     Raises:
-        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a supervised row n has no teacher row n + ahead.
+        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a supervised row n has no teacher row n + shift.
         ValueError: the teacher has a different number of rows or tokens.
     """
-    teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=1.0, divergence=True)
+    teacher = Teacher(teacher_hidden, teacher_lm_head, shift, teacher_weight=1.0, divergence=True)
     return linear_loss(hidden, lm_head, targets, teacher, chunk, grad_scale)
 
 
@@ -113,7 +113,7 @@ def linear_soft_cross_entropy(
     targets: Tensor,
     rho: float,
     *,
-    ahead: int = 0,
+    shift: int = 0,
     row_loss: RowLoss | None = None,
     log_mass: Tensor | None = None,
     chunk: int | None = None,
@@ -122,13 +122,13 @@ def linear_soft_cross_entropy(
     """Sum over rows of the cross-entropy against `rho * p_teacher + (1 - rho) * onehot(target)`, in nats.
 
     The soft target of `medusa_distillation_regularization`, and of heads distilled from the backbone: head k at
-    position t uses `ahead` = k, since the teacher at t + k predicts the same token t + k + 1.
+    position t uses `shift` = k, since the teacher at t + k predicts the same token t + k + 1.
 
     Further arguments and errors as in `linear_kl`.
 
     Args:
         rho: weight of the teacher in the target; 0 is cross-entropy against labels, 1 against the teacher.
-        row_loss: LK loss in place of the cross-entropy against the teacher (the label's share, 1 - rho, stays a
+        row_loss: LK loss in place of the cross-entropy against the teacher (the label's part, 1 - rho, stays a
             cross-entropy), and weights [N] of the rows.
         log_mass: [N], of the teacher's rows, see `chunks.log_mass`; for an LK loss over a reduced vocabulary.
 
@@ -137,7 +137,7 @@ def linear_soft_cross_entropy(
     """
     if not 0.0 <= rho <= 1.0:
         raise ValueError(f"rho must be in [0, 1], got {rho}")
-    teacher = Teacher(teacher_hidden, teacher_lm_head, ahead, share=rho, divergence=False, log_mass=log_mass)
+    teacher = Teacher(teacher_hidden, teacher_lm_head, shift, teacher_weight=rho, divergence=False, log_mass=log_mass)
     return linear_loss(hidden, lm_head, targets, teacher, chunk, grad_scale, row_loss)
 
 

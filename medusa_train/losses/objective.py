@@ -150,9 +150,9 @@ class Objective:
         Raises:
             ValueError: unknown schedule, or a weight outside [0, 1].
         """
-        for name, share in (("rho", rho), ("soft_heads", soft_heads)):
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"{name} is the teacher's weight in a target and must be in [0, 1], got {share}")
+        for name, value in (("rho", rho), ("soft_heads", soft_heads)):
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name} is the teacher's weight in a target and must be in [0, 1], got {value}")
         lambda0(schedule, 0.0)  # raises for unknown schedules
         self.draft = draft
         self.decay = decay

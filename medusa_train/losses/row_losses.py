@@ -60,8 +60,8 @@ def label_terms(log_q: Tensor, eta: float | None) -> LabelTerms:
     if eta is None:
         return LabelTerms(-log_q, torch.ones_like(log_q), torch.zeros_like(log_q))
     alpha = log_q.exp()
-    share = torch.exp(-eta * alpha)
-    return LabelTerms((1 - share) * (1 - alpha) - share * log_q, share + (1 - share) * alpha, alpha)
+    kl_weight = torch.exp(-eta * alpha)
+    return LabelTerms((1 - kl_weight) * (1 - alpha) - kl_weight * log_q, kl_weight + (1 - kl_weight) * alpha, alpha)
 
 
 def soft_cross_entropy_terms(log_q: Tensor, log_p: Tensor) -> TeacherTerms:
@@ -87,8 +87,8 @@ def lk_terms(log_q: Tensor, log_p: Tensor, log_mass: Tensor | None, eta: float) 
     whole = p if log_mass is None else p * log_mass.exp()[:, None]
     alpha = torch.minimum(whole, q).sum(dim=1)
     below = (q < whole).to(q.dtype)
-    share = torch.exp(-eta * alpha)[:, None]
+    kl_weight = torch.exp(-eta * alpha)[:, None]
     slope = below.neg_().sub_((q * below).sum(dim=1, keepdim=True))  # sum_v q_v m_v - m
-    grad = slope.mul_(1 - share).add_(share).mul_(q).sub_(p.mul_(share))
-    share = share[:, 0]
-    return TeacherTerms(share * kl + (1 - share) * (1 - alpha), kl, alpha, grad)
+    grad = slope.mul_(1 - kl_weight).add_(kl_weight).mul_(q).sub_(p.mul_(kl_weight))
+    kl_weight = kl_weight[:, 0]
+    return TeacherTerms(kl_weight * kl + (1 - kl_weight) * (1 - alpha), kl, alpha, grad)

@@ -40,7 +40,7 @@ class TeacherStates:
         return self._part
 
     def log_mass_of(self, tokens: Tensor | None) -> Tensor | None:
-        """Return the log-probability of `tokens` at each position, [B * T]; None for all tokens. All heads share it."""
+        """Return the log-probability of `tokens` at each position, [B * T]; None for all tokens. All heads read it."""
         if tokens is None:
             return None
         if self._mass is None or self._mass[0] is not tokens:
@@ -58,7 +58,7 @@ def predictor_loss(
     target: Tensor,
     k: int,
     teacher: TeacherStates | None,
-    share: float,
+    teacher_weight: float,
     *,
     divergence: bool = False,
     row_loss: RowLoss | None = None,
@@ -71,17 +71,17 @@ def predictor_loss(
 
     Args:
         hidden: [B, T, d]. target: [B, T], rows of `lm_head`.
-        share: weight of the teacher in the target.
+        teacher_weight: weight of the teacher in the target.
         divergence: KL to the teacher, which is then the whole target.
         row_loss: LK loss, and weights [B * T] of the positions.
         grad_scale: see `fused_losses.linear_loss`.
     """
     hidden, target = hidden.flatten(0, -2), target.flatten()
-    if teacher is None or not (divergence or share):
+    if teacher is None or not (divergence or teacher_weight):
         return linear_cross_entropy(hidden, lm_head, target, row_loss=row_loss, grad_scale=grad_scale)
     states, theirs = teacher.hidden.flatten(0, -2), teacher.lm_head_for(lm_head.token_map)
     if divergence:
-        return linear_kl(hidden, lm_head, states, theirs, target, ahead=k, grad_scale=grad_scale)
+        return linear_kl(hidden, lm_head, states, theirs, target, shift=k, grad_scale=grad_scale)
     mass = None if row_loss is None or row_loss.eta is None else teacher.log_mass_of(lm_head.token_map)
     return linear_soft_cross_entropy(
         hidden,
@@ -89,8 +89,8 @@ def predictor_loss(
         states,
         theirs,
         target,
-        share,
-        ahead=k,
+        teacher_weight,
+        shift=k,
         row_loss=row_loss,
         log_mass=mass,
         grad_scale=grad_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -11,12 +12,20 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
 from medusa_train.errors import BackboneError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
+from medusa_train.models.document_attention import (
+    FLASH,
+    flash_obstacle,
+    register_document_attention,
+    uses_varlen_kernel,
+)
+from medusa_train.models.hf_config import head_dim
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
 
@@ -211,3 +220,59 @@ def keep_trainable_kernels(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+
+
+def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
+    """Choose the fastest attention that keeps packed conversations separate.
+
+    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows each conversation is
+    computed by itself, from its bounds: by flash-attn's varlen kernel, by torch's, or by one sdpa call for each. A
+    block-diagonal mask takes T x T positions and keeps sdpa from its flash kernel; only soft-capped scores need it. The
+    same holds for sliding windows, which need a mask even in rows of one conversation.
+
+    Args:
+        backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
+        wanted: the key `flash_attention`.
+        packed: whether rows hold several conversations (`sample_packing`).
+
+    Returns:
+        One line that names the kernel, and the reason where it is not flash-attn's.
+    """
+    if not packed and "sliding_attention" not in backbone.layer_types:
+        return f"attention: torch {backbone.attention}, causal (one conversation per row needs no mask)"
+    rows = "packed rows" if packed else "rows with sliding windows"
+    reasons: list[str] = []
+    for implementation, kernel in _varlen_attentions(backbone, wanted, reasons):
+        try:
+            backbone.use_varlen(implementation)
+        except (BackboneError, ImportError, RuntimeError, TypeError, ValueError) as error:
+            reasons.append(str(error).partition("\n")[0])
+        else:
+            return f"attention: {kernel} for {rows}" + (f" ({reasons[0]})" if reasons else "")
+    return f"attention: torch {backbone.attention} with a mask for {rows} ({'; '.join(reasons)})"
+
+
+def _varlen_attentions(
+    backbone: Backbone, wanted: bool | Literal["auto"], reasons: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the attentions to try with a description each, fastest first; `reasons` gets why others are left out."""
+    capped = backbone.attention == "eager"
+    obstacle: str | None = "flash_attention: false"
+    if wanted:
+        obstacle = flash_obstacle(
+            backbone.device.type,
+            backbone.dtype,
+            capped=capped,
+            supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
+            installed=is_flash_attn_2_available(),
+        )
+    if obstacle is None:
+        yield FLASH, "flash-attn varlen kernel"
+    else:
+        reasons.append(obstacle)
+    if capped:
+        reasons.append("soft-capped scores need a mask")
+    elif uses_varlen_kernel(backbone.device, backbone.dtype, head_dim(backbone.config)):
+        yield register_document_attention(), "torch varlen kernel"
+    else:
+        yield register_document_attention(), "torch sdpa, one call per document,"

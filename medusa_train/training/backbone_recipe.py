@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.checkpoint.run_layout import ADAPTER, HEADS, MODEL
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled_layers import CompiledLayers
-from medusa_train.models.document_attention import (
-    FLASH,
-    flash_obstacle,
-    register_document_attention,
-    uses_varlen_kernel,
-)
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.hf_config import head_dim, layer_types
+from medusa_train.models.hf_config import layer_types
 from medusa_train.models.lm_head import LMHead
-from medusa_train.models.lora import Adapter, LoraSpec, read_adapter_config
+from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, to_float32
 from medusa_train.models.precision import Precision, exact_buffers
 from medusa_train.training.hidden_states import HiddenStateCache
@@ -192,118 +185,7 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
     return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]
 
 
-def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
-    """Choose the fastest attention that keeps packed conversations separate.
-
-    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows each conversation is
-    computed by itself, from its bounds: by flash-attn's varlen kernel, by torch's, or by one sdpa call for each. A
-    block-diagonal mask takes T x T positions and keeps sdpa from its flash kernel; only soft-capped scores need it. The
-    same holds for sliding windows, which need a mask even in rows of one conversation.
-
-    Args:
-        backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
-        wanted: the key `flash_attention`.
-        packed: whether rows hold several conversations (`sample_packing`).
-
-    Returns:
-        One line that names the kernel, and the reason where it is not flash-attn's.
-    """
-    if not packed and "sliding_attention" not in backbone.layer_types:
-        return f"attention: torch {backbone.attention}, causal (one conversation per row needs no mask)"
-    rows = "packed rows" if packed else "rows with sliding windows"
-    reasons: list[str] = []
-    for implementation, kernel in _varlen_attentions(backbone, wanted, reasons):
-        try:
-            backbone.use_varlen(implementation)
-        except (BackboneError, ImportError, RuntimeError, TypeError, ValueError) as error:
-            reasons.append(str(error).partition("\n")[0])
-        else:
-            return f"attention: {kernel} for {rows}" + (f" ({reasons[0]})" if reasons else "")
-    return f"attention: torch {backbone.attention} with a mask for {rows} ({'; '.join(reasons)})"
-
-
-def _varlen_attentions(
-    backbone: Backbone, wanted: bool | Literal["auto"], reasons: list[str]
-) -> Iterator[tuple[str, str]]:
-    """Yield the attentions to try with a description each, fastest first; `reasons` gets why others are left out."""
-    capped = backbone.attention == "eager"
-    obstacle: str | None = "flash_attention: false"
-    if wanted:
-        obstacle = flash_obstacle(
-            backbone.device.type,
-            backbone.dtype,
-            capped=capped,
-            supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
-            installed=is_flash_attn_2_available(),
-        )
-    if obstacle is None:
-        yield FLASH, "flash-attn varlen kernel"
-    else:
-        reasons.append(obstacle)
-    if capped:
-        reasons.append("soft-capped scores need a mask")
-    elif uses_varlen_kernel(backbone.device, backbone.dtype, head_dim(backbone.config)):
-        yield register_document_attention(), "torch varlen kernel"
-    else:
-        yield register_document_attention(), "torch sdpa, one call per document,"
-
-
 # Weights of an earlier run (lora_model_dir)
-
-
-def check_initial_weights(cfg: TrainConfig) -> None:
-    """Check, before anything is loaded, that this run can start from `lora_model_dir`.
-
-    Raises:
-        CheckpointError: it holds neither heads nor an adapter.
-        ConfigError: its heads were trained with an adapter or a backbone that this run would not use, or its adapter
-            has other settings than the configuration.
-    """
-    if cfg.lora_model_dir is None:
-        return
-    home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
-    adapter = find_initial_adapter(cfg)
-    if home is None or (adapter is None and find_initial_heads(cfg) is None):
-        raise CheckpointError(
-            f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
-            f"(for example medusa-train configs/tiny_m1.yaml), or remove the key to start from untrained heads."
-        )
-    if adapter is not None and (cfg.recipe == "medusa1" or cfg.adapter is None):
-        raise ConfigError(
-            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the adapter in {adapter}, "
-            "which this run would drop. Use recipe: medusa2 with an adapter, or a run that trained heads only"
-        )
-    if adapter is not None:
-        _check_adapter(cfg, adapter)
-    model = home / MODEL
-    if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
-        raise ConfigError(
-            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the backbone in {model}, "
-            f"not to {cfg.base_model}. Set base_model: {model}, or use a run that trained heads only"
-        )
-
-
-def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
-    """Compare the configuration's adapter settings with those of the adapter to start from."""
-    saved = read_adapter_config(directory)
-    targets = saved.get("target_modules") or ()
-    stored = {
-        "lora_r": saved.get("r"),
-        "lora_alpha": saved.get("lora_alpha"),
-        "lora_dropout": saved.get("lora_dropout"),
-        "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
-    }
-    configured = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set}
-    configured = {key: value for key, value in configured.items() if value is not None}
-    if "lora_target_modules" in configured:
-        configured["lora_target_modules"] = sorted(configured["lora_target_modules"])
-        if cfg.lora_target_linear:  # which overrides them
-            del configured["lora_target_modules"]
-    if different := [key for key in configured if configured[key] != stored[key]]:
-        trained, wanted = (", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured))
-        raise ConfigError(
-            f"lora_model_dir: the adapter in {directory} was trained with {trained}, the configuration sets {wanted}"
-        )
 
 
 def find_initial_heads(cfg: TrainConfig) -> Path | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -19,19 +18,14 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
-from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import BackboneError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
-from medusa_train.models.layer_split import check_exit_layer
-from medusa_train.models.loading import resolve_backbone
-from medusa_train.training.backbone_recipe import check_initial_weights
-from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.estimate import check_8bit_states
+from medusa_train.training.preflight import check_run
 
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
@@ -97,31 +91,6 @@ def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[Trai
     finally:
         if created is not None:
             shutil.rmtree(created, ignore_errors=True)
-
-
-def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check the configuration against the backbone's config and the number of processes, as `load_data` does first.
-
-    Returns:
-        The backbone's path or hub name, and its transformers config.
-    """
-    resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    check_deepspeed(cfg, processes)
-    check_8bit_states(cfg, config, processes)
-    if processes > 1 or cfg.deepspeed is not None:
-        check_compiler(torch.cuda.is_available())
-    check_initial_weights(cfg)
-    text_config = config.get_text_config()
-    check_vocabulary(cfg, text_config.vocab_size)
-    layers = text_config.num_hidden_layers
-    if cfg.medusa_num_unfreeze_layers > layers:
-        raise ConfigError(
-            f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers} layers of "
-            f"{cfg.base_model}; 0 trains the whole model"
-        )
-    for count in cfg.draft_config.early_layers(layers):
-        check_exit_layer(count, layers, cfg.base_model)
-    return resolved, config
 
 
 def _load_data(

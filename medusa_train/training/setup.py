@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +23,11 @@ from medusa_train.metrics_log import Dashboard, MetricLoggers, TensorBoard, Wand
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import choose_attention, load_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_precision
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import (
-    BackboneRecipe,
-    build_backbone_recipe,
-    choose_attention,
-    find_initial_heads,
-)
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, find_initial_heads
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.deepspeed_config import DEFAULT, complete_config, loading_config, read_deepspeed, stage_of
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
@@ -48,6 +42,7 @@ from medusa_train.training.optim import (
 )
 from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.state import (
+    LoadedCheckpoint,
     Plan,
     TrainState,
     find_checkpoint,
@@ -96,32 +91,12 @@ def build_trainer(
     if checkpoint is not None:
         state = restore_state(checkpoint, strategy, world)
         loader.load_state_dict(state.data)
-        console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
-        if (before := len(rng_states(checkpoint.snapshot))) != world.size:
-            processes = "1 process" if world.size == 1 else f"{world.size} processes"
-            console.print(f"note: resuming on {processes} (was {before}): dropout masks will differ")
-        if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
-            console.print(
-                f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
-                f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
-                "gradient_accumulation_steps along with the number of processes",
-                style="yellow",
-                soft_wrap=True,
-            )
-
-    loggers = MetricLoggers([])
-    out = world.run_on_main(lambda: prepare_output_dir(cfg, state.step))
-    if world.is_main:
-        write_config(with_template(cfg, recipe.backbone.tokenizer), out)
-        dashboards = _dashboards(cfg, out, state.step, console)
-        with writing(out):
-            loggers = open_metric_loggers(
-                out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
-            )
+        _describe_resumption(checkpoint, state, plan, world.size, console)
+    loggers = _open_loggers(cfg, recipe.backbone.tokenizer, state, plan, progress, world)
     return Trainer(
         recipe=recipe,
         draft=draft,
-        objective=_build_objective(cfg, draft, recipe),
+        objective=_build_objective(cfg, draft, recipe.joint),
         strategy=strategy,
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
@@ -137,6 +112,42 @@ def build_trainer(
         world=world,
         progress=progress,
     )
+
+
+def _describe_resumption(
+    checkpoint: LoadedCheckpoint, state: TrainState, plan: Plan, processes: int, console: Console
+) -> None:
+    """Say where the run goes on, and what will differ with another number of processes or another batch."""
+    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    if (before := len(rng_states(checkpoint.snapshot))) != processes:
+        now = "1 process" if processes == 1 else f"{processes} processes"
+        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
+    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+        console.print(
+            f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
+            f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
+            "gradient_accumulation_steps along with the number of processes",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _open_loggers(
+    cfg: TrainConfig, tokenizer: Any, state: TrainState, plan: Plan, progress: RunProgress, world: World
+) -> MetricLoggers:
+    """Prepare the run directory and open its logs; only rank 0 has any."""
+    out = world.run_on_main(lambda: prepare_output_dir(cfg, state.step))
+    if not world.is_main:
+        return MetricLoggers([])
+    console = progress.console
+    write_config(with_template(cfg, tokenizer), out)
+    dashboards: list[Dashboard] = [TensorBoard(console, out, state.step)] if cfg.use_tensorboard else []
+    if cfg.wandb_project is not None:
+        dashboards.append(Wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
+    with writing(out):
+        return open_metric_loggers(
+            out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
+        )
 
 
 def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: World) -> tuple[Draft, BackboneRecipe]:
@@ -198,38 +209,17 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
     return draft
 
 
-def _build_objective(cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> Objective:
+def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
     loss = cfg.heads_loss
-    if not recipe.joint:
-        return Objective(
-            draft,
-            loss.decay,
-            soft_heads=loss.soft_targets,
-            weight=loss.weight,
-            lk_eta=loss.lk_eta,
-            dpace=loss.dpace,
-        )
-    return Objective(
-        draft,
-        loss.decay,
-        lm="kl" if cfg.medusa_self_distillation else "ce",
-        rho=cfg.medusa_distillation_regularization,
-        heads_coefficient=cfg.medusa_heads_coefficient,
-        schedule=cfg.medusa_scheduler,
-        soft_heads=loss.soft_targets,
-        lk_eta=loss.lk_eta,
-        dpace=loss.dpace,
-    )
-
-
-def _dashboards(cfg: TrainConfig, out: Path, step: int, console: Console) -> list[Dashboard]:
-    """Start the dashboards that the configuration asks for."""
-    dashboards: list[Dashboard] = []
-    if cfg.use_tensorboard:
-        dashboards.append(TensorBoard(console, out, step))
-    if cfg.wandb_project is not None:
-        dashboards.append(Wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
-    return dashboards
+    keys: dict[str, Any] = {"weight": loss.weight}
+    if joint:
+        keys = {
+            "lm": "kl" if cfg.medusa_self_distillation else "ce",
+            "rho": cfg.medusa_distillation_regularization,
+            "heads_coefficient": cfg.medusa_heads_coefficient,
+            "schedule": cfg.medusa_scheduler,
+        }
+    return Objective(draft, loss.decay, soft_heads=loss.soft_targets, lk_eta=loss.lk_eta, dpace=loss.dpace, **keys)
 
 
 def _describe_run(

@@ -30,7 +30,8 @@ from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.load_data import TrainingData, check_run, load_data
+from medusa_train.training.load_data import TrainingData, load_data
+from medusa_train.training.preflight import check_run
 from medusa_train.training.run import train
 from medusa_train.training.signals import sigterm_as_interrupt
 from medusa_train.training.state import make_plan

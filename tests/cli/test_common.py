@@ -103,82 +103,41 @@ def exit_code(command: Callable[[], int | None]) -> int:
     return 0
 
 
-def test_what_a_command_returns_is_the_exit_code() -> None:
-    assert exit_code(lambda: None) == 0
-    assert exit_code(lambda: 0) == 0
-    assert exit_code(lambda: 130) == 130
+def fail(error: BaseException) -> None:
+    raise error
 
 
-def test_a_failure_prints_its_message_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise DataError("data/[a].jsonl:3: no messages")
-
-    assert exit_code(command) == 1
-    assert capsys.readouterr() == ("", "error: data/[a].jsonl:3: no messages\n")
-
-
-def test_long_messages_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise DataError("word " * 100)
-
-    exit_code(command)
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_an_interruption_exits_130(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise KeyboardInterrupt
-
-    assert exit_code(command) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-
-
-def test_sigterm_exits_143(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise Terminated
-
-    assert exit_code(command) == 143
-    assert capsys.readouterr().err == "error: terminated\n"
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (lambda: None, 0, ""),
+        (lambda: 0, 0, ""),
+        (lambda: 130, 130, ""),
+        (lambda: fail(DataError("data/[a].jsonl:3: no messages")), 1, "data/[a].jsonl:3: no messages"),
+        (lambda: fail(DataError("word " * 99 + "word")), 1, "word " * 99 + "word"),  # not broken into lines
+        (lambda: fail(KeyboardInterrupt()), 130, "interrupted"),
+        (lambda: fail(Terminated()), 143, "terminated"),
+        (lambda: fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), 1, "No space left on device"),
+        (lambda: open(f"{__file__}/out.jsonl", "wb"), 1, f"{__file__}/out.jsonl: Not a directory"),  # noqa: SIM115
+    ],
+)
+def test_results_and_errors_have_exit_codes_and_a_line(
+    command: Callable[[], int | None], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(command) == code
+    assert capsys.readouterr() == ("", message and f"error: {message}\n")
 
 
 def test_a_gpu_without_enough_memory_prints_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    assert exit_code(command) == 1
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert exit_code(lambda: fail(error)) == 1
     assert capsys.readouterr().err.startswith("error: not enough GPU memory: CUDA out of memory.")
 
 
-def test_a_bug_keeps_its_trace() -> None:
-    def command() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_command(command)()
-
-
-def test_a_file_that_cannot_be_written_is_named_without_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-
-    def command() -> None:
-        (tmp_path / "file" / "out.jsonl").open("wb")
-
-    assert exit_code(command) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'out.jsonl'}: Not a directory\n"
-
-
-def test_a_full_disk_prints_a_message_and_other_system_errors_keep_their_trace(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(code: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    assert exit_code(lambda: fail(errno.ENOSPC)) == 1
-    assert capsys.readouterr().err == "error: No space left on device\n"
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        run_command(lambda: fail(errno.EBADF))()
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EBADF, "Bad file descriptor")], ids=repr)
+def test_a_bug_keeps_its_trace(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run_command(lambda: fail(error))()
 
 
 def test_the_lines_of_a_paragraph_are_joined() -> None:

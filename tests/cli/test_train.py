@@ -12,6 +12,19 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def run_alone(*arguments):
+    """Run the command in a process of its own; print its exit code and whether torch was imported."""
+    code = (
+        "import sys\n"
+        "from medusa_train.cli.train import main\n"
+        f"sys.argv = ['medusa-train', *{arguments!r}]\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    print('exit', end.code)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "config.yaml"
@@ -33,15 +46,7 @@ def test_help_names_keys_examples_and_exit_codes():
 
 def test_mistakes_in_the_configuration_exit_2_and_load_no_torch(config_file):
     config_file.write_text(config_file.read_text() + "learning_rat: 1\nmicro_batch_size: many\n")
-    code = (
-        "import sys\n"
-        "from medusa_train.cli.train import main\n"
-        f"sys.argv = ['medusa-train', {str(config_file)!r}]\n"
-        "try:\n    main()\n"
-        "except SystemExit as end:\n    print('exit', end.code)\n"
-        "print('torch' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_alone(str(config_file))
     assert done.stdout.split() == ["exit", "2", "False"]
     assert "config.yaml:6" in done.stderr
     assert "learning_rate" in done.stderr
@@ -58,15 +63,7 @@ def test_the_first_lines_name_draft_backbone_data_and_output(config_file, tmp_pa
 @pytest.mark.parametrize("flags", [(), ("--inspect",), ("--num-gpus", "2")])
 def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, tmp_path, flags):
     arguments = [str(config_file), "deepspeed=absent/z.json", f"lora_model_dir={tmp_path / 'absent-run'}", *flags]
-    code = (
-        "import sys\n"
-        "from medusa_train.cli.train import main\n"
-        f"sys.argv = ['medusa-train', *{arguments!r}]\n"
-        "try:\n    main()\n"
-        "except SystemExit as end:\n    print('exit', end.code)\n"
-        "print('torch' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_alone(*arguments)
     assert done.stdout.split() == ["exit", "1", "False"]
     assert done.stderr[done.stderr.index("error: ") :].splitlines() == [
         "error: 4 inputs are missing:",
@@ -116,12 +113,6 @@ def test_no_such_checkpoint(config_file):
     result = run(config_file, "resume_from_checkpoint=runs/absent/step-3")
     assert result.exit_code == 1
     assert "no such checkpoint" in result.output
-
-
-def test_no_arguments_show_the_help():
-    result = run()
-    assert result.exit_code == 2
-    assert "Usage" in result.output
 
 
 def config(**keys):

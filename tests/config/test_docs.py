@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +52,6 @@ def accepts(schema: dict[str, Any], value: Any, root: dict[str, Any] | None = No
             accepts(schema.get("items", {}), item, root) for item in value
         )
     if isinstance(value, str) and "pattern" in schema:
-        import re
-
         return re.search(schema["pattern"], value) is not None
     return _within(schema, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else True
 
@@ -91,10 +87,6 @@ def test_shipped_configurations_carry_the_editor_line_and_fit(schema: dict[str, 
 
 
 def test_the_shipped_schema_is_the_one_that_is_printed() -> None:
-    from typer.testing import CliRunner
-
-    from medusa_train.cli.train import app
-
     result = CliRunner().invoke(app, ["--schema"])
     assert result.exit_code == 0
     assert result.stdout == (PROJECT_ROOT / SCHEMA).read_text(), "run `python -m medusa_train.config.docs`"
@@ -153,10 +145,6 @@ def test_what_the_command_takes_the_schema_takes(schema: dict[str, Any], keys: d
 def test_what_the_command_refuses_the_schema_refuses(schema: dict[str, Any], keys: dict[str, Any]) -> None:
     assert accepts(schema, GOOD)
     assert not accepts(schema, {**GOOD, **keys})
-
-
-def test_a_missing_backbone_is_refused(schema: dict[str, Any]) -> None:
-    assert not accepts(schema, {"datasets": [{"path": "a"}]})
 
 
 def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:
@@ -225,20 +213,6 @@ def test_what_is_shown_can_be_read_again_and_says_the_same(config_file: Path, tm
     again = tmp_path / "again.yaml"
     again.write_text(format_config(cfg))
     assert load_config(TrainConfig, again).model_dump() == cfg.model_dump()
-
-
-def test_the_command_exits_0_and_loads_nothing(config_file: Path) -> None:
-    code = (
-        "import sys\n"
-        "from medusa_train.cli.train import main\n"
-        f"sys.argv = ['medusa-train', {str(config_file)!r}, '--print-config']\n"
-        "try:\n    main()\n"
-        "except SystemExit as end:\n    print('exit', end.code or 0)\n"
-        "print('torch' in sys.modules or 'transformers' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-3:] == ["exit", "0", "False"] or done.stdout.split()[-1] == "False"
-    assert "base_model: some/model" in done.stdout
 
 
 def test_mistakes_are_still_mistakes(config_file: Path) -> None:

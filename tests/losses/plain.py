@@ -69,6 +69,18 @@ def accumulated(compute: Callable[[], Any], tensors: Sequence[Tensor]) -> list[T
     return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
 
 
+def assert_gradients(
+    fused: Callable[[float | None], Tensor], wanted: Tensor, tensors: Sequence[Tensor], tolerance: float = 1e-10
+) -> None:
+    """Compare with those of `wanted`: gradients of a backward pass, and those computed with the loss (`grad_scale`)."""
+    theirs = torch.autograd.grad(wanted, tensors)
+    in_backward, at_once = torch.autograd.grad(fused(None), tensors), accumulated(lambda: fused(1.0), tensors)
+    for mine, direct, other in zip(in_backward, at_once, theirs, strict=True):
+        assert mine.dtype == direct.dtype
+        torch.testing.assert_close(mine, other.to(mine.dtype), rtol=0, atol=tolerance)
+        torch.testing.assert_close(direct, other.to(mine.dtype), rtol=0, atol=tolerance)
+
+
 def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tensor:
     hidden = hidden.double()
     logits = hidden @ head.weight.double().t()

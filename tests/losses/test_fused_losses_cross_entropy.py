@@ -13,7 +13,18 @@ from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.chunks import block_rows, chunk_rows, free_bytes
 from medusa_train.losses.fused_losses import linear_cross_entropy
 from medusa_train.models.lm_head import LMHead, LowRank
-from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, accumulated, leaves, name, plain_logits
+from tests.losses.plain import (
+    RANK,
+    VARIANTS,
+    Largest,
+    Random,
+    Rows,
+    accumulated,
+    assert_gradients,
+    leaves,
+    name,
+    plain_logits,
+)
 
 N, D, V = 37, 12, 29
 
@@ -46,17 +57,14 @@ def test_value_and_gradients_are_those_of_full_logits(
     wanted = plain(hidden, head, targets)
     assert result.loss_sum.dtype == dtype
     assert abs(result.loss_sum.item() - wanted.item()) <= tolerance * wanted.item()
-    # gradients of the mean, as a recipe takes them
-    count = int((targets != IGNORE_INDEX).sum())
-    ours = gradients(result.loss_sum / count, hidden, head)
-    theirs = gradients(wanted / count, hidden, head)
-    at_once = accumulated(
-        lambda: linear_cross_entropy(hidden, head, targets, chunk=chunk, grad_scale=1 / count), [hidden, *leaves(head)]
-    )
-    for mine, direct, other in zip(ours, at_once, theirs, strict=True):
-        assert mine.dtype == direct.dtype == dtype
-        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
-        torch.testing.assert_close(direct, other, rtol=0, atol=tolerance)
+    count = int((targets != IGNORE_INDEX).sum())  # gradients of the mean, as a recipe takes them
+
+    def mean(scale: float | None) -> Tensor:
+        grad_scale = None if scale is None else scale / count
+        total = linear_cross_entropy(hidden, head, targets, chunk=chunk, grad_scale=grad_scale).loss_sum
+        return total / count if scale is None else total
+
+    assert_gradients(mean, wanted / count, [hidden, *leaves(head)], tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name)
@@ -212,20 +220,17 @@ def drop_some(hidden: Tensor) -> Tensor:
 
 def test_dropout_acts_in_the_low_rank_branch_only() -> None:
     hidden, head, targets = make(torch.float64, rank=RANK, dropout=drop_some)
-    result = linear_cross_entropy(hidden, head, targets, chunk=5)
     wanted = plain(hidden, head, targets)
     undropped = functional.cross_entropy(
         plain_logits(hidden, head, dropout=False), targets, ignore_index=IGNORE_INDEX, reduction="sum"
     )
     assert abs(wanted.item() - undropped.item()) > 1e-3
-    assert result.loss_sum.item() == pytest.approx(wanted.item(), rel=1e-12)
-    ours, theirs = gradients(result.loss_sum, hidden, head), gradients(wanted, hidden, head)
-    at_once = accumulated(
-        lambda: linear_cross_entropy(hidden, head, targets, chunk=5, grad_scale=1.0), [hidden, *leaves(head)]
-    )
-    for mine, direct, other in zip(ours, at_once, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
-        torch.testing.assert_close(direct, other, rtol=0, atol=1e-10)
+
+    def fused(scale: float | None) -> Tensor:
+        return linear_cross_entropy(hidden, head, targets, chunk=5, grad_scale=scale).loss_sum
+
+    assert fused(None).item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert_gradients(fused, wanted, [hidden, *leaves(head)])
 
 
 def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:

@@ -18,10 +18,10 @@ from tests.losses.plain import accumulated
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, mean_term, one_document, part
 
 
-def reference(heads: Heads, feats: Features, batch: Rows, ahead: int = 1) -> Tensor:
-    """The Medusa-1 loss on stacked logits [K, B, T, V]; `ahead` = 1 is right: head k predicts t + k + 1."""
+def reference(heads: Heads, feats: Features, batch: Rows, shift: int = 1) -> Tensor:
+    """The Medusa-1 loss on stacked logits [K, B, T, V]; `shift` = 1 is right: head k predicts t + k + 1."""
     stacked = torch.stack([hidden @ heads.outer[k].t() for k, hidden in enumerate(heads.head_states(feats, batch))])
-    return sum(DECAY**k * mean_term(stacked[k - 1], batch, k, ahead=ahead) for k in range(1, K + 1))
+    return sum(DECAY**k * mean_term(stacked[k - 1], batch, k, shift=shift) for k in range(1, K + 1))
 
 
 def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Features) -> None:
@@ -37,16 +37,16 @@ def test_value_and_gradients_are_those_of_stacked_logits(batch: Rows, feats: Fea
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_a_shift_that_is_off_by_one_is_a_different_loss(batch: Rows, feats: Features, ahead: int) -> None:
+@pytest.mark.parametrize("shift", [0, 2])
+def test_a_shift_that_is_off_by_one_is_a_different_loss(batch: Rows, feats: Features, shift: int) -> None:
     heads = Heads()
     objective = Objective(heads, DECAY)
     out = objective.loss(feats, batch, objective.target_counts(batch))
-    assert abs(out.loss.item() - reference(heads, feats, batch, ahead).item()) > 1e-3
+    assert abs(out.loss.item() - reference(heads, feats, batch, shift).item()) > 1e-3
 
 
 def test_a_copying_task_pins_the_target() -> None:
-    """States that spell out the token k + 1 ahead, for k = 1: head 1 then has no loss, its neighbours much."""
+    """States that spell out the token k + 1 shift, for k = 1: head 1 then has no loss, its neighbours much."""
     heads = Heads()
     states = torch.randint(0, D, (1, T), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():

@@ -67,7 +67,7 @@ class Joint:
         cut.backward()
         return out
 
-    def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, ahead: int = 1) -> Tensor:
+    def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, shift: int = 1) -> Tensor:
         """The two terms of the Medusa-2 loss; lambda0 is linear and the run half done."""
         theirs = self.teacher.logits(self.teacher_feats.hidden)
         rho = 1.0 if recipe["lm"] == "kl" else recipe.get("rho", 0.0)
@@ -81,7 +81,7 @@ class Joint:
                 k,
                 teacher=theirs,
                 share=recipe.get("soft_heads", 0.0),
-                ahead=ahead,
+                shift=shift,
                 teacher_ahead=teacher_ahead,
             )
             total = total + LAMBDA * 0.5 * DECAY**k * term
@@ -131,7 +131,7 @@ def test_gradients_computed_with_the_loss_are_those_of_the_formula(
     assert not any(loss.requires_grad for loss in losses)
 
 
-@pytest.mark.parametrize("mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"ahead": 0}, {"ahead": 2}], ids=str)
+@pytest.mark.parametrize("mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"shift": 0}, {"shift": 2}], ids=str)
 def test_a_shift_that_is_off_by_one_is_a_different_loss(joint: Joint, batch: Rows, mistake: dict[str, int]) -> None:
     recipe = {"lm": "kl", "soft_heads": 0.6}
     ours = objective(joint, **recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.objective import Objective
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
-from tests.losses.plain import accumulated
+from tests.losses.plain import assert_gradients
 from tests.losses.toy import DECAY, B, D, K, Rows, T, V, one_document, part
 
 KEPT = torch.tensor([12, 3, 5, 0, 9, 16])
@@ -73,17 +74,11 @@ def test_value_and_gradients_are_the_formula_s(batch: Rows, feats: Features, sha
     teacher = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
     objective = Objective(heads, DECAY, soft_heads=share)
     counts = objective.target_counts(batch)
-    out = objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher)
+    compute = partial(objective.loss, feats, batch, counts, teacher=feats, teacher_lm_head=teacher)
+    out = compute()
     wanted, numbers = plain(heads, feats, batch, teacher, share)
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
-    parameters = list(heads.parameters())
-    theirs = torch.autograd.grad(wanted, parameters)
-    at_once = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=1.0), parameters
-    )
-    for mine, direct, other in zip(torch.autograd.grad(out.loss, parameters), at_once, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
-        torch.testing.assert_close(direct, other, rtol=0, atol=1e-10)
+    assert_gradients(lambda scale: compute(grad_scale=scale).loss, wanted, list(heads.parameters()))
     assert torch.equal(torch.stack([out.head_counts, out.head_in_vocab, out.head_correct]), numbers)
     assert torch.equal(counts, out.head_in_vocab)
     assert bool((out.head_in_vocab < out.head_counts).all())  # or this shows nothing

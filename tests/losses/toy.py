@@ -65,18 +65,18 @@ def mean_term(
     teacher: Tensor | None = None,
     share: float = 0.0,
     divergence: bool = False,
-    ahead: int = 1,
+    shift: int = 1,
     teacher_ahead: int = 0,
 ) -> Tensor:
     """Mean loss of the predictor of t + k + 1 from logits [B, T, V]; of the teacher's at t + k as well.
 
-    `ahead` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that a test must be able to see.
+    `shift` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that a test must be able to see.
     """
     losses = []
     for b in range(B):
-        for t in range(T - k - max(ahead, teacher_ahead)):
-            label = batch.labels[b, t + k + ahead]
-            if label == IGNORE_INDEX or batch.segments[b, t] != batch.segments[b, t + k + ahead]:
+        for t in range(T - k - max(shift, teacher_ahead)):
+            label = batch.labels[b, t + k + shift]
+            if label == IGNORE_INDEX or batch.segments[b, t] != batch.segments[b, t + k + shift]:
                 continue
             target = one_hot(label, V).double()
             log_p = log_softmax(logits[b, t], dim=0)

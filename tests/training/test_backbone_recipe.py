@@ -10,11 +10,11 @@ import torch
 
 from medusa_train.checkpoint.heads import save_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
-from medusa_train.training import backbone_recipe as attention
-from medusa_train.training.backbone_recipe import choose_attention, find_initial_adapter, find_initial_heads
+from medusa_train.models.loading import choose_attention, load_backbone
+from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.setup import build_heads
 from tests.families import random_backbone

@@ -1,0 +1,100 @@
+"""Checks of a configuration that need its backbone's config or files, before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_train.checkpoint.run_layout import MODEL
+from medusa_train.config.paths import resolve_path
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.draft_vocabulary import check_vocabulary
+from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.models.layer_split import check_exit_layer
+from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.lora import read_adapter_config
+from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
+from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
+from medusa_train.training.estimate import check_8bit_states
+
+
+def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
+    """Check the configuration against the backbone's config and the number of processes, as `load_data` does first.
+
+    Returns:
+        The backbone's path or hub name, and its transformers config.
+    """
+    resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    check_deepspeed(cfg, processes)
+    check_8bit_states(cfg, config, processes)
+    if processes > 1 or cfg.deepspeed is not None:
+        check_compiler(torch.cuda.is_available())
+    check_initial_weights(cfg)
+    text_config = config.get_text_config()
+    check_vocabulary(cfg, text_config.vocab_size)
+    layers = text_config.num_hidden_layers
+    if cfg.medusa_num_unfreeze_layers > layers:
+        raise ConfigError(
+            f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers} layers of "
+            f"{cfg.base_model}; 0 trains the whole model"
+        )
+    for count in cfg.draft_config.early_layers(layers):
+        check_exit_layer(count, layers, cfg.base_model)
+    return resolved, config
+
+
+def check_initial_weights(cfg: TrainConfig) -> None:
+    """Check, before anything is loaded, that this run can start from `lora_model_dir`.
+
+    Raises:
+        CheckpointError: it holds neither heads nor an adapter.
+        ConfigError: its heads were trained with an adapter or a backbone that this run would not use, or its adapter
+            has other settings than the configuration.
+    """
+    if cfg.lora_model_dir is None:
+        return
+    home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
+    adapter = find_initial_adapter(cfg)
+    if home is None or (adapter is None and find_initial_heads(cfg) is None):
+        raise CheckpointError(
+            f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
+            f"(for example medusa-train configs/tiny_m1.yaml), or remove the key to start from untrained heads."
+        )
+    if adapter is not None and (cfg.recipe == "medusa1" or cfg.adapter is None):
+        raise ConfigError(
+            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the adapter in {adapter}, "
+            "which this run would drop. Use recipe: medusa2 with an adapter, or a run that trained heads only"
+        )
+    if adapter is not None:
+        _check_adapter(cfg, adapter)
+    model = home / MODEL
+    if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
+        raise ConfigError(
+            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the backbone in {model}, "
+            f"not to {cfg.base_model}. Set base_model: {model}, or use a run that trained heads only"
+        )
+
+
+def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
+    """Compare the configuration's adapter settings with those of the adapter to start from."""
+    saved = read_adapter_config(directory)
+    targets = saved.get("target_modules") or ()
+    stored = {
+        "lora_r": saved.get("r"),
+        "lora_alpha": saved.get("lora_alpha"),
+        "lora_dropout": saved.get("lora_dropout"),
+        "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
+    }
+    configured = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set}
+    configured = {key: value for key, value in configured.items() if value is not None}
+    if "lora_target_modules" in configured:
+        configured["lora_target_modules"] = sorted(configured["lora_target_modules"])
+        if cfg.lora_target_linear:  # which overrides them
+            del configured["lora_target_modules"]
+    if different := [key for key in configured if configured[key] != stored[key]]:
+        trained, wanted = (", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured))
+        raise ConfigError(
+            f"lora_model_dir: the adapter in {directory} was trained with {trained}, the configuration sets {wanted}"
+        )
