@@ -17,28 +17,16 @@ def implies_joint_training(cfg: Any) -> bool:
 
 
 _LORA_KEYS = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_linear",
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
     "lora_modules_to_save",
 )
 _HEAD_KEYS = (
-    "medusa_num_heads",
-    "medusa_num_layers",
-    "medusa_soft_targets",
-    "medusa_share_lm_head",
-    "medusa_vocab_size",
-    "medusa_markov_rank",
+    *("medusa_num_heads", "medusa_num_layers", "medusa_soft_targets", "medusa_share_lm_head"),
+    *("medusa_vocab_size", "medusa_markov_rank"),
 )
 _JOINT_KEYS = (
-    "adapter",
-    "medusa_self_distillation",
-    "medusa_distillation_regularization",
-    "medusa_heads_coefficient",
-    "medusa_scheduler",
-    "gradient_checkpointing",
+    *("adapter", "medusa_self_distillation", "medusa_distillation_regularization"),
+    *("medusa_heads_coefficient", "medusa_scheduler", "gradient_checkpointing"),
 )
 
 
@@ -100,6 +88,15 @@ _RECIPE_KEYS = (
     "medusa_num_unfreeze_layers",
     "medusa_self_distillation",
 )
+
+
+def _exclusive(key: str, other: str) -> Constraint:
+    return Constraint(
+        (key, other),
+        lambda cfg: getattr(cfg, key) is not None and getattr(cfg, other) is not None,
+        f"cannot be set together with {other}; remove one of the two",
+    )
+
 
 _WITHOUT_WEIGHTS = " or ".join(name for name, section in DRAFT_CONFIGS.items() if not section.weighs_heads)
 
@@ -248,26 +245,14 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses depend on the token "
         "before; remove export, or train without it",
     ),
-    Constraint(
-        ("warmup_steps", "warmup_ratio"),
-        lambda cfg: cfg.warmup_steps is not None and cfg.warmup_ratio is not None,
-        "cannot be set together with warmup_ratio; remove one of the two",
-    ),
-    Constraint(
-        ("save_steps", "saves_per_epoch"),
-        lambda cfg: cfg.save_steps is not None and cfg.saves_per_epoch is not None,
-        "cannot be set together with saves_per_epoch; remove one of the two",
-    ),
+    _exclusive("warmup_steps", "warmup_ratio"),
+    _exclusive("save_steps", "saves_per_epoch"),
     Constraint(
         ("val_set_size", "test_datasets"),
         lambda cfg: cfg.test_datasets is not None and cfg.val_set_size > 0 and "val_set_size" in cfg.model_fields_set,
         "test_datasets are the data for evaluation; remove one of the two",
     ),
-    Constraint(
-        ("eval_steps", "evals_per_epoch"),
-        lambda cfg: cfg.eval_steps is not None and cfg.evals_per_epoch is not None,
-        "cannot be set together with evals_per_epoch; remove one of the two",
-    ),
+    _exclusive("eval_steps", "evals_per_epoch"),
     Constraint(
         ("early_stopping_patience", "val_set_size"),
         lambda cfg: cfg.early_stopping_patience is not None and not _has_validation(cfg),

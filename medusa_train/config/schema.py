@@ -62,30 +62,14 @@ from medusa_train.config.types import (
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
 IGNORED_AXOLOTL_KEYS = frozenset(
-    {
-        "is_llama_derived_model",
-        "is_mistral_derived_model",
-        "is_falcon_derived_model",
-        "xformers_attention",
-        "sdp_attention",
-        "strict",
-        "debug",
-        "local_rank",
-        "fsdp",
-        "fsdp_config",
-        "group_by_length",
-        "lora_fan_in_fan_out",
-        "wandb_watch",
-        "wandb_log_model",
-        "ddp_find_unused_parameters",
-        "push_dataset_to_hub",
-        "hub_model_id",
-        "torchdistx_path",
-        "gptq",
-        "tokens",
-        "eval_table_size",
+    (
+        *("is_llama_derived_model", "is_mistral_derived_model", "is_falcon_derived_model"),
+        *("xformers_attention", "sdp_attention", "strict", "debug", "local_rank", "fsdp"),
+        *("fsdp_config", "group_by_length", "lora_fan_in_fan_out", "wandb_watch"),
+        *("wandb_log_model", "ddp_find_unused_parameters", "push_dataset_to_hub"),
+        *("hub_model_id", "torchdistx_path", "gptq", "tokens", "eval_table_size"),
         "shuffle_merged_datasets",
-    }
+    )
 )
 
 #: Keys that are determined automatically, and listed as ignored if set: classes follow from the backbone's
@@ -103,46 +87,18 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw
 
 #: Keys that stage one takes from the configuration that names it, where that sets them.
 SHARED_WITH_STAGE_ONE = (
-    "base_model",
-    "trust_remote_code",
-    "draft",
+    *("base_model", "trust_remote_code", "draft"),
     *SECTIONS,
-    "medusa_num_heads",
-    "medusa_num_layers",
-    "medusa_share_lm_head",
-    "medusa_vocab_size",
-    "medusa_markov_rank",
-    "datasets",
-    "dataset_prepared_path",
-    "dataset_processes",
-    "sequence_len",
-    "sample_packing",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_tags",
-    "roles_to_train",
-    "train_on_inputs",
-    "val_set_size",
-    "test_datasets",
-    "skip_bad_records",
-    "optimizer",
-    "seed",
-    "bf16",
-    "fp16",
-    "tf32",
-    "flash_attention",
-    "deepspeed",
-    "use_tensorboard",
-    "wandb_project",
-    "wandb_entity",
+    *("medusa_num_heads", "medusa_num_layers", "medusa_share_lm_head", "medusa_vocab_size"),
+    *("medusa_markov_rank", "datasets", "dataset_prepared_path", "dataset_processes"),
+    *("sequence_len", "sample_packing", "chat_template", "chat_template_kwargs"),
+    *("reasoning_tags", "roles_to_train", "train_on_inputs", "val_set_size", "test_datasets"),
+    *("skip_bad_records", "optimizer", "seed", "bf16", "fp16", "tf32", "flash_attention"),
+    *("deepspeed", "use_tensorboard", "wandb_project", "wandb_entity"),
 )
 #: Keys that stage one does not have: the configuration that names it decides for both.
 NOT_IN_STAGE_ONE = (
-    "stage_one",
-    "output_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-    "export",
+    *("stage_one", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "export"),
     "wandb_run_id",
 )
 

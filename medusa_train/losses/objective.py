@@ -83,7 +83,6 @@ class ObjectiveOutput:
         loss: scalar, differentiable unless gradients were computed with it; the contributions of all micro-batches
             add up to the loss of the global batch.
         head_sums: [K], summed cross-entropy against the labels in nats, also with soft targets; detached.
-        head_kl_sums: [K], summed KL to the teacher in nats, 0 without one; detached.
         head_correct: long [K], top-1 hits.
         head_counts: long [K], valid targets in this micro-batch.
         head_in_vocab: long [K], valid targets in the head's vocabulary; only these have a loss.
@@ -92,7 +91,6 @@ class ObjectiveOutput:
 
     loss: Tensor
     head_sums: Tensor
-    head_kl_sums: Tensor
     head_correct: Tensor
     head_counts: Tensor
     head_in_vocab: Tensor
@@ -316,7 +314,6 @@ class Objective:
         return ObjectiveOutput(
             loss=(sums * sums.new_tensor(factors)).sum(),
             head_sums=torch.stack([term.ce_sum for term in heads]),
-            head_kl_sums=torch.stack([term.kl_sum for term in heads]),
             head_correct=torch.stack([term.correct for term in heads]),
             head_counts=valid,
             head_in_vocab=counts[first:],
