@@ -71,7 +71,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
         ConfigError: it cannot be created or written to, or holds a run that is neither resumed nor overwritten.
         CheckpointError: `resume_from_checkpoint` does not exist, or the run has results but no checkpoint.
     """
-    out = expand_user(cfg.output_dir)
+    out = cfg.run_dir
     check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(cfg)
@@ -105,7 +105,7 @@ def named_checkpoint(cfg: TrainConfig) -> Path | None:
         return None
     path = resolve_path(resume)
     if path is None or not path.is_dir():
-        others = _list_checkpoints(expand_user(cfg.output_dir))
+        others = _list_checkpoints(cfg.run_dir)
         raise CheckpointError(
             f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
             "`resume_from_checkpoint=auto` takes the newest one in output_dir"
@@ -146,7 +146,7 @@ def check_nothing_is_lost(cfg: TrainConfig) -> None:
     Raises:
         CheckpointError: `output_dir` holds heads, an adapter or a model.
     """
-    out = expand_user(cfg.output_dir)
+    out = cfg.run_dir
     if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
             f"resume_from_checkpoint: no checkpoint to resume from: {out} holds {', '.join(results)} but no complete "
@@ -165,7 +165,7 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
     Raises:
         CheckpointError: the directory cannot be written to.
     """
-    out = expand_user(cfg.output_dir)
+    out = cfg.run_dir
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         start = out if cfg.initial_run is None else expand_user(cfg.initial_run).resolve()

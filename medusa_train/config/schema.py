@@ -37,6 +37,7 @@ from medusa_train.config.drafts import (
     RestConfig,
     TrainedDraft,
 )
+from medusa_train.config.paths import expand_user
 from medusa_train.config.types import (
     STAGE_ONE,
     Bool,
@@ -333,6 +334,11 @@ class TrainConfig(Config):
     def trains_stage_one(self) -> bool:
         """Whether heads are trained first; `lora_model_dir` names a run that already did."""
         return bool(self.stage_one) and self.lora_model_dir is None
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory `output_dir`."""
+        return expand_user(self.output_dir)
 
     @property
     def initial_run(self) -> str | None:

@@ -13,7 +13,6 @@ from torch import nn
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_layout import prepare_output_dir, write_config, writing
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
@@ -78,7 +77,7 @@ def build_trainer(
         warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
     _describe_run(cfg, data, recipe, draft, plan, warmup, console, world.size)
 
-    store = CheckpointStore(expand_user(cfg.output_dir), cfg.save_total_limit)
+    store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     checkpoint = find_checkpoint(cfg, store, world, console)
     if checkpoint is None and cfg.trains_stage_one and find_initial_heads(cfg) is None:
         raise CheckpointError(f"stage_one: {cfg.initial_run} holds no heads; train them first")

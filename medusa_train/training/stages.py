@@ -24,7 +24,7 @@ from medusa_train.checkpoint.run_layout import (
     write_config,
 )
 from medusa_train.config.load import load_config, stage_one_config
-from medusa_train.config.paths import expand_user, resolve_path
+from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import CheckpointError, ConfigError
@@ -76,7 +76,7 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
         first = first.model_copy(update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"})
-        out = expand_user(cfg.output_dir)
+        out = cfg.run_dir
         code = train(first, console, results, world, data=data[0], progress=progress, whole_run=out)
         if code == 0:
             _free_memory()
@@ -130,7 +130,7 @@ def _begin(cfg: TrainConfig) -> None:
     """Delete the run that this one overwrites, its stage one included, and write the configuration of both stages."""
     if cfg.resume_from_checkpoint is None:
         prepare_output_dir(cfg.model_copy(update={"stage_one": None}), 0)
-    out = expand_user(cfg.output_dir)
+    out = cfg.run_dir
     out.mkdir(parents=True, exist_ok=True)
     write_config(cfg, out)
 
@@ -141,7 +141,7 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
     Raises:
         ConfigError: the heads don't fit `cfg`. CheckpointError: `resume_from_checkpoint` is a checkpoint of stage one.
     """
-    run = expand_user(first.output_dir)
+    run = first.run_dir
     named = named_checkpoint(cfg)
     if named is not None and named.resolve().is_relative_to(run.resolve()):
         raise CheckpointError(
@@ -162,7 +162,7 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
 
 
 def _has_checkpoint(cfg: TrainConfig) -> bool:
-    return any((expand_user(cfg.output_dir) / CHECKPOINTS).glob("step-*"))
+    return any((cfg.run_dir / CHECKPOINTS).glob("step-*"))
 
 
 def _as_started(cfg: TrainConfig) -> TrainConfig:
