@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, hidden_at_positions
 from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
@@ -155,14 +154,6 @@ class MedusaDraft(Draft):
         output = 0 if share_lm_head else count_lm_head(model, vocab_size)
         markov = markov_rank * (rows + (vocab_size or rows))
         return num_heads * (num_layers * (hidden * hidden + hidden) + output) + markov
-
-    def check_fits(self, backbone: Backbone) -> None:
-        """Raise BackboneError if d or V differ from the backbone's."""
-        if (self.hidden_size, self.vocab_size) != (backbone.hidden_size, backbone.vocab_size):
-            raise BackboneError(
-                f"these heads are for hidden size {self.hidden_size} and {self.vocab_size} tokens, but "
-                f"{backbone.name or 'the backbone'} has {backbone.hidden_size} and {backbone.vocab_size}"
-            )
 
     @property
     def draft_vocab_size(self) -> int:

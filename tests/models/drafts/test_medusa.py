@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, silu
 
-from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
@@ -122,8 +121,3 @@ def test_heads_that_are_not_stacked_propose_the_same() -> None:
     moved.weight.data = moved.weight.data.clone()
     assert draft.stacked() is None
     _check_proposals(backbone, draft)
-
-
-def test_heads_of_another_backbone_are_refused() -> None:
-    with pytest.raises(BackboneError, match="hidden size 8"):
-        MedusaDraft(8, 61).check_fits(random_backbone("llama"))
