@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich import box
-from rich.table import Table
-
 from medusa_train.checkpoint.load_model import LoadedModel, load_dynamic_trees, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES
@@ -29,7 +26,7 @@ from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
 from medusa_train.tree_search.fit import SEARCHES
 from medusa_train.tree_search.kept_traces import load_traces, save_traces, weights_key
-from medusa_train.tree_search.page import BY_CONSTRUCTION, calibration_page
+from medusa_train.tree_search.page import BY_CONSTRUCTION, calibration_page, candidates_table
 from medusa_train.tree_search.traces import Prompts, TracedAnswers, prompts_by_conversation, trace_conversations
 from medusa_train.trees.tree import Tree
 
@@ -71,7 +68,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     traced = trace(cfg, model, conversations, cfg.calibration_tokens, source, progress)
     assert model.draft is not None
     choice = choose_tree(model.backbone, model.draft, traced, progress, searches=tuple(SEARCHES), named=named)
-    progress.console.print(table(choice))
+    progress.console.print(candidates_table(choice.as_json()).terminal())
     progress.console.print(BY_CONSTRUCTION, highlight=False, soft_wrap=True)
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
@@ -210,17 +207,6 @@ def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_bu
 def bench_prompts(questions: Sequence[Question], chat: ChatEncoder) -> list[Prompts]:
     """Return the first turns of a bench as prompts; the bench must not be used to measure the tree afterwards."""
     return [[chat.prompt([Message("user", question.turns[0])])] for question in questions]
-
-
-def table(choice: TreeChoice) -> Table:
-    """Return every search's best tree as a table for the terminal."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for index, title in enumerate(("tree", "nodes", "tokens per step", "ms per step", "tokens/s")):
-        shown.add_column(title, justify="left" if index == 0 else "right")
-    for one in choice.candidates:
-        figures = (f"{one.tokens_per_step:.3f}", f"{one.step_ms:.2f}", f"{one.tokens_per_s:.1f}")
-        shown.add_row(one.name, str(one.tree.size), *figures, style="bold" if one.name == "joint" else "")
-    return shown
 
 
 def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:

@@ -14,7 +14,7 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
 from medusa_train.inference.static_steps import StaticSteps, new_static_steps, supports_static_steps
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import round_up_to_block
+from medusa_train.models.compiled import CompiledPass, round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
@@ -304,28 +304,35 @@ class DecodingSession:
         if cache.length + tree.max_depth >= backbone.max_context:
             # nodes past the context are never accepted, but the model's position table must cover their ids
             positions = positions.clamp(max=backbone.max_context - 1)
-        compiled = backbone.compiled if self._needs == PLAIN else None
-        if isinstance(cache, BatchCache) and len(tokens) == 1:
-            compiled = None  # its memory has more rows: a program for a single row would be compiled again, for minutes
-        end = round_up_to_block(cache.length + tree.size + 1)
-        if compiled is not None and end < cache.capacity and compiled.covers(*tokens.shape):
-            storage = cache.reserve(tree.size + 1)
-            if isinstance(cache, BatchCache):
-                mask = mask_of_slots(cache, self._masks.block(tree), end)
-            else:
-                mask = self._masks.at(tree, cache.length, end)
-            slots = cache.pending_columns(backbone.device)
-            hidden, logits = compiled(tokens, positions, mask, slots, storage)
+        if (compiled := self._compiled(len(tokens), tree)) is not None:
+            hidden, logits = compiled(tokens, positions, *self._compiled_inputs(tree))
             return Features(hidden), proposal.outputs(logits)
         feats = backbone.run(
-            tokens,
-            positions=positions,
-            mask=self._mask(tree),
-            cache=cache,
-            need=self._needs,
-            early=proposal.early,
+            tokens, positions=positions, mask=self._mask(tree), cache=cache, need=self._needs, early=proposal.early
         )
         return feats, backbone.logits(proposal.outputs(feats.hidden))
+
+    def _compiled(self, rows: int, tree: Tree | RowTrees | PassRows) -> CompiledPass | None:
+        """The program for a pass over the nodes of `tree`; None if there is none, or it lacks what the draft reads."""
+        compiled = self._backbone.compiled
+        if compiled is None or self._needs != PLAIN or self._block_end(tree) >= self.cache.capacity:
+            return None
+        if isinstance(self.cache, BatchCache) and rows == 1:
+            return None  # its memory has more rows: a program for a single row would be compiled again, for minutes
+        return compiled if compiled.covers(rows, tree.size + 1) else None
+
+    def _compiled_inputs(self, tree: Tree | RowTrees | PassRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Mask, columns of the new keys, and the cache's memory for a compiled pass; see `CompiledPass`."""
+        cache, end = self.cache, self._block_end(tree)
+        storage = cache.reserve(tree.size + 1)
+        if isinstance(cache, BatchCache):
+            mask = mask_of_slots(cache, self._masks.block(tree), end)
+        else:
+            mask = self._masks.at(tree, cache.length, end)
+        return mask, cache.pending_columns(self._backbone.device), storage
+
+    def _block_end(self, tree: Tree | RowTrees | PassRows) -> int:
+        return round_up_to_block(self.cache.length + tree.size + 1)
 
     def _observe(self, proposal: Proposal, feats: Features, logits: Tensor) -> tuple[Features, Tensor]:
         """Give the draft the logits of its side rows; return the features and logits of the nodes alone."""

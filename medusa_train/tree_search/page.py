@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import Figure, Section, render_page
-from medusa_train.pages.table import Table
+from medusa_train.pages.table import Table, number
 
 #: Labels of the searches.
 NAMES = {
@@ -61,20 +61,21 @@ def calibration_page(calibration: Mapping[str, Any], title: str) -> str:
             wide=True,
         ),
     ]
-    rows = [_row(candidate) for candidate in calibration["candidates"]]
-    titles = ["search", "nodes", "tokens per step", "ms per step", "tokens /s"]
-    section = Section(figures=cards, tables=[Table(titles, rows)], remarks=[BY_CONSTRUCTION])
+    section = Section(figures=cards, tables=[candidates_table(calibration)], remarks=[BY_CONSTRUCTION])
     return render_page(title, basis, [section])
 
 
-def _row(candidate: Mapping[str, Any]) -> list[str]:
-    return [
-        NAMES.get(candidate["name"], candidate["name"]),
-        str(candidate["nodes"]),
-        f"{candidate['tokens_per_step']:.3f}",
-        f"{candidate['step_ms']:.2f}",
-        f"{candidate['tokens_per_s']:.1f}",
-    ]
+def candidates_table(calibration: Mapping[str, Any]) -> Table:
+    """Return every search's best tree, the chosen one first."""
+    candidates = calibration["candidates"]
+    columns = {
+        "search": [NAMES.get(one["name"], one["name"]) for one in candidates],
+        "nodes": [str(one["nodes"]) for one in candidates],
+        "tokens per step": [number(one["tokens_per_step"], 3) for one in candidates],
+        "ms per step": [number(one["step_ms"]) for one in candidates],
+        "tokens /s": [number(one["tokens_per_s"], 1) for one in candidates],
+    }
+    return Table.of_columns(columns)
 
 
 def _search_curves(calibration: Mapping[str, Any], key: str) -> str:

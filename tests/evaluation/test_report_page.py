@@ -127,13 +127,6 @@ def test_a_calibrated_tree_has_its_size_curve() -> None:
     assert "Speed over tree size" in html
 
 
-def test_a_baseline_only_page_has_no_draft() -> None:
-    html = page([record(1, "math", False), record(2, "code", False)], model=None, heads=None, tree_nodes=None)
-    assert "Tokens per second" in html
-    assert "The tree" not in html
-    assert "Speedup per category" not in html
-
-
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
     one = answer(record(1, "math"))
     # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1 space, backbone c

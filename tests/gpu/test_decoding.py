@@ -53,6 +53,7 @@ def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> 
     with cuda:
         draft = random_draft("medusa", backbone)
     expected = [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS]
+    backbone.use_cuda_graphs()
     backbone.compile_passes()
     assert [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS] == expected
 

@@ -69,6 +69,7 @@ def test_compiled_batches_are_captured(tree: Tree) -> None:
     backbone = backbone_on_gpu("llama")
     draft = random_draft("medusa", backbone)
     expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
+    backbone.use_cuda_graphs()
     backbone.compile_passes(rows=4)
     assert isinstance(backbone.step_runner, CudaGraphRunner)
     decoder = BatchDecoder(backbone, draft, tree)
@@ -83,6 +84,7 @@ def test_compiled_passes_are_captured(tree: Tree) -> None:
     backbone = backbone_on_gpu("llama")
     draft = random_draft("medusa", backbone)
     expected = Decoder(backbone, draft, tree).generate(PROMPTS[0], 40, ()).tokens
+    backbone.use_cuda_graphs()
     backbone.compile_passes()
     assert isinstance(backbone.step_runner, CudaGraphRunner)
     decoder = Decoder(backbone, draft, tree)

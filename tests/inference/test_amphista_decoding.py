@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft, AmphistaState
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.inference.equality import check_equals_plain
 from tests.models.drafts.test_amphista import VARIANTS, trained_like
 
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
@@ -54,11 +54,8 @@ def test_rows_equal_plain_decoding(family: str, variant: str) -> None:
     backbone = random_backbone(family)
     plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
     draft = _whisperer(backbone, plain, **VARIANTS[variant])
-    alone = [Decoder(backbone, draft, TREE).generate(prompt, 24) for prompt in PROMPTS]
-    assert [out.tokens for out in alone] == plain
+    alone, together = check_equals_plain(backbone, draft, PROMPTS, TREE)
     assert sum(sum(out.accepted) for out in alone) > 10
-    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24)
-    assert [out.tokens for out in together] == plain
     assert len({tuple(out.accepted) for out in together}) > 2  # rows fell apart, so that the comparison can fail
     # a row's guesses do not depend on the others either
     assert [out.accepted for out in together] == [out.accepted for out in alone]
@@ -68,6 +65,4 @@ def test_rows_equal_plain_decoding(family: str, variant: str) -> None:
 def test_families_with_other_layers_or_embeddings(family: str) -> None:
     backbone = random_backbone(family)
     plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
-    draft = _whisperer(backbone, plain)
-    assert [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS] == plain
-    assert [out.tokens for out in BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24)] == plain
+    check_equals_plain(backbone, _whisperer(backbone, plain), PROMPTS, TREE)

@@ -21,6 +21,7 @@ from medusa_train.tree_search.traces import AcceptedLength, trace_answer, trace_
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.equality import check_equals_plain, check_rows_are_independent
 
 #: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on the token before.
 SETTINGS: dict[str, dict[str, object]] = {
@@ -60,34 +61,16 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(kind: str, family: str, tree: Tree) -> None:
     backbone = random_backbone(family)
-    draft = random_draft(kind, backbone)
-    plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
-    decoder = Decoder(backbone, draft, tree)
-    assert [decoder.generate(prompt, 24).tokens for prompt in PROMPTS] == plain
-    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)
-    assert [out.tokens for out in together] == plain
-    eos = [plain[1][4], plain[2][9]]  # rows end at different times
-    short = [Decoder(backbone).generate(prompt, 24, eos).tokens for prompt in PROMPTS]
-    assert [out.tokens for out in BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24, eos)] == short
+    check_equals_plain(backbone, random_draft(kind, backbone), PROMPTS, tree)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accepted_tokens_do_not_depend_on_other_rows(kind: str) -> None:
-    """A draft's caches hold the same in a batch as alone, or its guesses would differ.
-
-    Early exit is off: in a batch drafting continues while any row is confident, which changes the random numbers drawn.
-    """
+    """Without early exit: in a batch drafting goes on while any row is confident, and draws other numbers."""
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
-    rule = Sampling(1.5)
-    one = Decoder(backbone, draft, TREE)
-    each = [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
     with draft.no_early_exit():
-        alone = [one.generate(p, 24, (), rule, torch.Generator().manual_seed(i)) for i, p in enumerate(PROMPTS)]
-        together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24, (), rule, each)
-    assert [out.tokens for out in together] == [out.tokens for out in alone]
-    assert [out.accepted for out in together] == [out.accepted for out in alone]
-    assert sum(sum(out.accepted) for out in alone) > 0
+        check_rows_are_independent(backbone, draft, PROMPTS, TREE, Sampling(1.5), 24)
 
 
 @pytest.mark.parametrize("kind", KINDS)

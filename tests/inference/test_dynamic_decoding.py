@@ -21,6 +21,7 @@ from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.equality import check_equals_plain
 from tests.inference.test_drafts import PROMPTS, TREE, random_draft
 
 #: A node is worth its time from a probability of 0.02 on, in a batch of four rows from 0.07 on.
@@ -60,19 +61,11 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = random_backbone(family)
-    plain = [Decoder(backbone).generate(prompt, 30).tokens for prompt in PROMPTS]
     draft = make_draft(name, backbone)
     proposals = record_proposals(draft, monkeypatch)
-    alone = [Decoder(backbone, draft, TREE).generate(prompt, 30) for prompt in PROMPTS]
-    assert [out.tokens for out in alone] == plain
+    alone, _ = check_equals_plain(backbone, draft, PROMPTS, TREE, 30)
     assert sum(sum(out.accepted) for out in alone) > 5
     assert len(sizes_of(proposals)) > 3
-    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 30)
-    assert [out.tokens for out in together] == plain
-    eos = [plain[1][4], plain[2][9]]  # rows end at different times
-    short = [Decoder(backbone).generate(prompt, 24, eos).tokens for prompt in PROMPTS]
-    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24, eos)
-    assert [out.tokens for out in together] == short
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,6 +26,7 @@ from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.equality import check_equals_plain
 
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREES = {
@@ -67,14 +68,8 @@ def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **
 def test_single_rows_and_batches_equal_plain_decoding(family: str, tree: str, threshold: float) -> None:
     backbone = settled(family)
     draft = early_exit(backbone, threshold=threshold)
-    plain = [Decoder(backbone).generate(prompt, 30).tokens for prompt in PROMPTS]
-    decoder = Decoder(backbone, draft, TREES[tree])
-    for prompt, expected in zip(PROMPTS, plain, strict=True):
-        out = decoder.generate(prompt, 30)
-        assert out.tokens == expected
-        assert out.steps < 25  # guesses were accepted, so their states were moved and read again
-    together = BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30)
-    assert [out.tokens for out in together] == plain
+    alone, together = check_equals_plain(backbone, draft, PROMPTS, TREES[tree], 30)
+    assert all(out.steps < 25 for out in alone)  # guesses were accepted, so their states were moved and read again
     assert len({tuple(out.accepted) for out in together}) > 2  # rows differ, so that the comparison can fail
 
 
@@ -82,13 +77,8 @@ def test_single_rows_and_batches_equal_plain_decoding(family: str, tree: str, th
 def test_every_family_decodes_losslessly(family: str) -> None:
     backbone = settled(family)
     draft = early_exit(backbone, exit_layer=2, threshold=0.2)
-    tree = Tree.cartesian([9, 4, 1])
-    plain = [Decoder(backbone).generate(prompt, 20).tokens for prompt in PROMPTS]
-    one = [Decoder(backbone, draft, tree).generate(prompt, 20) for prompt in PROMPTS]
-    assert [out.tokens for out in one] == plain
-    assert sum(sum(out.accepted) for out in one) > 10
-    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 20)
-    assert [out.tokens for out in together] == plain
+    alone, _ = check_equals_plain(backbone, draft, PROMPTS, Tree.cartesian([9, 4, 1]), 20)
+    assert sum(sum(out.accepted) for out in alone) > 10
 
 
 def test_rows_end_at_different_times() -> None:

@@ -18,6 +18,7 @@ from medusa_train.models.drafts.merged import MergedDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.equality import check_equals_plain, check_rows_are_independent
 from tests.inference.test_drafts import TREE, random_draft
 
 LOOP = [5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17]  # the same n-grams several times
@@ -37,18 +38,9 @@ def make_draft(name: str, backbone: Backbone, lookup: PromptLookupDraft | None =
 @pytest.mark.parametrize("name", DRAFTS)
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, family: str) -> None:
     backbone = random_backbone(family)
-    plain = [Decoder(backbone).generate(prompt, 40).tokens for prompt in PROMPTS]
-    draft = make_draft(name, backbone)
-    alone = [Decoder(backbone, draft, TREE).generate(prompt, 40) for prompt in PROMPTS]
-    assert [out.tokens for out in alone] == plain
+    alone, together = check_equals_plain(backbone, make_draft(name, backbone), PROMPTS, TREE, 40)
     assert max(max(out.accepted, default=0) for out in alone) >= 2
-    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 40)
-    assert [out.tokens for out in together] == plain
     assert [out.accepted for out in together] == [out.accepted for out in alone]
-    eos = [plain[1][4], plain[2][9]]  # rows end at different times
-    short = [Decoder(backbone).generate(prompt, 24, eos).tokens for prompt in PROMPTS]
-    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24, eos)
-    assert [out.tokens for out in together] == short
 
 
 def rest(backbone: Backbone, length: int) -> LookupDraft:
@@ -122,22 +114,8 @@ def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
 @pytest.mark.parametrize("rule", [Sampling(1.2), Typical(1.0)])
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
 def test_accepted_tokens_do_not_depend_on_other_rows(name: str, rule: Sampling | Typical) -> None:
-    """Padding of rows with smaller trees is never accepted, and draws no random numbers."""
     backbone = random_backbone("llama")
-    draft = make_draft(name, backbone)
-
-    def generators() -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
-
-    alone = [
-        Decoder(backbone, draft, TREE).generate(prompt, 30, (), rule, generator)
-        for prompt, generator in zip(PROMPTS, generators(), strict=True)
-    ]
-    each = generators() if isinstance(rule, Sampling) else None
-    together = BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 30, (), rule, each)
-    assert [out.tokens for out in together] == [out.tokens for out in alone]
-    assert [out.accepted for out in together] == [out.accepted for out in alone]
-    assert sum(sum(out.accepted) for out in alone) > 0
+    check_rows_are_independent(backbone, make_draft(name, backbone), PROMPTS, TREE, rule)
 
 
 def test_merged_drafts_verify_equal_guesses_once() -> None:
