@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from medusa_train.cli.common import print_error, split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.process_info import ProcessInfo, free_port
 
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
@@ -80,7 +79,7 @@ def launcher_command(
         options = [f"--include=localhost:{_first_visible(visible, num_gpus)}"]
     if hostfile is None:
         # DeepSpeed's default is /job/hostfile; a free port lets several runs share a machine
-        options += ["--hostfile=/dev/null", f"--master_port={_free_port()}"]
+        options += ["--hostfile=/dev/null", f"--master_port={free_port()}"]
     else:
         options.append(f"--hostfile={hostfile}")
     options += ["--no_local_rank", "--log_level=critical"]
@@ -133,13 +132,6 @@ def _training_processes(launcher: int) -> list[int]:
                 if _MODULE in line and "deepspeed.launcher.launch" not in line:
                     pids.append(child.pid)
     return pids
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def check_and_launch(

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from medusa_train.export.write import export_run
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.measure import PLAIN, Target
+from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"
@@ -104,13 +104,6 @@ def serve_command(
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
     return [*command, *options]
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that no program listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class VLLMServer:

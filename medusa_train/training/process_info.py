@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from medusa_train.errors import ConfigError
 
 _DEFAULT_PORT = 29500  # as torch's, for launchers that set none
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that no program listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from medusa_train.training.optim import (
     parameter_groups,
     warmup_warning,
 )
-from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.state import (
     LoadedCheckpoint,
     Plan,
@@ -299,7 +298,7 @@ def build_strategy(
         return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
     if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
-        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", _free_port()))
+        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
     default = " (default, deepspeed is not set)" if configured is None else ""
     console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage}{default}")
     backbone = recipe.backbone
@@ -313,10 +312,3 @@ def build_strategy(
         world,
         loss_scale,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

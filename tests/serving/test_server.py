@@ -13,7 +13,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.serve import SERVED_NAME, VLLMServer, free_port, serve_command
+from medusa_train.server_bench.serve import SERVED_NAME, VLLMServer, serve_command
+from medusa_train.training.process_info import free_port
 from tests.serving.conftest import HEADS, MAX_TOKENS, TINY, Chain, Export, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving"), pytest.mark.timeout(3600)]
