@@ -1,4 +1,4 @@
-"""Fit the tree to the form in which a model decodes: on request (`--calibrate`), or where tree.json names another form.
+"""Fit the tree to how a model decodes: on request (`--calibrate`), or where tree.json was fitted with other settings.
 
 Writes tree.json and a report page.
 """
