@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,12 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from decode_steps import GRAPHS  # noqa: E402
-from gpu_plan import BUILT, IMAGE, Step, installed, plan, problems_of, too_old, wheels  # noqa: E402
+from gpu_plan import BUILT, IMAGE, Step, installed, plan, problems_of, wheels  # noqa: E402
 from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 
-GRACE = 10  # seconds between SIGTERM and SIGKILL
+GRACE = 10  # seconds between SIGINT and SIGKILL
 DONE, FAILED, STOPPED, SKIPPED = "done", "failed", "stopped at its limit", "skipped"
 #: Of a report of medusa-eval.
 OVERALL = ("answers", "acceleration_rate", "overhead", "speedup", "speedup_over_generate", "tokens_per_s")
@@ -79,6 +80,8 @@ def run_step(step: Step, log: Path) -> Record:
     if absent:
         return {"status": SKIPPED, "seconds": 0, "reason": "; ".join(absent)}
     log.parent.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (step.page, step.figures)):
+        (ROOT / path).unlink(missing_ok=True)  # what an earlier run measured is not this one's
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(step.command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
@@ -100,9 +103,9 @@ def run_step(step: Step, log: Path) -> Record:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, those included that it left behind."""
+    """End a process and its children, those included that it left behind; Ctrl-C lets pytest write its report."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
     with suppress(ProcessLookupError):
@@ -111,16 +114,36 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def results_of(step: Step) -> Record:
-    """Read the page and the figures that a finished step wrote; without what the report says once for all."""
+    """Read the page and the figures that a step wrote until it ended; without what the report says once for all."""
     found: Record = {}
     if step.page is not None and (ROOT / step.page).exists():
         found["page"] = shortened((ROOT / step.page).read_text(encoding="utf-8"))
-    if step.figures is not None and (ROOT / step.figures).exists():
+    if step.figures is not None and step.figures.endswith(".xml") and (ROOT / step.figures).exists():
+        found["figures"] = test_results(ROOT / step.figures)
+    elif step.figures is not None and (ROOT / step.figures).exists():
         figures = json.loads((ROOT / step.figures).read_text(encoding="utf-8"))
         if "overall" in figures:
             figures = {"overall": {key: figures["overall"].get(key) for key in OVERALL}}
         found["figures"] = rounded({key: value for key, value in figures.items() if key != "machine"})
     return found
+
+
+def test_results(path: Path) -> Record:
+    """Count the tests of a JUnit report, and list those that failed with the first line of their error."""
+    root = ET.parse(path)
+    suite = next(root.iter("testsuite"))  # counts only tests that ended
+    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        f"{case.get('name')}: {part.get('message', '').partition(chr(10))[0][:160]}"
+        for case in root.iter("testcase")
+        for part in case
+        if part.tag in ("failure", "error")
+    ]
+    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+    return {"passed": passed, "skipped": count["skipped"], "failed": failed}
+
+
+test_results.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
 
 
 def shortened(page: str) -> list[str]:
@@ -142,8 +165,7 @@ def run(steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str
     for step in todo:
         print(f"{step.name}: about {step.expected} s, at most {step.limit} s ...", end=" ", flush=True)
         one = {"part": step.part, "words": list(step.words), **run_step(step, ROOT / args.work / f"{step.name}.log")}
-        if one["status"] == DONE:
-            one |= results_of(step)
+        one |= results_of(step)
         print(f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True)
         record["steps"][step.name] = one
         record["goals"] = goals(record["steps"])
@@ -172,7 +194,7 @@ def progress(steps: Sequence[Step], record: Record) -> str:
 def goals(steps: Mapping[str, Record]) -> list[Record]:
     """Compare the figures with the goals; a figure that was not measured is left out."""
     found: list[tuple[str, float | None, str, float]] = []
-    rows = steps.get("decode", {}).get("figures", {}).get("rows", [])
+    rows = [row for one in steps.values() for row in one.get("figures", {}).get("rows", [])]
     seven = [row for row in rows if row["shape"] == "7B" and "plain" in row.get("ms_and_floor", {})]
     if seven:
         graphs = [row for row in seven if row["steps"] == GRAPHS]
@@ -184,7 +206,7 @@ def goals(steps: Mapping[str, Record]) -> list[Record]:
             found.append(("step of 64 nodes without heads over plain step", best["tree 64"][0] / plain, "<=", 1.08))
         if "heads" in best:
             found.append(("five heads over their byte floor", best["heads"][0] / best["heads"][1], "<=", 1.25))
-    for case in steps.get("train", {}).get("figures", {}).get("cases", []):
+    for case in [case for one in steps.values() for case in one.get("figures", {}).get("cases", [])]:
         if case["what"] == "shape1" and case["method"] == "ours" and "mfu" in case:
             found.append(("Medusa-1 training over the measured matrix rate", case["mfu"], ">=", 0.45))
     return [
@@ -206,6 +228,8 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
     for step in steps:
         one = record["steps"].get(step.name, {"status": "not run", "seconds": 0})
         said = one.get("reason") or one.get("last_line", "")
+        if "passed" in (figures := one.get("figures", {})):
+            said = f"{figures['passed']} passed, {len(figures['failed'])} failed, {figures['skipped']} skipped {said}"
         rows.append([step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said])
     parts.append(table(["step", "part", "result", "seconds", "limit", ""], rows, 3))
     if record["goals"]:
@@ -218,6 +242,8 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
         one = record["steps"].get(step.name, {})
         if page := one.get("page"):
             parts += [f"## {step.name}", f"`{' '.join(step.words)}`", "\n".join(page)]
+        if failed := one.get("figures", {}).get("failed"):
+            parts += [f"## {step.name}: failed tests", "\n".join(f"- {line}" for line in failed)]
         if output := one.get("output"):
             parts += [f"## {step.name}: {one['status']}", "```\n" + "\n".join(output) + "\n```"]
     return "\n\n".join(parts) + "\n"
@@ -264,7 +290,7 @@ def print_wheels() -> int:
     print(f"  python -m pip download --no-deps --only-binary=:all: --dest DIR {names}")
     for name in BUILT:
         print(f"  DS_BUILD_OPS=0 python -m pip wheel --no-deps --no-build-isolation -w DIR {name}=={needed[name]}")
-    problems = [f"{name} is not in constraints.txt" for name, pin in needed.items() if pin is None] + list(too_old())
+    problems = [f"{name} is not in constraints.txt" for name, pin in needed.items() if pin is None]
     for problem in problems:
         print(f"  PROBLEM: {problem}")
     return len(problems)

@@ -6,17 +6,19 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at most
+#: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds, and estimates of the
+#: start of a script, of loading a model and timing its heads, of compiling it, and of a process of train.py.
+TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = 10, 8, 20, 20, 45, 20
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: What PyTorch's image with transformers holds is what these two require.
@@ -38,7 +40,8 @@ class Step:
         words: `pytest`, `train`, `eval` or a script of benchmarks/, and its arguments.
         expected, limit: seconds that it should take on a data-centre GPU, and after which it is stopped.
         needs: files and directories that it reads, with the command that makes each.
-        makes: file or directory that later steps read. page, figures: files that it writes, for the report.
+        makes: file or directory that later steps read. page, figures: files that it writes, for the report;
+            of tests JUnit's XML.
     """
 
     name: str
@@ -76,23 +79,43 @@ def plan(work: str = "runs/gpu") -> list[Step]:
             f"{name}-eval", part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json"
         )
 
-    def script(name: str, part: int, arguments: tuple[str, ...], expected: int, limit: int) -> Step:
+    def script(file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str) -> Step:
         out = f"{work}/{name}"
-        words = (f"{name}.py", *arguments, "--out", out)
-        return Step(name, part, words, expected, limit, page=f"{out}/{name}.md", figures=f"{out}/{name}.json")
+        words = (f"{file}.py", *arguments, "--out", out)
+        return Step(name, part, words, expected, limit, page=f"{out}/{file}.md", figures=f"{out}/{file}.json")
 
-    decoding = ("--shapes", "1B", "7B", "--contexts", "1024", "--nodes", "1", "16", "64", "--dtypes", "bfloat16")
-    training = ("--parts", "loss", "shape7b", "--dtypes", "bfloat16", "--tokens", "2048", "--vocab", "32000")
-    training += ("--heads", "5", "--sequences", "2048", "--rounds", "1", "--seconds", "8")
+    def tests(name: str, files: Sequence[str], chosen: str, expected: int, limit: int) -> Step:
+        figures = f"{work}/{name}.xml"
+        words = ("pytest", "-v", "-m", "gpu", *files, "-k", chosen, f"--junitxml={figures}")
+        return Step(name, 1, words, expected, limit, figures=figures)
+
+    def decode(name: str, part: int, shapes: Sequence[str], settings: Sequence[str], load: int) -> Step:
+        words = ("--shapes", *shapes, "--contexts", "1024", "--nodes", "1", "16", "64", "--dtypes", "bfloat16")
+        words += ("--settings", *settings, "--seconds", f"{TIMED_SECONDS}")
+        expected = START_SECONDS + len(shapes) * (TIMED_SECONDS + load * len(settings))
+        # a script may take three times --seconds for the calls of one shape
+        return script("decode", part, words, expected, expected + 2 * TIMED_SECONDS * len(shapes), name)
+
+    def training(name: str, part: int, cases: int, words: tuple[str, ...]) -> Step:
+        words += ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", f"{CASE_SECONDS}")
+        expected = START_SECONDS + cases * (CASE_SECONDS + PROCESS_SECONDS)
+        return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
+
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(_smollm2_data(), "part of the repository")}
+    loops = ("tests/gpu/test_decoding.py", "tests/gpu/test_graphs.py")
     return [
-        Step("tests", 1, ("pytest", "-q", "-m", "gpu", "tests/gpu"), expected=150, limit=270),
-        train("tiny_m1", 1, 40, 90, {"data/tiny/model.safetensors": "part of the repository"}),
-        measure("tiny_m1", 1, "tiny", 30, 60),
-        script("decode", 2, (*decoding, "--settings", "stock", "static", "compiled", "--seconds", "10"), 240, 360),
-        script("train", 3, training, 220, 340),
-        train("smollm2_m1", 4, 90, 160, smollm2),
-        measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 80),
+        tests("tests-decoding", loops, "not compiled", 110, 180),
+        tests("tests-training", ("tests/gpu/test_training.py",), "not compiled", 110, 170),
+        tests("tests-compiled", ("tests/gpu",), "compiled", 60, 110),
+        decode("decode-1b", 2, ("1B",), ("stock", "static"), LOAD_SECONDS),
+        train("tiny_m1", 2, 40, 80, {"data/tiny/model.safetensors": "part of the repository"}),
+        measure("tiny_m1", 2, "tiny", 30, 60),
+        training("train-7b", 3, 2, ("--parts", "shape7b", "--sequences", "2048")),
+        training("train-loss", 3, 4, ("--parts", "loss", "--tokens", "2048", "--vocab", "32000", "--heads", "5")),
+        decode("decode-7b", 4, ("7B",), ("stock", "static"), LOAD_SECONDS),
+        train("smollm2_m1", 4, 90, 150, smollm2),
+        measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 70),
+        decode("decode-compiled", 5, ("1B", "7B"), ("compiled",), LOAD_SECONDS + COMPILE_SECONDS),
     ]
 
 
@@ -164,7 +187,8 @@ def command_problems(program: str, arguments: Sequence[str], made: Iterable[str 
 
 def test_problems(step: Step) -> list[str]:
     """Collect the tests without running them."""
-    done = subprocess.run([*step.command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [word for word in step.command if not word.startswith("--junitxml")]
+    done = subprocess.run([*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         return [f"pytest cannot collect the tests: {''.join(last)}"]
@@ -216,15 +240,3 @@ def installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def too_old() -> Iterator[str]:
-    """Yield a line for each package of the steps that is missing here, or older than pyproject.toml allows."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for name in sorted({*IMAGE, *IMPORTED}):
-        bound = re.search(rf'^  "{re.escape(name)}>=([\w.]+)', text, re.MULTILINE | re.IGNORECASE)
-        here = installed(name)
-        if here is None:
-            yield f"{name} is not installed"
-        elif bound and Version(here) < Version(bound[1]):
-            yield f"{name} {here} is installed, {bound[1]} or later is needed"

@@ -36,9 +36,10 @@ class Batch:
     documents: Sequence[Sequence[Example]] | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on `device`."""
-        names = ("tokens", "labels", "positions", "segments")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        """Return the batch with its tensors on `device`, in one transfer."""
+        moved = torch.stack([self.tokens, self.labels, self.positions, self.segments]).to(device)
+        tokens, labels, positions, segments = moved.unbind()
+        return replace(self, tokens=tokens, labels=labels, positions=positions, segments=segments)
 
 
 def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:

@@ -279,8 +279,10 @@ class _TeacherRows:
             )
         rows = inputs.rows
         self.rows = rows + teacher.shift
-        if rows.numel() and not 0 <= int(rows[0]) + teacher.shift <= int(rows[-1]) + teacher.shift < total:
-            raise IndexError(f"shift {teacher.shift:+} reaches beyond the teacher's {total} rows")
+        if rows.numel():
+            first, last = torch.stack((self.rows[0], self.rows[-1])).tolist()  # one transfer from the device
+            if not 0 <= first <= last < total:
+                raise IndexError(f"shift {teacher.shift:+} reaches beyond the teacher's {total} rows")
         self.hidden = teacher.hidden.detach()
         self.matrix = Projection(teacher.lm_head, inputs.autocast, shared=student)
         self.teacher_weight, self.divergence = teacher.teacher_weight, teacher.divergence

@@ -197,9 +197,9 @@ def _supervised_rows(targets: Tensor, lm_head: LMHeadLike) -> tuple[Tensor, Tens
     labels = targets[rows]
     vocab = lm_head.weight.shape[0]
     if labels.numel():
-        low, high = labels.aminmax()
+        low, high = torch.stack(labels.aminmax()).tolist()  # one transfer from the device
         if low < 0 or high >= vocab:
-            raise IndexError(f"targets from {int(low)} to {int(high)} do not fit a vocabulary of {vocab}")
+            raise IndexError(f"targets from {low} to {high} do not fit a vocabulary of {vocab}")
     return rows, labels
 
 

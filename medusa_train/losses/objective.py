@@ -308,11 +308,10 @@ class Objective:
 
     def _sum(self, terms: list[LossSums], valid: Tensor, counts: Tensor, factors: list[float]) -> ObjectiveOutput:
         first = 0 if self.lm is None else 1  # index of the first head
-        sums = torch.stack([term.loss_sum for term in terms])
         heads = terms[first:]
         lm = terms[0]
         return ObjectiveOutput(
-            loss=(sums * sums.new_tensor(factors)).sum(),
+            loss=torch.stack([term.loss_sum * factor for term, factor in zip(terms, factors, strict=True)]).sum(),
             head_sums=torch.stack([term.ce_sum for term in heads]),
             head_correct=torch.stack([term.correct for term in heads]),
             head_counts=valid,

@@ -43,8 +43,8 @@ def document_bounds(segments: Tensor) -> dict[str, Any]:
     """
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    end = torch.tensor([segments.numel()], device=segments.device)
-    bounds = torch.cat([starts.flatten().nonzero().squeeze(1), end]).to(torch.int32)
+    rows = starts.flatten().nonzero().squeeze(1)
+    bounds = torch.cat([rows, rows.new_full((1,), segments.numel())]).to(torch.int32)
     longest = int(bounds.diff().max())
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 

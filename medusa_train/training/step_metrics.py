@@ -43,9 +43,12 @@ class MicroBatchResult:
 
     def to_row(self) -> Tensor:
         """Pack all numbers into one float64 tensor [5 + 3 K] on the CPU, which can be summed."""
-        lm = [0.0, 0.0, 0.0] if self.lm is None else [float(self.lm.ce), float(self.lm.kl), float(self.lm.count)]
-        heads = [*self.correct.tolist(), *self.counts.tolist(), *self.in_vocab.tolist()]
-        return torch.tensor([float(self.loss), self.tokens, *lm, *heads], dtype=torch.float64)
+        lm = [] if self.lm is None else [self.lm.ce, self.lm.kl, self.lm.count]
+        measured = [self.loss, *lm, self.correct, self.counts, self.in_vocab]
+        # one transfer from the device
+        row = torch.cat([torch.as_tensor(one).detach().double().flatten() for one in measured]).cpu()
+        tokens = row.new_tensor([self.tokens] if lm else [self.tokens, 0.0, 0.0, 0.0])
+        return torch.cat([row[:1], tokens, row[1:]])
 
 
 @dataclass(frozen=True)

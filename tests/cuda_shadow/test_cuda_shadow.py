@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow  # a minute
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the pretend device is built with g++")
 @pytest.mark.skipif(torch.version.cuda is not None and torch.cuda.is_available(), reason="there is a real device")
-@pytest.mark.parametrize("name", ["decoding"])
+@pytest.mark.parametrize("name", ["decoding", "training"])
 def test_on_a_pretend_gpu(name: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.cuda_shadow.device", "-p", "no:cacheprovider"]
     file = f"tests/cuda_shadow/{name}.py"
-    done = subprocess.run([*command, "-p", "no:xdist", file], cwd=ROOT, capture_output=True, text=True, check=False)
+    command += ["-p", "no:xdist", file]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
