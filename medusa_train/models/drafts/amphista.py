@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,10 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.layers import DraftLayer, LayerCache, concat_rows, gather_paths, layer_to_copy
+from medusa_train.models.drafts.layers import DraftLayer, LayerCache, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
+from medusa_train.models.drafts.unread import UnreadRows
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.tree import Tree
@@ -157,7 +158,8 @@ class AmphistaDraft(LMHeadsDraft):
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> AmphistaState:
         """Return the state of the prompts, which `propose` will read."""
         caches = [LayerCache(cache.single_layer()) for _ in self.layers]
-        return self._unread(feats, tokens, [range(length) for length in lengths], caches, self.stacked())
+        paths = RowPaths([range(length) for length in lengths], tokens.device)
+        return self._next(AmphistaState(feats.hidden, tokens, paths, caches, stacked=self.stacked()), feats, tokens, paths)
 
     def stacked(self) -> Stacked | None:
         """Return the weights of all heads as one tensor each; None if they are not stacked."""
@@ -185,68 +187,36 @@ class AmphistaDraft(LMHeadsDraft):
         """Return the state of the accepted nodes, which the next `propose` will read."""
         if not state.read:
             self._read(state, proposal.tokens[:, 0])
-        return self._unread(feats, proposal.tokens, paths, state.caches, state.stacked)
+        return self._next(state, feats, proposal.tokens, paths)
 
     def select_rows(self, state: AmphistaState, rows: Sequence[int]) -> AmphistaState:
         """Return the states of `rows`."""
-        index = list(rows)
-        return AmphistaState(
-            state.hidden[index],
-            state.following[index],
-            state.paths.select(rows),
-            [cache.select_rows(rows) for cache in state.caches],
-            state.stacked,
-        )
+        return state.select_rows(rows)
 
     def append_rows(self, state: AmphistaState, other: AmphistaState, cache: TreeCache) -> AmphistaState:
         """Return the states of both, in the caches of `state`. Rows that join have one unread position."""
-        state, other = self._without_prompts(state), self._without_prompts(other)
-        caches = zip(state.caches, other.caches, strict=True)
-        return AmphistaState(
-            concat_rows(state.hidden, other.hidden),
-            concat_rows(state.following, other.following),
-            RowPaths([*state.paths, *other.paths], state.paths.device),
-            [mine.append_rows(theirs, cache.capacity) for mine, theirs in caches],
-            state.stacked,
-        )
+        return state.without_prompts(self._extend).append_rows(other.without_prompts(self._extend), cache)
 
-    def _without_prompts(self, state: AmphistaState) -> AmphistaState:
-        """Run the layers over unread prompts, so that only the last positions, which need the roots, stay unread."""
-        if not state.caches or not state.caches[0].is_empty:
-            return state
-        device = state.hidden.device
-        before = RowPaths([range(len(path) - 1) for path in state.paths], device)
-        # the last position is read with any token as the following one, and dropped
-        self.stages(state.hidden, state.following, lambda i, x: state.caches[i].append(self._layer(i), x, before))
-        last = RowPaths([[len(path)] for path in before], device)
-        hidden, following = gather_paths(state.hidden, last), gather_paths(state.following, last)
-        return replace(state, hidden=hidden, following=following, paths=last)
+    def _extend(self, state: AmphistaState, paths: RowPaths) -> None:
+        """Run the layers over the unread positions and keep the first `len(paths[b])` of each row."""
+        self.stages(state.hidden, state.following, lambda i, x: state.caches[i].append(self._layer(i), x, paths))
 
-    def _unread(
-        self,
-        feats: Features,
-        tokens: Tensor,
-        paths: Sequence[Sequence[int]],
-        caches: list[LayerCache],
-        stacked: Stacked | None,
+    def _next(
+        self, state: AmphistaState, feats: Features, tokens: Tensor, paths: Sequence[Sequence[int]]
     ) -> AmphistaState:
         """The state at each row's nodes of [B, n + 1, d], with the token of the next node as the following one."""
         if not self.adaptation_layers:
             paths = [path[-1:] for path in paths]  # without attention earlier positions have no effect
-        paths = RowPaths.of(paths, tokens.device)
-        following = tokens.gather(1, paths.nodes.roll(-1, dims=1))  # that of the last node is replaced by the next root
-        return AmphistaState(gather_paths(feats.hidden, paths), following, paths, caches, stacked)
+        return state.next(feats.hidden, tokens, paths)
 
     def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
         """Run the layers over the unread positions, followed by `roots`; return h1 and h2 of the last, [B, d]."""
-        rows = torch.arange(len(roots), device=roots.device)
-        last = state.paths.counts - 1
-        following = state.following.index_put((rows, last), roots)
+        following, last = state.with_roots(roots)
         stages = self.stages(
             state.hidden, following, lambda i, x: state.caches[i].append(self._layer(i), x, state.paths)
         )
         state.read = True
-        return [stage[rows, last] for stage in stages]
+        return [stage[torch.arange(len(roots), device=roots.device), last] for stage in stages]
 
     # The layers of the formulas above
 
@@ -323,24 +293,14 @@ class Stacked(NamedTuple):
 
 
 @dataclass
-class AmphistaState:
+class AmphistaState(UnreadRows):
     """Committed positions of B rows that the adaptation layers have not read yet.
 
     Attributes:
-        hidden: [B, m, d], the backbone's states, padded after each row's own.
-        following: long [B, m], the token after each position; for a row's last one it is the next root, not known yet.
-        paths: nodes that they were, as many per row as it has positions.
-        caches: keys and values of each adaptation layer before these positions.
         stacked: the weights of all heads; None if they are not stacked in memory.
-        read: whether `propose` has run the layers over these positions.
     """
 
-    hidden: Tensor
-    following: Tensor
-    paths: RowPaths
-    caches: list[LayerCache]
-    stacked: Stacked | None
-    read: bool = False
+    stacked: Stacked | None = None
 
 
 def _attention_shape(config: Any, hidden_size: int) -> tuple[int, int]:
