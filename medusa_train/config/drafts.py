@@ -269,6 +269,54 @@ class KangarooConfig(DraftConfig):
         return f"Kangaroo, early exit after {_layers(self.exit_layer)}, drafting up to {self.num_heads} tokens"
 
 
+class Eagle3Config(DraftConfig):
+    """Keys of `eagle3`: one decoder layer over the states of three layers, trained on its own outputs (EAGLE-3)."""
+
+    prefix = "eagle3."
+    title = "EAGLE-3"
+    training_keys = frozenset({"decay_coefficient", "soft_targets"})
+
+    num_heads: Int = key(7, "maximum number of tokens that are drafted one after another", ge=1, le=32)
+    train_steps: Int = key(
+        4,
+        "steps of the training-time test: how many tokens in a row are drafted in training; 7 as published, which pays "
+        "on GPUs",
+        ge=1,
+        le=16,
+    )
+    layers: tuple[Int, Int, Int] | None = key(
+        None, "after how many of the backbone's layers the draft reads states; default: 2, half, all but 3"
+    )
+    vocab_size: Int | None = key(
+        None, "N: the draft predicts only the N most frequent tokens of the training data; default: all tokens", ge=16
+    )
+    decay_coefficient: Float = key(0.8, "c: weight of step k's loss is c**k", gt=0, le=1)
+    soft_targets: Float = key(
+        1.0, "weight of the backbone's distribution in the targets; the data's token has the rest", ge=0, le=1
+    )
+
+    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the three layers whose states are read."""
+        return self.layers or default_layers(num_layers)
+
+    @property
+    def heads_loss(self) -> HeadsLoss:
+        """Cross-entropies against the backbone's distribution, decaying with the step (EAGLE-3, training-time test)."""
+        return HeadsLoss(self.decay_coefficient, self.soft_targets)
+
+    def describe(self) -> str:
+        """Describe the draft by its depth, its trained steps and its reduced vocabulary."""
+        steps = f"{self.train_steps} training step{'' if self.train_steps == 1 else 's'}"
+        return f"EAGLE-3, drafting up to {self.num_heads} tokens, {steps}{_vocabulary(self.vocab_size)}"
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers that vLLM reads by default: after 2, half, and all but 3; first to last but one if few."""
+    if num_layers < 7:
+        return 1, max(1, num_layers // 2), max(1, num_layers - 1)
+    return 2, num_layers // 2, num_layers - 3
+
+
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
@@ -278,7 +326,12 @@ def _vocabulary(size: int | None) -> str:
 
 
 #: Section class by the value of the key `draft`; Medusa's keys are flat.
-SECTIONS: dict[str, type[DraftConfig]] = {"hydra": HydraConfig, "amphista": AmphistaConfig, "kangaroo": KangarooConfig}
+SECTIONS: dict[str, type[DraftConfig]] = {
+    "hydra": HydraConfig,
+    "amphista": AmphistaConfig,
+    "kangaroo": KangarooConfig,
+    "eagle3": Eagle3Config,
+}
 #: The same with Medusa, whose keys are flat.
 DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTIONS}
 

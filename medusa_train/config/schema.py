@@ -28,6 +28,7 @@ from medusa_train.config.drafts import (
     DraftConfig,
     HeadsLoss,
     HydraConfig,
+    Eagle3Config,
     KangarooConfig,
     LookaheadConfig,
     LookupChoice,
@@ -151,6 +152,7 @@ class TrainConfig(Config):
     hydra: HydraConfig | None = key(None, "settings of draft: hydra")
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista")
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo")
+    eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3")
     medusa_num_heads: Int = key(5, "K: number of heads; head k predicts the k-th token after the next one", ge=1, le=32)
     medusa_num_layers: Int = key(1, "residual blocks per head; 0: a linear head without blocks", ge=0, le=32)
     medusa_decay_coefficient: Float = key(0.8, "c: weight of head k's loss is c**k", gt=0, le=1)

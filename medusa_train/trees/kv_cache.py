@@ -172,6 +172,10 @@ class TreeCache(Cache):
         self.length += count
         self._pending = 0
 
+    def drop(self) -> None:
+        """Drop all pending positions."""
+        self._pending = 0
+
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """`commit` for the single row, with the signature of `BatchCache.commit_rows`."""
         self.commit(lengths[0])

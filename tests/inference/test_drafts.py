@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "hydra++": {"num_heads": 3, "num_layers": 1, "prefix_layer": True, "dropout": 0.0},
     "amphista": {"num_heads": 4, "auto_blocks": 1, "adaptation_layers": 2, "sampled_token": True},
     "kangaroo": {"num_heads": 3, "exit_layer": 1, "threshold": 0.3},
+    "eagle3": {"num_heads": 3, "train_steps": 2, "layers": [1, 1, 2]},
 }
 KINDS = list(SETTINGS)
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -14,6 +15,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "hydra": HydraDraft,
     "amphista": AmphistaDraft,
     "kangaroo": KangarooDraft,
+    "eagle3": Eagle3Draft,
 }
 
 

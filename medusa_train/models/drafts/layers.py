@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from medusa_train.models.features import capture_inputs
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
-from medusa_train.trees.masks import apply_sliding_window, document_mask, mask_with_prefix
+from medusa_train.trees.masks import additive_mask, apply_sliding_window, document_mask, mask_with_prefix
 from medusa_train.trees.static_cache import SlotCache
 
 
@@ -224,6 +224,13 @@ def _remove_mlp(body: Any, hidden_size: int) -> None:
 # Decoding: the layer's cache, and states of accepted nodes
 
 
+class DecodingLayer(Protocol):
+    """A layer with a `LayerCache`."""
+
+    def extend(self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None) -> Tensor:
+        """Run q further positions, see `DraftLayer.extend`."""
+
+
 class LayerCache:
     """The cache of a `DraftLayer` over B rows; it holds exactly the committed positions of each.
 
@@ -241,7 +248,7 @@ class LayerCache:
         """Whether no row has a committed position."""
         return not self._cache.length
 
-    def append(self, layer: DraftLayer, states: Tensor, paths: RowPaths) -> Tensor:
+    def append(self, layer: DecodingLayer, states: Tensor, paths: RowPaths) -> Tensor:
         """Run `layer` over q further positions of each row, [B, q, d] -> [B, q, d], and keep the first len(paths[b]).
 
         Args:
@@ -260,6 +267,25 @@ class LayerCache:
         out = layer.extend(states, positions, cache, mask)
         cache.keep_rows(paths.ranges())
         return out
+
+    def run_level(self, layer: DecodingLayer, states: Tensor, depth: int, visible: Tensor) -> Tensor:
+        """Run `layer` over m nodes of a tree, [B, m, ...] -> [B, m, d]; their keys wait for the next levels.
+
+        Args:
+            depth: of the nodes below the last committed position.
+            visible: bool [m, p + m]: which of the p nodes of earlier levels, and of these, each attends to.
+        """
+        cache, before = self._cache, visible.shape[1] - visible.shape[0]
+        positions = cache.row_lengths(states.device) + torch.full((1, len(visible)), depth - 1, device=states.device)
+        mask = mask_with_prefix(cache, additive_mask(visible, states.dtype))
+        cache.pending_offset = before
+        out = layer.extend(states, positions, cache, mask)
+        cache.pending_offset = 0
+        return out
+
+    def drop_levels(self) -> None:
+        """Drop the nodes of `run_level`."""
+        self._cache.drop()
 
     def select_rows(self, rows: Sequence[int]) -> LayerCache:
         """Keep `rows` only, see `BatchCache.select_rows`."""

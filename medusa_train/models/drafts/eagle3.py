@@ -1,0 +1,356 @@
+"""EAGLE-3: one decoder layer over states of three layers of the backbone, trained on its own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from medusa_train.config.drafts import default_layers
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposal
+from medusa_train.models.drafts.layers import LayerCache
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
+from medusa_train.models.drafts.unread import UnreadRows
+from medusa_train.models.features import Features, FeatureSpec, TokenRows
+from medusa_train.models.lm_head import LMHead
+from medusa_train.models.partitioned import gathered
+from medusa_train.models.precision import exact_buffers
+from medusa_train.trees.kv_cache import RowPaths, TreeCache
+from medusa_train.trees.masks import additive_mask, document_mask, mask_with_prefix
+from medusa_train.trees.static_cache import SlotCache
+from medusa_train.trees.tree import Tree
+
+#: Layers whose states are read.
+NUM_STATES = 3
+
+
+class Eagle3Draft(LMHeadsDraft):
+    """A decoder layer that drafts one token after the other (EAGLE-3, arXiv 2503.01840).
+
+        a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)        g: the backbone's states after three layers
+        a_k = Layer(E(x_{t+k}), a_{k-1})                                x_{t+1}: the root, then the path of guesses
+        p_k = softmax(W norm(a_k))                                      predicts x_{t+k+1}
+
+    The layer attends to a_1's keys of all positions up to t and to those of a_2 .. a_k of its own path. Training runs
+    `train_steps` such steps on the layer's own outputs, with the data's tokens ("training-time test"), so the layer
+    learns from what it reads when it drafts. Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's,
+    whatever the backbone's family, with the norms of embedding and state before the attention, which reads both.
+
+    Initially fc passes g_high on, the layer is a copy of the backbone's last one where shapes fit, and W a copy of
+    lm_head; the paper does not specify it.
+
+    Args:
+        backbone: the model whose embeddings and lm_head are used; it is neither kept nor changed.
+        num_heads: K, the depth of the deepest tree.
+        train_steps: steps of the training-time test.
+        layers: after how many of the backbone's layers the three states are read; by default `default_layers`.
+        vocab_size, token_map: N, for guesses among the tokens of `token_map` (long [N]); by default all tokens.
+        dtype: dtype of the parameters; by default the backbone's.
+    """
+
+    can_append_rows = True
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        num_heads: int = 7,
+        *,
+        train_steps: int = 4,
+        layers: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        token_map: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = dtype or backbone.dtype
+        size = backbone.hidden_size
+        self.num_heads = num_heads
+        self.train_steps = train_steps
+        self.layers = tuple(layers or default_layers(backbone.num_layers))
+        self.needs = FeatureSpec(early=self.layers)
+        self.embedding = backbone.embedding()
+        config = _layer_config(backbone)
+        self.fc = nn.Linear(NUM_STATES * size, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.lm_heads = nn.ModuleList(self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype))
+        self._init_from(backbone)
+        self.to(device=backbone.device, dtype=dtype)
+
+    @torch.no_grad()
+    def _init_from(self, backbone: Backbone) -> None:
+        size = backbone.hidden_size
+        nn.init.zeros_(self.fc.weight)
+        nn.init.eye_(self.fc.weight[:, -size:])
+        source = backbone.layer(backbone.num_layers - 1)
+        with gathered([*source.parameters(), *backbone.body.norm.parameters()]):
+            self.midlayer.init_from(source)
+            norm = backbone.body.norm(torch.ones(size, dtype=backbone.dtype, device=backbone.device)).float()
+            if bool((norm.abs() > 0).all()):  # the factors of a norm of this kind, however they are stored
+                self.norm.weight.copy_(norm)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Eagle3Draft:
+        """Keep the rotary frequencies in float32 through `.to(dtype)`."""
+        with exact_buffers(self.midlayer.rotary_emb):
+            super()._apply(fn, recurse)
+        return self
+
+    @classmethod
+    def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> Eagle3Draft:
+        """Create an untrained draft for `backbone`, on its device."""
+        return cls(backbone, dtype=dtype, **settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of `from_backbone` that recreate this draft, except `token_map`."""
+        return {
+            "num_heads": self.num_heads,
+            "train_steps": self.train_steps,
+            "layers": list(self.layers),
+            "vocab_size": self.draft_vocab_size,
+        }
+
+    @classmethod
+    def count_parameters(cls, model: Any, *, vocab_size: int | None = None, **without_weights: Any) -> int:
+        """fc, the attention over `2 d`, the MLP, four norms, and an lm_head."""
+        config = model.config.get_text_config()
+        d, heads, kv_heads, head_dim = _attention_shape(config)
+        attention = 2 * d * head_dim * (heads + 2 * kv_heads) + d * heads * head_dim
+        return (
+            NUM_STATES * d * d + attention + 3 * d * config.intermediate_size + 4 * d + count_lm_head(model, vocab_size)
+        )
+
+    @property
+    def trained_heads(self) -> int:
+        """The steps of the training-time test."""
+        return self.train_steps
+
+    def lm_head(self, k: int) -> LMHead:
+        """Return W, which is the same for all steps."""
+        return super().lm_head(1)
+
+    # Training
+
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """Yield for k = 1..train_steps the states [B, T, d] that `lm_head` reads, given the data's tokens."""
+        return self._steps(feats, batch, self.train_steps)
+
+    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """Yield for k = 1..num_heads the states [B, T, d], also of steps that are not trained."""
+        return self._steps(feats, batch, self.num_heads)
+
+    def _steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
+        states = self._inputs(feats)
+        mask = document_mask(batch.segments, _compute_dtype(states))
+        keys = _StepKeys()
+        for k in range(1, steps + 1):
+            tokens = shift_labels(batch.tokens, k - 1, batch.segments)
+            past_end = tokens == IGNORE_INDEX
+            e = self.embedding(tokens.masked_fill(past_end, 0)).masked_fill(past_end[..., None], 0.0)
+            if k > 1:
+                mask = _step_mask(mask, states)
+            states = self.midlayer(e.to(states.dtype), states, batch.positions + (k - 1), mask, keys)
+            yield self.norm(states)
+
+    def _inputs(self, feats: Features) -> Tensor:
+        """fc of the backbone's states, [B, T, 3 d] -> [B, T, d]."""
+        assert feats.early is not None
+        states: Tensor = self.fc(feats.early.to(self.fc.weight.dtype))
+        return states
+
+    # Decoding. The layer reads a position once the token after it is known, so the last one waits for the root.
+
+    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> UnreadRows:
+        """Return the state of the prompts, which `propose` will read."""
+        states = self._inputs(feats)
+        paths = RowPaths([range(length) for length in lengths], tokens.device)
+        return UnreadRows(states, tokens, paths, [LayerCache(cache.single_layer())]).next(states, tokens, paths)
+
+    def propose(self, state: UnreadRows, roots: Tensor, tree: Tree) -> Proposal:
+        """Fill the tree level by level: the layer runs over all nodes of a level that have children at once."""
+        x, nodes = self._read(state, roots)[:, None], roots[:, None]  # the state that each node's guesses come from
+        tokens = [nodes]
+        levels = tree.by_level
+        visible = tree.ancestors[levels.inner][:, levels.inner][1:, 1:]  # the root is committed already
+        for depth, level in enumerate(levels.levels[:-1]):
+            if depth:
+                if level.inner is not None:
+                    x, nodes = x[:, level.inner], nodes[:, level.inner]
+                first, last = level.inner_first - 1, level.inner_last - 1
+                x = state.caches[0].run_level(self.midlayer, self._join(nodes, x), depth, visible[first:last, :last])
+            guesses = self.lm_heads[0](self.norm(x)).topk(level.width).indices  # a soft cap would keep their order
+            nodes = self.lm_head(1).tokens_of(guesses.flatten(1)[:, level.candidates])
+            x = x[:, level.parents]
+            tokens.append(nodes)
+        state.caches[0].drop_levels()
+        return Proposal(torch.cat(tokens, dim=1), tree)
+
+    def advance(
+        self, state: UnreadRows, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+    ) -> UnreadRows:
+        """Return the state of the accepted nodes, which the next `propose` will read."""
+        if not state.read:
+            self._read(state, proposal.tokens[:, 0])
+        return state.next(self._inputs(feats), proposal.tokens, paths)
+
+    def select_rows(self, state: UnreadRows, rows: Sequence[int]) -> UnreadRows:
+        """Return the states of `rows`."""
+        return state.select_rows(rows)
+
+    def append_rows(self, state: UnreadRows, other: UnreadRows, cache: TreeCache) -> UnreadRows:
+        """Return the states of both, in the cache of `state`. Rows that join have one unread position."""
+        return state.without_prompts(self._extend).append_rows(other.without_prompts(self._extend), cache)
+
+    def _extend(self, state: UnreadRows, paths: RowPaths) -> None:
+        """Run the layer over the unread positions and keep the first `len(paths[b])` of each row."""
+        state.caches[0].append(self.midlayer, self._join(state.following, state.hidden), paths)
+
+    def _read(self, state: UnreadRows, roots: Tensor) -> Tensor:
+        """Run the layer over the unread positions, followed by `roots`; return a_1 of the last, [B, d]."""
+        following, last = state.with_roots(roots)
+        states = state.caches[0].append(self.midlayer, self._join(following, state.hidden), state.paths)
+        state.read = True
+        return states[torch.arange(len(roots), device=roots.device), last]
+
+    def _join(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """[E ; states], the layer's input, [B, q, 2 d]."""
+        return torch.cat([self.embedding(tokens).to(states.dtype), states], dim=-1)
+
+
+class Eagle3Layer(nn.Module):
+    """Llama's decoder layer, whose attention reads [norm(e) ; norm(x)], and whose residual is x."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(size, eps=eps)  # of the embedding
+        self.hidden_norm = LlamaRMSNorm(size, eps=eps)
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        for name in _READS_BOTH:
+            projection = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * size, projection.out_features, bias=False))
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.mlp = LlamaMLP(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def init_from(self, source: nn.Module) -> None:
+        """Copy the weights of a layer of the backbone that have the same shape; the part that reads x, of both."""
+        weights = {name: weight for name, weight in source.named_parameters() if weight.is_floating_point()}
+        for name, parameter in self.named_parameters():
+            weight = weights.get(name.replace("hidden_norm", "input_layernorm"))
+            if weight is None or name.startswith("input_layernorm"):
+                continue
+            part = parameter[:, -weight.shape[-1] :] if parameter.dim() == 2 else parameter
+            if part.shape == weight.shape:
+                part.copy_(weight)
+
+    def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """[B, q, d] and [B, q, d] -> [B, q, d].
+
+        Args:
+            positions: [B, q]. mask: additive, [1 or B, 1, q, keys]; None: causal, among keys of these positions alone.
+            cache: takes the keys and values of these positions and returns all that are attended to.
+        """
+        x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], dim=-1)
+        angles = self.rotary_emb(x, positions)
+        attended, _ = self.self_attn(x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)
+        states = states + attended
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+    def extend(self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None) -> Tensor:
+        """Decoding: run q further positions [B, q, 2 d], embedding and state; see `DraftLayer.extend`."""
+        if mask is None and cache.length and states.shape[1] > 1:
+            q = states.shape[1]
+            mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
+        e, x = states.chunk(2, dim=-1)
+        return self(e, x, positions.expand(len(states), -1), mask, cache)
+
+    def run_slots(self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
+        """Decoding: the same, with keys and values in slots of `cache`; see `DraftLayer.run_slots`."""
+        e, x = states.chunk(2, dim=-1)
+        return self(e, x, positions, mask, cache)
+
+
+_READS_BOTH = ("q_proj", "k_proj", "v_proj")
+
+
+class _StepKeys:
+    """The keys and values of all steps of the training-time test, in the place of transformers' cache."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add a step's keys and values [B, kv_heads, T, head_dim]; return those of all steps, along T."""
+        self._keys.append(keys)
+        self._values.append(values)
+        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+
+
+def _step_mask(before: Tensor | None, states: Tensor) -> Tensor:
+    """Extend the mask of the steps before, [1 or B, 1, T, (k - 1) T], by the keys of step k, of which each reads one.
+
+        step 1     step 2  step 3
+        x . .      x . .   x . .       T = 3: position t reads its predecessors in step 1, and itself in all
+        x x .      . x .   . x .
+        x x x      . . x   . . x
+
+    Args:
+        before: None after step 1: causal.
+    """
+    length, dtype = states.shape[1], _compute_dtype(states)
+    ones = torch.ones(length, length, dtype=torch.bool, device=states.device)
+    if before is None:
+        before = additive_mask(ones.tril(), dtype)[None, None]
+    own = additive_mask(torch.eye(length, dtype=torch.bool, device=states.device), dtype)
+    return torch.cat([before, own.expand(len(before), 1, -1, -1)], dim=3)
+
+
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of attention inputs: autocast's where it is on."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def _attention_shape(config: Any) -> tuple[int, int, int, int]:
+    """d, the heads, key heads and head size of the backbone's layers."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return config.hidden_size, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _layer_config(backbone: Backbone) -> LlamaConfig:
+    """A Llama layer of the backbone's sizes and rotary angles."""
+    config = backbone.config
+    size, heads, kv_heads, head_dim = _attention_shape(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = dict(rope.get("full_attention", rope))  # some families have angles for each layer type
+    rope.pop("partial_rotary_factor", None)
+    layer = LlamaConfig(
+        vocab_size=1,
+        hidden_size=size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=rope or None,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    layer._attn_implementation = backbone.attention if backbone.attention != "eager" else "sdpa"
+    return layer
