@@ -10,6 +10,7 @@ from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.cli.train import headline
+from medusa_train.config.drafts import DRAFT_CONFIGS
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
@@ -27,6 +28,7 @@ SECTIONS = {
     "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1},
     "amphista": {"num_heads": 2},
     "kangaroo": {"num_heads": 2, "exit_layer": 1},
+    "eagle3": {"num_heads": 2, "train_steps": 2},
 }
 KINDS = list(SECTIONS)
 
@@ -52,7 +54,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(kind, make_dra
     assert learnt[-1] < 0.95 * learnt[0]  # soft targets leave the entropy of a random backbone
     held_out = [record for record in records if record["kind"] == "eval"][-1]
     assert len(held_out["head_top1"]) == 2
-    assert f"{kind.capitalize()}" in console.file.getvalue()
+    assert DRAFT_CONFIGS[kind].title in console.file.getvalue()
     assert load_config(TrainConfig, out / "config.yaml").draft_config.num_heads == 2
     subject = load_with_draft(resolve_model(str(out), None, None), "float32")
     assert subject.draft is not None

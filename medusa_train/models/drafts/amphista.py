@@ -159,7 +159,9 @@ class AmphistaDraft(LMHeadsDraft):
         """Return the state of the prompts, which `propose` will read."""
         caches = [LayerCache(cache.single_layer()) for _ in self.layers]
         paths = RowPaths([range(length) for length in lengths], tokens.device)
-        return self._next(AmphistaState(feats.hidden, tokens, paths, caches, stacked=self.stacked()), feats, tokens, paths)
+        return self._next(
+            AmphistaState(feats.hidden, tokens, paths, caches, stacked=self.stacked()), feats, tokens, paths
+        )
 
     def stacked(self) -> Stacked | None:
         """Return the weights of all heads as one tensor each; None if they are not stacked."""

@@ -1,0 +1,141 @@
+"""EAGLE-3 against its formula, position by position; initialisation, packed documents, and drafting as in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from medusa_train.config.drafts import default_layers
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
+from medusa_train.models.features import Rows
+from medusa_train.trees.kv_cache import BatchCache
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
+
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8], [7, 20, 30, 40, 2, 11, 12, 13]])
+
+
+def noisy(family: str = "llama", **settings: object) -> tuple[Eagle3Draft, object]:
+    backbone = random_backbone(family)
+    draft = Eagle3Draft.from_backbone(backbone, **{"num_heads": 4, "train_steps": 3, **settings})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return draft, backbone
+
+
+def rms(norm: torch.nn.Module, x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
+
+
+def rotate(x: Tensor, position: int, layer: torch.nn.Module) -> Tensor:
+    """x [heads, head_dim] at a position, in the halves of transformers."""
+    angle = torch.cat([position * layer.rotary_emb.inv_freq.double()] * 2)
+    half = x.shape[-1] // 2
+    return x * angle.cos() + torch.cat([-x[:, half:], x[:, :half]], dim=-1) * angle.sin()
+
+
+def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
+    """What `lm_head` reads in each step, [T, d], computed for one document position by position."""
+    layer, attention = draft.midlayer, draft.midlayer.self_attn
+    size, dim, length = early.shape[1] // 3, attention.head_dim, len(early)
+    states = early @ draft.fc.weight.T
+    keys: list[list[Tensor]] = []  # by step and position
+    values: list[list[Tensor]] = []
+    outs = []
+    for k in range(1, steps + 1):
+        e = torch.stack(
+            [draft.embedding(tokens[t + k]) if t + k < length else states.new_zeros(size) for t in range(length)]
+        )
+        x = torch.cat([rms(layer.input_layernorm, e), rms(layer.hidden_norm, states)], dim=-1)
+        q, key, value = (
+            (x @ projection.weight.T).unflatten(-1, (-1, dim))
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        keys.append([rotate(key[t], t + k - 1, layer) for t in range(length)])
+        values.append(list(value))
+        attended = []
+        for t in range(length):
+            places = [(0, s) for s in range(t + 1)] + [(step, t) for step in range(1, k)]
+            groups = q.shape[1] // key.shape[1]
+            seen_keys = torch.stack([keys[step][s] for step, s in places]).repeat_interleave(groups, dim=1)
+            seen_values = torch.stack([values[step][s] for step, s in places]).repeat_interleave(groups, dim=1)
+            weights = (seen_keys * rotate(q[t], t + k - 1, layer)).sum(-1).mul(dim**-0.5).softmax(0)
+            attended.append((weights[..., None] * seen_values).sum(0).flatten())
+        states = states + torch.stack(attended) @ attention.o_proj.weight.T
+        x = rms(layer.post_attention_layernorm, states)
+        mlp = layer.mlp
+        states = states + (silu(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        outs.append(rms(draft.norm, states))
+    return outs
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_value_and_gradient_of_the_formula(family: str) -> None:
+    draft, backbone = noisy(family)
+    feats = backbone.run(TOKENS, need=draft.needs)
+    weights = torch.randn(3, *feats.hidden.shape, dtype=torch.float64)
+    ours = torch.stack(list(draft.head_states(feats, Rows.from_tokens(TOKENS))))
+    theirs = torch.stack([torch.stack(reference(draft, feats.early[row], TOKENS[row], 3)) for row in range(2)], dim=1)
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)  # Llama norms in float32
+    parameters = [parameter for name, parameter in draft.named_parameters() if not name.startswith("lm_heads")]
+    for mine, expected in zip(
+        torch.autograd.grad((ours * weights).sum(), parameters),
+        torch.autograd.grad((theirs * weights).sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_documents_of_a_packed_row_are_computed_as_alone() -> None:
+    draft, backbone = noisy()
+    row = TOKENS.flatten()[None]
+    segments = torch.tensor([[0] * 8 + [1] * 6 + [-1] * 2])
+    packed = Rows(row, torch.tensor([[*range(8), *range(6), 0, 1]]), segments)
+    feats = backbone.run(row, segments=segments, positions=packed.positions, need=draft.needs)
+    together = list(draft.head_states(feats, packed))
+    for tokens, part in ((row[:, :8], slice(0, 8)), (row[:, 8:14], slice(8, 14))):
+        alone = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
+        for mine, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(mine[:, part], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_trees_are_drafted_as_in_training(rows: int) -> None:
+    """The guesses below a node are the best ones of the training states on the node's path."""
+    draft, backbone = noisy()
+    prompts, roots = TOKENS[:rows, :6], TOKENS[:rows, 6]
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)])
+    cache = backbone.new_cache(40) if rows == 1 else BatchCache(backbone.num_layers, 40)
+    feats = backbone.run(prompts, cache=cache, need=draft.needs)
+    cache.commit_rows([6] * rows)
+    state = draft.start(feats, prompts, [6] * rows, cache)
+    proposal = draft.propose(state, roots, tree)
+    for row in range(rows):
+        guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
+        for path in tree.paths:
+            before = [guesses[path[:depth]] for depth in range(len(path))]  # the root and the guesses above this one
+            text = torch.tensor([[*prompts[row].tolist(), *before]])
+            states = list(draft.teacher_forced_states(backbone.run(text, need=draft.needs), Rows.from_tokens(text)))
+            logits = draft.lm_head(1).logits(states[len(path) - 1][0, 5])
+            assert guesses[path] == int(logits.topk(path[-1] + 1).indices[-1])
+
+
+def test_it_starts_from_the_last_layer_of_the_backbone() -> None:
+    backbone = random_backbone("llama")
+    draft = Eagle3Draft.from_backbone(backbone)
+    source = backbone.layer(2)
+    assert torch.equal(draft.midlayer.self_attn.k_proj.weight[:, 32:], source.self_attn.k_proj.weight)
+    assert torch.equal(draft.midlayer.mlp.down_proj.weight, source.mlp.down_proj.weight)
+    torch.testing.assert_close(draft.norm.weight, backbone.body.norm.weight, atol=1e-5, rtol=0)
+    assert torch.equal(draft.lm_head(3).weight, backbone.output_embeddings.weight)
+    early = torch.randn(1, 2, 96, dtype=torch.float64)
+    torch.testing.assert_close(early[..., 64:], draft.fc(early))
+
+
+def test_default_layers_are_those_of_vllm() -> None:
+    assert default_layers(32) == (2, 16, 29)
+    assert default_layers(4) == (1, 2, 3)
