@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_train.checkpoint.eagle3_layout import from_eagle3
 from medusa_train.checkpoint.reference_layout import (
     TOKEN_MAP,
     HeadTensors,
@@ -64,10 +65,15 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         BackboneError: this kind of draft does not support the backbone.
     """
     directory = Path(directory)
-    if heads_layout(directory) != "draft":
+    layout = heads_layout(directory)
+    if layout not in ("draft", "eagle3"):
         return load_heads(directory, backbone, dtype)
     config = read_json(directory / CONFIG)
-    tensors = read_tensors(directory / DRAFT)
+    if layout == "eagle3":
+        tensors, settings = read_eagle3(directory)
+        config = {"draft": "eagle3", **settings, "base_model_name_or_path": config.get("base_model_name_or_path")}
+    else:
+        tensors = read_tensors(directory / DRAFT)
     draft = _new_draft(config, directory, tensors, backbone, dtype)
     expected = draft.state_dict()
     problems = [f"{name} is missing" for name in expected if name not in tensors]
@@ -82,6 +88,26 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         raise _does_not_fit(directory / DRAFT, backbone, f"{problems[0]}{more}", config)
     draft.load_state_dict(tensors)
     return draft.eval()
+
+
+def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers read.
+
+    Raises:
+        CheckpointError: another kind of draft, or files that cannot be read.
+    """
+    config = read_json(directory / CONFIG)
+    if heads_layout(directory) == "eagle3":
+        tensors: dict[str, Tensor] = {}
+        for path in heads_files(directory):
+            tensors |= _read_file(path, ("",))
+        return from_eagle3(tensors, config, str(directory))
+    if config.get("draft") != "eagle3":
+        raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
+    return read_tensors(directory / DRAFT), {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+
+
+_NOT_SETTINGS = ("draft", "base_model_name_or_path")
 
 
 def _does_not_fit(path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]) -> CheckpointError:
@@ -100,7 +126,7 @@ def _new_draft(
     kind = config.get("draft") if isinstance(config, dict) else None
     if kind not in DRAFTS:
         raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
-    settings = {name: value for name, value in config.items() if name not in ("draft", "base_model_name_or_path")}
+    settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
     if settings.get("vocab_size") is not None:
         if TOKEN_MAP not in tensors:
             raise CheckpointError(f"{directory / DRAFT}: {TOKEN_MAP} is missing, but {path} has vocab_size")

@@ -34,7 +34,9 @@ PREFIXES = ("medusa_head.", "medusa_heads.")
 
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and TGI's, too).
 #: "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and backbone in one state dict.
-Layout = Literal["draft", "reference", "vllm", "model"]
+Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
+#: Architecture of EAGLE-3 drafts in config.json, as servers read them.
+EAGLE3 = "LlamaForCausalLMEagle3"
 
 
 @dataclass(frozen=True)
@@ -207,13 +209,16 @@ def heads_layout(directory: Path) -> Layout | None:
     config = _json_mapping(directory / CONFIG)
     if config.get("model_type") == "medusa" and any(directory.glob("*.safetensors")):
         return "vllm"
+    if EAGLE3 in (config.get("architectures") or ()) or config.get("speculators_model_type") == "eagle3":
+        return "eagle3"
     return "model" if any(True for _ in _shards_with_heads(directory)) else None
 
 
 def heads_kind(directory: Path) -> str:
     """Return the kind of the heads in `directory`, as in the key `draft`."""
-    if heads_layout(directory) != "draft":
-        return "medusa"
+    layout = heads_layout(directory)
+    if layout != "draft":
+        return "eagle3" if layout == "eagle3" else "medusa"
     return str(_json_mapping(directory / CONFIG).get("draft"))
 
 
@@ -230,8 +235,8 @@ def heads_files(directory: Path) -> list[Path]:
         return [directory / DRAFT]
     if layout == "reference":
         return [path for name in (SAFETENSORS, PICKLED) if (path := directory / name).is_file()][:1]
-    if layout == "vllm":
-        return sorted(directory.glob("*.safetensors"))
+    if layout in ("vllm", "eagle3"):
+        return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))
     return sorted(set(_shards_with_heads(directory)))
 
 

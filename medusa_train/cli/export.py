@@ -31,7 +31,11 @@ runs/.
 
   tgi           text-generation-inference (medusa_lm_head.safetensors)
 
-  vllm          vLLM (model.safetensors), checked against the rules of its loader
+  vllm          vLLM (model.safetensors), Medusa heads checked against the rules of its loader, or EAGLE-3
+
+  sglang        SGLang, EAGLE-3 only
+
+  speculators   the speculators library, EAGLE-3 only
 
   trtllm        TensorRT-LLM: heads, the backbone's config, the tree as --medusa_choices
 
@@ -55,7 +59,10 @@ def export(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(help="Layout: reference (default), reference-v2, tgi, vllm, trtllm, transformers or merged."),
+        typer.Option(
+            help="Layout: reference (default), reference-v2, tgi, vllm, sglang, speculators, trtllm, "
+            "transformers or merged."
+        ),
     ] = None,
     output_dir: Annotated[
         str | None, typer.Option(help="Directory to write; default: export/TO in the run directory.")

@@ -98,6 +98,10 @@ def _exclusive(key: str, other: str) -> Constraint:
     )
 
 
+_EXPORTS = "; ".join(
+    f"draft: {name} is exported to {', '.join(section.exports)}" if section.exports else f"no program reads {name}"
+    for name, section in DRAFT_CONFIGS.items()
+)
 _WITHOUT_WEIGHTS = " or ".join(name for name, section in DRAFT_CONFIGS.items() if not section.weighs_heads)
 
 #: Constraints of `medusa-train`, reported by `load_config` together with errors in single keys.
@@ -219,8 +223,8 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("export", "draft"),
-        lambda cfg: bool(cfg.export) and not DRAFT_CONFIGS[cfg.draft].is_exported,
-        "only Medusa heads can be exported; remove export",
+        lambda cfg: not set(cfg.export or ()) <= set(DRAFT_CONFIGS[cfg.draft].exports),
+        f"{_EXPORTS}; remove the others",
     ),
     Constraint(
         ("export", *_RECIPE_KEYS),

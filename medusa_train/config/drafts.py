@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
-from medusa_train.config.types import Bool, Float, Int, Text, format_value, key
+from medusa_train.config.types import Bool, ExportTarget, Float, Int, Text, format_value, key
 
 
 class HeadsLoss(NamedTuple):
@@ -50,7 +50,7 @@ class DraftConfig(BaseModel):
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
         trains_jointly: whether it can be trained together with the backbone.
-        is_exported: whether other programs read it.
+        exports: the layouts in which other programs read it.
         weighs_heads: whether several heads are trained, whose losses `head_weights` weighs.
         merges: whether the guesses of drafts without training can be added to its own.
         guesses_at_once: whether its guesses are all known before a tree is chosen.
@@ -63,7 +63,7 @@ class DraftConfig(BaseModel):
     prefix: ClassVar[str]
     title: ClassVar[str]
     trains_jointly: ClassVar[bool] = False
-    is_exported: ClassVar[bool] = False
+    exports: ClassVar[tuple[ExportTarget, ...]] = ()
     weighs_heads: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     guesses_at_once: ClassVar[bool] = False
@@ -105,7 +105,8 @@ class MedusaConfig(DraftConfig):
 
     prefix = "medusa_"
     title = "Medusa"
-    trains_jointly = is_exported = guesses_at_once = True
+    trains_jointly = guesses_at_once = True
+    exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
     lr_multiplier = 4.0  # Medusa, Shared Settings
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
@@ -274,6 +275,7 @@ class Eagle3Config(DraftConfig):
 
     prefix = "eagle3."
     title = "EAGLE-3"
+    exports = ("vllm", "sglang", "speculators")
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
     num_heads: Int = key(7, "maximum number of tokens that are drafted one after another", ge=1, le=32)

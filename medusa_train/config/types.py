@@ -198,7 +198,9 @@ ReasoningTags = Annotated[
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}),
 ]
 #: Layout of an export; "merged" is the backbone with its adapter merged.
-ExportTarget = Literal["reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged"]
+ExportTarget = Literal[
+    "reference", "reference-v2", "tgi", "vllm", "sglang", "speculators", "trtllm", "transformers", "merged"
+]
 ExportTargets = Annotated[
     list[ExportTarget],
     BeforeValidator(_as_list),

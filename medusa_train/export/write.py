@@ -12,12 +12,13 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import CONFIG, ModelPaths
+from medusa_train.checkpoint.resolve import CONFIG, ModelPaths, heads_kind
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.vllm_layout import copy_lm_head, method_in_path
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
+from medusa_train.export.eagle3 import write_eagle3
 from medusa_train.export.targets import (
     MERGED,
     backbone_was_trained,
@@ -83,6 +84,12 @@ def export_run(
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
     exported = Exported(target or paths.home / "export" / to)
+    if heads_kind(paths.heads) == "eagle3" and to != MERGED:
+        base = base_model or _backbone_name(paths)
+        exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
+        return exported
+    if to in ("sglang", "speculators"):
+        raise CheckpointError(f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers")
     heads = read_heads(paths.heads).with_base_model(base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
     _WRITERS[to](paths, heads, exported)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Eagle3Draft(LMHeadsDraft):
         train_steps: steps of the training-time test.
         layers: after how many of the backbone's layers the three states are read; by default `default_layers`.
         vocab_size, token_map: N, for guesses among the tokens of `token_map` (long [N]); by default all tokens.
+        norm_before_residual: the layer's residual is its normalised state, as in some published drafts.
+        layer: entries of config.json in which the layer differs from the backbone's, for drafts of other trainers.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -65,19 +67,23 @@ class Eagle3Draft(LMHeadsDraft):
         layers: Sequence[int] | None = None,
         vocab_size: int | None = None,
         token_map: Tensor | None = None,
+        norm_before_residual: bool = False,
+        layer: Mapping[str, Any] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dtype = dtype or backbone.dtype
         size = backbone.hidden_size
+        self._layer = dict(layer or {})
         self.num_heads = num_heads
         self.train_steps = train_steps
         self.layers = tuple(layers or default_layers(backbone.num_layers))
         self.needs = FeatureSpec(early=self.layers)
         self.embedding = backbone.embedding()
-        config = _layer_config(backbone)
+        config = layer_config(backbone.config, layer)
+        config._attn_implementation = backbone.attention if backbone.attention != "eager" else "sdpa"
         self.fc = nn.Linear(NUM_STATES * size, size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = Eagle3Layer(config, norm_before_residual)
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.lm_heads = nn.ModuleList(self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype))
         self._init_from(backbone)
@@ -114,12 +120,21 @@ class Eagle3Draft(LMHeadsDraft):
             "train_steps": self.train_steps,
             "layers": list(self.layers),
             "vocab_size": self.draft_vocab_size,
+            "norm_before_residual": self.midlayer.norm_before_residual,
+            **({"layer": self._layer} if self._layer else {}),
         }
 
     @classmethod
-    def count_parameters(cls, model: Any, *, vocab_size: int | None = None, **without_weights: Any) -> int:
+    def count_parameters(
+        cls,
+        model: Any,
+        *,
+        vocab_size: int | None = None,
+        layer: Mapping[str, Any] | None = None,
+        **without_weights: Any,
+    ) -> int:
         """fc, the attention over `2 d`, the MLP, four norms, and an lm_head."""
-        config = model.config.get_text_config()
+        config = layer_config(model.config.get_text_config(), layer)
         d, heads, kv_heads, head_dim = _attention_shape(config)
         attention = 2 * d * head_dim * (heads + 2 * kv_heads) + d * heads * head_dim
         return (
@@ -224,17 +239,19 @@ class Eagle3Draft(LMHeadsDraft):
 
 
 class Eagle3Layer(nn.Module):
-    """Llama's decoder layer, whose attention reads [norm(e) ; norm(x)], and whose residual is x."""
+    """Llama's decoder layer, whose attention reads [norm(e) ; norm(x)]; its residual is x, or norm(x)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)  # of the embedding
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
         self.self_attn = LlamaAttention(config, layer_idx=0)
         for name in _READS_BOTH:
             projection = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * size, projection.out_features, bias=False))
+            wider = nn.Linear(2 * size, projection.out_features, bias=projection.bias is not None)
+            setattr(self.self_attn, name, wider)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -260,7 +277,9 @@ class Eagle3Layer(nn.Module):
             positions: [B, q]. mask: additive, [1 or B, 1, q, keys]; None: causal, among keys of these positions alone.
             cache: takes the keys and values of these positions and returns all that are attended to.
         """
-        x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], dim=-1)
+        normalised = self.hidden_norm(states)
+        states = normalised if self.norm_before_residual else states
+        x = torch.cat([self.input_layernorm(embeddings), normalised], dim=-1)
         angles = self.rotary_emb(x, positions)
         attended, _ = self.self_attn(x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)
         states = states + attended
@@ -330,27 +349,27 @@ def _attention_shape(config: Any) -> tuple[int, int, int, int]:
     return config.hidden_size, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def _layer_config(backbone: Backbone) -> LlamaConfig:
-    """A Llama layer of the backbone's sizes and rotary angles."""
-    config = backbone.config
+def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaConfig:
+    """Return the configuration of a Llama layer with the sizes and rotary angles of a backbone's.
+
+    Args:
+        config: of the backbone's text model. layer: entries that replace these.
+    """
     size, heads, kv_heads, head_dim = _attention_shape(config)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope))  # some families have angles for each layer type
     rope.pop("partial_rotary_factor", None)
-    layer = LlamaConfig(
-        vocab_size=1,
-        hidden_size=size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope or None,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    layer._attn_implementation = backbone.attention if backbone.attention != "eager" else "sdpa"
-    return layer
+    entries = {
+        "vocab_size": 1,
+        "hidden_size": size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": rope or None,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    return LlamaConfig(**{**entries, **(layer or {})})

@@ -1,0 +1,113 @@
+"""EAGLE-3 drafts in the layouts of vLLM, SGLang and speculators: names, shapes, and reading back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa_train.checkpoint.heads import load_draft, save_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import CheckpointError
+from medusa_train.export.write import export_run
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
+from medusa_train.models.features import Rows
+from medusa_train.models.loading import load_backbone
+from tests.families import random_backbone
+
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5]])
+VOCABULARY = torch.tensor([40, 3, 14, 15, 9, 26, 5, 0, 1, 2, 35, 8, 20, 30, 33, 60])
+
+
+@pytest.fixture
+def backbone(backbone_dir: Path) -> Backbone:
+    return load_backbone(str(backbone_dir), dtype="float32", device="cpu")
+
+
+def new_draft(backbone: Backbone, **settings: object) -> Eagle3Draft:
+    draft = Eagle3Draft.from_backbone(backbone, **settings)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return draft.eval()
+
+
+def outputs(draft: Eagle3Draft, backbone: Backbone) -> list[torch.Tensor]:
+    """The tokens of the best guesses in each step, which no order of the vocabulary changes."""
+    states = draft.teacher_forced_states(backbone.run(TOKENS, need=draft.needs), Rows.from_tokens(TOKENS))
+    head = draft.lm_head(1)
+    return [head.tokens_of(head.logits(state).topk(5).indices) for state in states]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_an_export_read_back_drafts_the_same(to, reduced, backbone_dir, backbone, tmp_path: Path) -> None:
+    settings = {"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {}
+    draft = new_draft(backbone, **settings)
+    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+    exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
+    assert any("serve it" in fact for fact in exported.facts)
+    loaded = load_draft(exported.target, backbone)
+    assert isinstance(loaded, Eagle3Draft)
+    assert loaded.layers == draft.layers
+    for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tmp_path: Path) -> None:
+    draft = new_draft(backbone, vocab_size=len(VOCABULARY), token_map=VOCABULARY)
+    paths = resolve_model(str(save_draft(draft, tmp_path / "heads", str(backbone_dir))), None, None)
+    export_run(paths, "vllm", tmp_path / "vllm")
+    tensors, config = (
+        load_file(tmp_path / "vllm/model.safetensors"),
+        json.loads((tmp_path / "vllm/config.json").read_text()),
+    )
+    d, layer = backbone.hidden_size, backbone.config
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["num_hidden_layers"], config["draft_vocab_size"], config["vocab_size"]) == (
+        1,
+        16,
+        backbone.vocab_size,
+    )
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.layers)
+    assert tensors["fc.weight"].shape == (d, 3 * d)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * d
+    assert tensors["midlayer.mlp.up_proj.weight"].shape == (layer.intermediate_size, d)
+    assert tensors["lm_head.weight"].shape == (16, d)
+    assert {"midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight", "norm.weight"} < set(tensors)
+    tokens = tensors["d2t"] + torch.arange(16)
+    assert torch.equal(tokens, VOCABULARY.sort().values)
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], tokens)
+    export_run(paths, "sglang", tmp_path / "sglang")
+    eagle = json.loads((tmp_path / "sglang/config.json").read_text())["eagle_config"]
+    assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.layers]
+    export_run(paths, "speculators", tmp_path / "speculators")
+    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators/model.safetensors")
+    with pytest.raises(CheckpointError, match="exported --to vllm, sglang, speculators"):
+        export_run(paths, "tgi", tmp_path / "tgi")
+
+
+def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
+    """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of the embeddings."""
+    backbone = random_backbone("llama", dtype=torch.float32)
+    layer = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    draft = new_draft(backbone, layer=layer, norm_before_residual=True)
+    tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    tensors["embed_tokens.weight"] = torch.randn(61, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    sizes = {"hidden_size": 32, "rope_theta": 10000.0, "max_position_embeddings": 128, "vocab_size": 61, **layer}
+    config = {"speculators_model_type": "eagle3", "norm_before_residual": True, "transformer_layer_config": sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_draft(tmp_path, backbone)
+    assert isinstance(loaded, Eagle3Draft)
+    for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
+        assert torch.equal(mine, theirs)
+    again = load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone)
+    assert again.settings == loaded.settings
