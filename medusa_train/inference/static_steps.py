@@ -23,7 +23,7 @@ from medusa_train.inference.accept import Accepted, Rule, accept, accept_matchin
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, Proposer, at_positions
 from medusa_train.models.drafts.fixed_shape import AcceptedNodes, FixedShapeDraft, fixed_shape_draft, has_fixed_shape
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features
 from medusa_train.models.graphs import Replayable, StepRunner
 from medusa_train.models.slot_pass import SlotPass, run_slots
 from medusa_train.trees.kv_cache import TreeCache
@@ -73,6 +73,7 @@ class StaticSteps:
         self._backbone = backbone
         self._runner = runner
         self._draft = draft
+        self._needs = PLAIN if draft is None else draft.needs
         self._tree = tree
         self._graphs: dict[Hashable, Replayable] = {}
         self._masks = {
@@ -89,14 +90,13 @@ class StaticSteps:
     def _allocate(self, rows: int) -> None:
         backbone, nodes = self._backbone, self._tree.size + 1
         device, dtype = backbone.device, backbone.dtype
-        reads_early = self._draft is not None and self._draft.exit_layer is not None
         # pinned, so that the copy to the device is asynchronous
         self._host = torch.zeros(
             rows, _PATH + self._tree.max_depth + 1, dtype=torch.long, pin_memory=device.type == "cuda"
         )
         self._inputs = torch.zeros_like(self._host, device=device)
         self._hidden = torch.zeros(rows, nodes, backbone.hidden_size, dtype=dtype, device=device)
-        self._early = torch.zeros_like(self._hidden) if reads_early else None
+        self._early = self._hidden.repeat(1, 1, len(self._needs.early)) if self._needs.early else None
         self._logits = torch.zeros(rows, nodes, backbone.vocab_size, dtype=dtype, device=device)
         self._choices = torch.zeros(rows, 2, nodes, dtype=torch.long, device=device)  # see `accept_matching`
 
@@ -213,11 +213,11 @@ class StaticSteps:
             storage=storage,
             key_length=key_length,
         )
-        proposal, exit_layer = Proposal(roots[:, None], self._tree), None
+        proposal = Proposal(roots[:, None], self._tree)
         if self._draft is not None:
             accepted = AcceptedNodes(Features(hidden, early), choices[:, 1], path, counts=counts, starts=starts)
-            proposal, exit_layer = self._draft.propose(accepted, roots, nodes), self._draft.exit_layer
-        feats, logits = run_slots(self._backbone, proposal.tokens, nodes, proposal.early, exit_layer)
+            proposal = self._draft.propose(accepted, roots, nodes)
+        feats, logits = run_slots(self._backbone, proposal.tokens, nodes, self._needs, proposal.early)
         hidden.copy_(feats.hidden)
         if early is not None and feats.early is not None:
             early.copy_(feats.early)

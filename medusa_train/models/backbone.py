@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -138,8 +138,7 @@ class Backbone:
         attention_mask: Any = mask
         if mask is not None and positions is not None:
             attention_mask = self._with_windows(mask, positions, 0 if cache is None else cache.length)
-        early_layers = [self.layer(count - 1) for count in need.early]
-        with self.masked_attention(enabled=not bounds), capture_outputs(early_layers) as captured:
+        with self.masked_attention(enabled=not bounds), self.early_states(need) as captured:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -149,6 +148,10 @@ class Backbone:
                 **bounds,
             )
         return Features(out.last_hidden_state, torch.cat(captured, dim=-1) if captured else None)
+
+    def early_states(self, need: FeatureSpec) -> AbstractContextManager[list[Tensor]]:
+        """Within this context a pass appends the states after the layers of `need` to a list, which it yields."""
+        return capture_outputs([self.layer(count - 1) for count in need.early])
 
     def _with_windows(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
         """Apply sliding windows to a mask; models whose layer types differ take a dict of masks."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.features import Features
+from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.trees.static_cache import SlotCache
 
 
@@ -43,26 +43,27 @@ def slot_cache(storage: Tensor, slots: Tensor, key_length: int) -> SlotCache:
 
 
 def run_slots(
-    backbone: Backbone, tokens: Tensor, nodes: SlotPass, early: Tensor | None = None, exit_layer: int | None = None
+    backbone: Backbone, tokens: Tensor, nodes: SlotPass, need: FeatureSpec = PLAIN, early: Tensor | None = None
 ) -> tuple[Features, Tensor]:
     """Return features and logits [B, n + 1, V] of `tokens`, long [B, n + 1]; see `Backbone.run`.
 
     Args:
-        early: [B, n + 1, d], states after the first `exit_layer` layers, whose keys and values are written already.
+        need: which hidden states to return.
+        early: [B, n + 1, d], states after the layers of `need`, whose keys and values are written already.
     """
-    if early is not None and exit_layer is not None:
-        split = backbone.split_at(exit_layer)
+    if early is not None:
+        split = backbone.split_at(*need.early)
         feats = split.run_rest(early, split.with_masks(nodes.positions, nodes.masks), nodes.cache())
         return feats, backbone.logits(feats.hidden)
     same_everywhere = len(nodes.masks) == 1 or backbone.window is None
     mask = next(iter(nodes.masks.values()))
-    if backbone.compiled is not None and same_everywhere and backbone.compiled.covers(*tokens.shape):
+    if backbone.compiled is not None and need == PLAIN and same_everywhere and backbone.compiled.covers(*tokens.shape):
         slots, mask = (nodes.slots[0], mask) if len(tokens) == 1 else (nodes.slots, mask.contiguous())
         # a view of the inputs has strides that the program was not compiled for
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         hidden, logits = backbone.compiled(tokens, nodes.positions, mask, slots, nodes.storage)
         return Features(hidden), logits
-    with backbone.masked_attention(enabled=True):
+    with backbone.masked_attention(enabled=True), backbone.early_states(need) as captured:
         out = backbone.body(
             input_ids=tokens,
             attention_mask=mask if same_everywhere else dict(nodes.masks),
@@ -70,4 +71,5 @@ def run_slots(
             past_key_values=nodes.cache(),
             use_cache=True,
         )
-    return Features(out.last_hidden_state), backbone.logits(out.last_hidden_state)
+    early = torch.cat(captured, dim=-1) if captured else None
+    return Features(out.last_hidden_state, early), backbone.logits(out.last_hidden_state)

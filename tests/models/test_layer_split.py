@@ -42,7 +42,7 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(family
     prefix = PROMPT.shape[1]
     positions, mask = TREE.depths[None] + prefix, _mask(TREE, prefix)
     whole, split_cache = _after_prompt(backbone), _after_prompt(backbone)
-    expected = backbone.run(tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=layers))
+    expected = backbone.run(tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=(layers,)))
     assert expected.early is not None
     inputs = split.inputs(positions, mask, split_cache.length)
     parts = [

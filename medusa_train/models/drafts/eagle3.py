@@ -143,8 +143,8 @@ class Eagle3Draft(LMHeadsDraft):
 
     @property
     def trained_heads(self) -> int:
-        """The steps of the training-time test."""
-        return self.train_steps
+        """The steps of the training-time test; more than are drafted in decoding are not trained."""
+        return min(self.train_steps, self.num_heads)
 
     def lm_head(self, k: int) -> LMHead:
         """Return W, which is the same for all steps."""
@@ -153,15 +153,15 @@ class Eagle3Draft(LMHeadsDraft):
     # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..train_steps the states [B, T, d] that `lm_head` reads, given the data's tokens."""
-        return self._steps(feats, batch, self.train_steps)
+        """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head` reads, given the data's tokens."""
+        return self._steps(feats, batch, self.trained_heads)
 
     def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..num_heads the states [B, T, d], also of steps that are not trained."""
         return self._steps(feats, batch, self.num_heads)
 
     def _steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
-        states = self._inputs(feats)
+        states = self.inputs(feats)
         mask = document_mask(batch.segments, _compute_dtype(states))
         keys = _StepKeys()
         for k in range(1, steps + 1):
@@ -173,7 +173,7 @@ class Eagle3Draft(LMHeadsDraft):
             states = self.midlayer(e.to(states.dtype), states, batch.positions + (k - 1), mask, keys)
             yield self.norm(states)
 
-    def _inputs(self, feats: Features) -> Tensor:
+    def inputs(self, feats: Features) -> Tensor:
         """fc of the backbone's states, [B, T, 3 d] -> [B, T, d]."""
         assert feats.early is not None
         states: Tensor = self.fc(feats.early.to(self.fc.weight.dtype))
@@ -183,27 +183,42 @@ class Eagle3Draft(LMHeadsDraft):
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> UnreadRows:
         """Return the state of the prompts, which `propose` will read."""
-        states = self._inputs(feats)
+        states = self.inputs(feats)
         paths = RowPaths([range(length) for length in lengths], tokens.device)
         return UnreadRows(states, tokens, paths, [LayerCache(cache.single_layer())]).next(states, tokens, paths)
 
     def propose(self, state: UnreadRows, roots: Tensor, tree: Tree) -> Proposal:
         """Fill the tree level by level: the layer runs over all nodes of a level that have children at once."""
-        x, nodes = self._read(state, roots)[:, None], roots[:, None]  # the state that each node's guesses come from
+        inner = tree.by_level.inner[1:]  # the root is committed already
+        visible = tree.ancestors[inner][:, inner]
+
+        def run(states: Tensor, depth: int, first: int, last: int) -> Tensor:
+            return state.caches[0].run_level(self.midlayer, states, depth, visible[first:last, :last])
+
+        proposal = self.fill(self._read(state, roots), roots, tree, run)
+        state.caches[0].drop_levels()
+        return proposal
+
+    def fill(
+        self, states: Tensor, roots: Tensor, tree: Tree, run: Callable[[Tensor, int, int, int], Tensor]
+    ) -> Proposal:
+        """Fill the tree below `roots`, given a_1 of their rows [B, d].
+
+        Args:
+            run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes that are not roots;
+                called with these states, their depth, first, and last.
+        """
+        x, nodes = states[:, None], roots[:, None]  # the state that each node's guesses come from
         tokens = [nodes]
-        levels = tree.by_level
-        visible = tree.ancestors[levels.inner][:, levels.inner][1:, 1:]  # the root is committed already
-        for depth, level in enumerate(levels.levels[:-1]):
+        for depth, level in enumerate(tree.by_level.levels[:-1]):
             if depth:
                 if level.inner is not None:
                     x, nodes = x[:, level.inner], nodes[:, level.inner]
-                first, last = level.inner_first - 1, level.inner_last - 1
-                x = state.caches[0].run_level(self.midlayer, self._join(nodes, x), depth, visible[first:last, :last])
+                x = run(self.join(nodes, x), depth, level.inner_first - 1, level.inner_last - 1)
             guesses = self.lm_heads[0](self.norm(x)).topk(level.width).indices  # a soft cap would keep their order
             nodes = self.lm_head(1).tokens_of(guesses.flatten(1)[:, level.candidates])
             x = x[:, level.parents]
             tokens.append(nodes)
-        state.caches[0].drop_levels()
         return Proposal(torch.cat(tokens, dim=1), tree)
 
     def advance(
@@ -212,7 +227,7 @@ class Eagle3Draft(LMHeadsDraft):
         """Return the state of the accepted nodes, which the next `propose` will read."""
         if not state.read:
             self._read(state, proposal.tokens[:, 0])
-        return state.next(self._inputs(feats), proposal.tokens, paths)
+        return state.next(self.inputs(feats), proposal.tokens, paths)
 
     def select_rows(self, state: UnreadRows, rows: Sequence[int]) -> UnreadRows:
         """Return the states of `rows`."""
@@ -224,16 +239,16 @@ class Eagle3Draft(LMHeadsDraft):
 
     def _extend(self, state: UnreadRows, paths: RowPaths) -> None:
         """Run the layer over the unread positions and keep the first `len(paths[b])` of each row."""
-        state.caches[0].append(self.midlayer, self._join(state.following, state.hidden), paths)
+        state.caches[0].append(self.midlayer, self.join(state.following, state.hidden), paths)
 
     def _read(self, state: UnreadRows, roots: Tensor) -> Tensor:
         """Run the layer over the unread positions, followed by `roots`; return a_1 of the last, [B, d]."""
         following, last = state.with_roots(roots)
-        states = state.caches[0].append(self.midlayer, self._join(following, state.hidden), state.paths)
+        states = state.caches[0].append(self.midlayer, self.join(following, state.hidden), state.paths)
         state.read = True
         return states[torch.arange(len(roots), device=roots.device), last]
 
-    def _join(self, tokens: Tensor, states: Tensor) -> Tensor:
+    def join(self, tokens: Tensor, states: Tensor) -> Tensor:
         """[E ; states], the layer's input, [B, q, 2 d]."""
         return torch.cat([self.embedding(tokens).to(states.dtype), states], dim=-1)
 
@@ -255,6 +270,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.window = None  # as a `DraftLayer` without a sliding window
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

@@ -15,11 +15,12 @@ from torch import Tensor
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.eagle3 import Eagle3Draft, Eagle3Layer
 from medusa_train.models.drafts.hydra import HydraDraft, HydraState
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
-from medusa_train.models.features import Features
+from medusa_train.models.features import Features, FeatureSpec
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.models.slot_pass import SlotPass, slot_cache
 from medusa_train.trees.masks import MaskTable
@@ -56,6 +57,10 @@ class AcceptedNodes:
         """Return the values [B, ...] of the last accepted node, of [B, D + 1, ...] along the path."""
         return values[self._rows, self.counts - 1]
 
+    def following(self, roots: Tensor) -> Tensor:
+        """Return the tokens after the accepted nodes, long [B, D + 1]; after the last one the next root, long [B]."""
+        return self.along_path(self.tokens).roll(-1, dims=1).index_put((self._rows, self.counts - 1), roots)
+
     @property
     def _rows(self) -> Tensor:
         return torch.arange(len(self.path), device=self.path.device)
@@ -70,13 +75,12 @@ class FixedShapeDraft:
 
     Attributes:
         caches: of the draft's own layers. The caller allocates enough positions before each `propose`.
-        exit_layer: number of layers of the backbone that `propose` runs itself.
+        needs: states of the backbone that it reads.
     """
-
-    exit_layer: int | None = None
 
     def __init__(self, draft: Any, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
         self.tree = tree
+        self.needs: FeatureSpec = draft.needs
         self.caches: list[StaticCache] = []
         self._max_position = backbone.max_context - 1
         self._backbone_cache = cache
@@ -112,7 +116,7 @@ class _Medusa(FixedShapeDraft):
 class _LayerSteps:
     """A `DraftLayer` that reads accepted paths of D + 1 positions."""
 
-    def __init__(self, layer: DraftLayer, cache: StaticCache, depth: int, max_position: int) -> None:
+    def __init__(self, layer: DraftLayer | Eagle3Layer, cache: StaticCache, depth: int, max_position: int) -> None:
         parameter = next(layer.parameters())
         self._layer = layer
         self._cache = cache
@@ -133,7 +137,7 @@ class _LayerSteps:
         return self._layer.run_slots(states, positions, self._mask.at(starts, key_length), cache)
 
 
-def _read_prompts(layer: DraftLayer, states: Tensor, cache: StaticCache, first: int) -> Tensor:
+def _read_prompts(layer: DraftLayer | Eagle3Layer, states: Tensor, cache: StaticCache, first: int) -> Tensor:
     """Run a layer over prompts, [B, T, d] -> [B, T, d], of the rows from `first` on."""
     positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
     return layer.extend(states, positions, cache.prompt_cache(first, len(states)))
@@ -173,9 +177,7 @@ class _Amphista(FixedShapeDraft):
         self._draft.stages(feats.hidden, following, lambda i, x: self._layers[i].prefill(x, first))
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
-        rows = torch.arange(len(roots), device=roots.device)
-        following = accepted.along_path(accepted.tokens).roll(-1, dims=1)
-        following = following.index_put((rows, accepted.counts - 1), roots)
+        following = accepted.following(roots)
 
         def append(i: int, x: Tensor) -> Tensor:
             return self._layers[i].append(x, accepted.starts, nodes.key_length)
@@ -192,7 +194,6 @@ class _Kangaroo(FixedShapeDraft):
 
     def __init__(self, draft: KangarooDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
         super().__init__(draft, backbone, tree, cache)
-        self.exit_layer = draft.exit_layer
         self._draft = draft
         self._adapter_cache = self._add_cache()
         inner = self._levels.inner
@@ -239,11 +240,44 @@ class _Kangaroo(FixedShapeDraft):
         return out
 
 
+class _Eagle3(FixedShapeDraft):
+    """The layer over the accepted path, then over the inner nodes of each level."""
+
+    def __init__(self, draft: Eagle3Draft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+        super().__init__(draft, backbone, tree, cache)
+        self._draft = draft
+        self._cache = self._add_cache()
+        self._steps = _LayerSteps(draft.midlayer, self._cache, tree.max_depth, self._max_position)
+        inner = self._levels.inner[1:]  # the path ends with the root
+        self._depths = tree.depths[inner] - 1
+        self._offsets = torch.arange(len(inner), device=inner.device)
+        dtype = next(draft.midlayer.parameters()).dtype
+        self._mask = MaskTable(tree.ancestors[inner][:, inner], self._depths, None, dtype)
+
+    def start(self, feats: Features, tokens: Tensor, first: int) -> None:
+        following = tokens.roll(-1, dims=1)  # the last position is read again with the root
+        self._steps.prefill(self._draft.join(following, self._draft.inputs(feats)), first)
+
+    def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
+        states = self._draft.join(accepted.following(roots), accepted.along_path(self._draft.inputs(accepted.feats)))
+        states = accepted.last(self._steps.append(states, accepted.starts, nodes.key_length))
+        mask = self._mask.at(accepted.lengths, nodes.key_length)
+        slots, positions = accepted.lengths[:, None] + self._offsets, accepted.lengths[:, None] + self._depths
+
+        def run(states: Tensor, depth: int, first: int, last: int) -> Tensor:
+            cache = slot_cache(self._cache.storage(nodes.key_length), slots[:, first:last], nodes.key_length)
+            clamped = positions[:, first:last].clamp(max=self._max_position)
+            return self._draft.midlayer.run_slots(states, clamped, mask[:, :, first:last], cache)
+
+        return self._draft.fill(states, roots, self.tree, run)
+
+
 _FIXED_SHAPES: dict[type[Proposer], type[FixedShapeDraft]] = {
     MedusaDraft: _Medusa,
     HydraDraft: _Hydra,
     AmphistaDraft: _Amphista,
     KangarooDraft: _Kangaroo,
+    Eagle3Draft: _Eagle3,
 }
 
 
