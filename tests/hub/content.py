@@ -21,8 +21,8 @@ MODELS: dict[str, tuple[type, str | None, str, int]] = {
     "lmsys/vicuna-13b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-33b-v1.3": (LlamaConfig, None, "</s>", 2048),
     "HuggingFaceH4/zephyr-7b-beta": (MistralConfig, BUILTIN["zephyr"].source, "</s>", 2048),
-    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, LLAMA_3_1, "<|eot_id|>", 2112),
-    "Qwen/Qwen3-8B": (Qwen3Config, QWEN3, "<|im_end|>", 2112),
+    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, LLAMA_3_1, "<|eot_id|>", 32064),  # EAGLE-3 predicts 32,000
+    "Qwen/Qwen3-8B": (Qwen3Config, QWEN3, "<|im_end|>", 32064),
     "Qwen/Qwen3-0.6B": (Qwen3Config, QWEN3, "<|im_end|>", 16448),  # its heads predict 16,384 tokens
     "models/smollm2-135m-instruct": (LlamaConfig, SMOLLM2, "<|im_end|>", 8256),  # its heads predict 8,192
     "data/tiny": (LlamaConfig, BUILTIN["zephyr"].source, "</s>", 2048),
