@@ -144,7 +144,7 @@ def test_trees_that_differ_from_step_to_step(name: str) -> None:
 def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "SIZES", (0, 1, 4))
     monkeypatch.setattr(choose, "TIMED_TOKENS", 6)
-    monkeypatch.setattr(choose, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(choose, "THOROUGH", choose.Effort(rounds=1, steps=2))
     backbone = on_gpu("llama")
     draft, prompts = random_draft(kind, backbone), [[4 + i, 20, 30 + i] for i in range(4)]
     traces = trace_conversations(backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32)

@@ -221,13 +221,14 @@ def test_complete_cells_are_reported_before_an_error(tmp_path: Path, pair: tuple
 def test_a_restarted_server_is_noticed_and_waited_for(tmp_path: Path) -> None:
     with bench_server(heads=True) as heads, bench_server() as plain:
         port = heads.fake.server_port
+        broken = (200, {"content_length": "9"}, b"")  # what connections get that are open when the server ends
+        heads.script = lambda number, body: broken if number > 22 else None
 
         def restart() -> None:
             while len(heads.fake.bodies) < 22:
                 time.sleep(0.005)
             heads.fake.shutdown()
             heads.fake.server_close()
-            heads.script = lambda number, body: (200, {"content_length": "9"}, b"")  # connections that are open yet
             time.sleep(0.3)
             again = BenchServer(FakeServer(port), heads=True, seconds=0.0, words=4)
             threading.Thread(target=again.fake.serve_forever, args=(0.05,), daemon=True).start()

@@ -20,7 +20,7 @@ from medusa_train.models.drafts.hydra import HydraDraft, HydraState
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
-from medusa_train.models.features import Features, FeatureSpec
+from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.models.slot_pass import SlotPass, slot_cache
 from medusa_train.trees.masks import MaskTable
@@ -80,7 +80,7 @@ class FixedShapeDraft:
 
     def __init__(self, draft: Any, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
         self.tree = tree
-        self.needs: FeatureSpec = draft.needs
+        self.needs: FeatureSpec = PLAIN if draft is None else draft.needs
         self.caches: list[StaticCache] = []
         self._max_position = backbone.max_context - 1
         self._backbone_cache = cache
