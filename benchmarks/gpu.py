@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from decode_steps import GRAPHS  # noqa: E402
-from gpu_plan import BUILT, IMAGE, Step, installed, plan, problems_of, wheels  # noqa: E402
+from gpu_plan import ALL_SECONDS, BUILT, IMAGE, PART_SECONDS, Step, installed, plan, problems_of, wheels  # noqa: E402
 from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
@@ -261,11 +261,16 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
     """Print and check every step that would run, and the wheels; returns whether all of them could run."""
     record = load_record(args.out)
     todo = pending(steps, args.part, record)
-    problems = 0
+    total = sum(step.limit for step in steps)
+    print(f"all parts: at most {total} s of {ALL_SECONDS} s")
+    problems = int(total > ALL_SECONDS)
     for part in sorted({step.part for step in steps}):
         chosen = [step for step in steps if step.part == part]
         expected, limit = (sum(getattr(step, name) for step in chosen) for name in ("expected", "limit"))
         print(f"part {part}: about {expected} s, at most {limit} s")
+        if limit > PART_SECONDS:
+            problems += 1
+            print(f"  problem: a part may take {PART_SECONDS} s")
         for step in chosen:
             state = "" if step in todo else " (not run: finished before, or of another part)"
             print(f"  {step.name}: about {step.expected} s, at most {step.limit} s{state}")
