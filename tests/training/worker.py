@@ -193,11 +193,11 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     out.mkdir(parents=True, exist_ok=True)
     step, compare, free = Trainer.train_step, Trainer.compute_loss, stages._free_memory
     # DeepSpeed keeps the models of earlier ZeRO-3 cases of this process
-    before = {id(thing) for thing in gc.get_objects() if isinstance(thing, PreTrainedModel)}
+    before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)}
 
     def freed() -> None:
         free()
-        left = [thing for thing in gc.get_objects() if isinstance(thing, PreTrainedModel) and id(thing) not in before]
+        left = [thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel) and id(thing) not in before]
         (out / f"left-{world.rank}").write_text(str(len(left)))
 
     def stopped(trainer: Trainer, batches: Any) -> None:
