@@ -57,7 +57,7 @@ def write_local_data(place: Path) -> None:
     """Write what configurations find locally into the working directory: small models, and answers to prompts."""
     for name in _LOCAL:
         write_model(place / name, name)
-    lines = "".join(json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()))
+    lines = "".join(json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:8]))
     names = ("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2")
     for name in (*names, "tiny", "tiny_more", "smollm2_greedy", "smollm2_t03"):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", lines)

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
 
 from medusa_train.config.drafts import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
@@ -28,6 +36,11 @@ from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.
 NUM_STATES = 3
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines of rotary positions
+Attend = Callable[[LlamaAttention, Tensor, Angles], Tensor]
+#: Positions of a block in `_StepAttention`.
+_BLOCK = 256
 
 
 class Eagle3Draft(LMHeadsDraft):
@@ -162,15 +175,12 @@ class Eagle3Draft(LMHeadsDraft):
 
     def _steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
         states = self.inputs(feats)
-        mask = document_mask(batch.segments, _compute_dtype(states))
-        keys = _StepKeys()
+        attention = _StepAttention(document_mask(batch.segments, _compute_dtype(states)))
         for k in range(1, steps + 1):
             tokens = shift_labels(batch.tokens, k - 1, batch.segments)
             past_end = tokens == IGNORE_INDEX
             e = self.embedding(tokens.masked_fill(past_end, 0)).masked_fill(past_end[..., None], 0.0)
-            if k > 1:
-                mask = _step_mask(mask, states)
-            states = self.midlayer(e.to(states.dtype), states, batch.positions + (k - 1), mask, keys)
+            states = self.midlayer(e.to(states.dtype), states, batch.positions + (k - 1), attention)
             yield self.norm(states)
 
     def inputs(self, feats: Features) -> Tensor:
@@ -286,19 +296,16 @@ class Eagle3Layer(nn.Module):
             if part.shape == weight.shape:
                 part.copy_(weight)
 
-    def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[B, q, d] and [B, q, d] -> [B, q, d].
 
         Args:
-            positions: [B, q]. mask: additive, [1 or B, 1, q, keys]; None: causal, among keys of these positions alone.
-            cache: takes the keys and values of these positions and returns all that are attended to.
+            positions: [B, q]. attend: maps attention module, [B, q, 2 d] and rotary angles to [B, q, d].
         """
         normalised = self.hidden_norm(states)
         states = normalised if self.norm_before_residual else states
         x = torch.cat([self.input_layernorm(embeddings), normalised], dim=-1)
-        angles = self.rotary_emb(x, positions)
-        attended, _ = self.self_attn(x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)
-        states = states + attended
+        states = states + attend(self.self_attn, x, self.rotary_emb(x, positions))
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
@@ -307,49 +314,83 @@ class Eagle3Layer(nn.Module):
         if mask is None and cache.length and states.shape[1] > 1:
             q = states.shape[1]
             mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
-        e, x = states.chunk(2, dim=-1)
-        return self(e, x, positions.expand(len(states), -1), mask, cache)
+        return self._run_cached(states, positions.expand(len(states), -1), mask, cache)
 
     def run_slots(self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
         """Decoding: the same, with keys and values in slots of `cache`; see `DraftLayer.run_slots`."""
+        return self._run_cached(states, positions, mask, cache)
+
+    def _run_cached(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        def attend(attention: LlamaAttention, x: Tensor, angles: Angles) -> Tensor:
+            out: Tensor = attention(x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)[0]
+            return out
+
         e, x = states.chunk(2, dim=-1)
-        return self(e, x, positions, mask, cache)
+        return self(e, x, positions, attend)
 
 
 _READS_BOTH = ("q_proj", "k_proj", "v_proj")
 
 
-class _StepKeys:
-    """The keys and values of all steps of the training-time test, in the place of transformers' cache."""
-
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add a step's keys and values [B, kv_heads, T, head_dim]; return those of all steps, along T."""
-        self._keys.append(keys)
-        self._values.append(values)
-        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
-
-
-def _step_mask(before: Tensor | None, states: Tensor) -> Tensor:
-    """Extend the mask of the steps before, [1 or B, 1, T, (k - 1) T], by the keys of step k, of which each reads one.
+class _StepAttention:
+    """The attention of the training-time test: called once for each step, it keeps the keys and values of all.
 
         step 1     step 2  step 3
         x . .      x . .   x . .       T = 3: position t reads its predecessors in step 1, and itself in all
         x x .      . x .   . x .
         x x x      . . x   . . x
 
+    In the later steps most keys are masked for most positions. The positions are therefore computed in blocks, with
+    keys of step 1 up to the block's end, and of later steps of the block alone: about half of step 1's products.
+
     Args:
-        before: None after step 1: causal.
+        mask: of step 1, additive [B, 1, T, T]; None: causal.
     """
-    length, dtype = states.shape[1], _compute_dtype(states)
-    ones = torch.ones(length, length, dtype=torch.bool, device=states.device)
-    if before is None:
-        before = additive_mask(ones.tril(), dtype)[None, None]
-    own = additive_mask(torch.eye(length, dtype=torch.bool, device=states.device), dtype)
-    return torch.cat([before, own.expand(len(before), 1, -1, -1)], dim=3)
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self._mask = mask
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, attention: LlamaAttention, x: Tensor, angles: Angles) -> Tensor:
+        """Attend in the next step, [B, T, 2 d] -> [B, T, d]."""
+        groups = attention.num_key_value_groups
+        query, key, value = (
+            getattr(attention, name)(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for name in _READS_BOTH
+        )
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        self._keys.append(repeat_kv(key, groups))
+        self._values.append(repeat_kv(value, groups))
+        if len(self._keys) == 1:
+            out = self._products(attention, query, self._keys[0], self._values[0], self._mask)
+        else:
+            starts = range(0, query.shape[2], _BLOCK)
+            out = torch.cat([self._block(attention, query[:, :, s : s + _BLOCK], s) for s in starts], dim=2)
+        attended: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
+        return attended
+
+    def _block(self, attention: LlamaAttention, query: Tensor, start: int) -> Tensor:
+        """Attend from the positions `start` .. of a block [B, heads, q, head_dim], in a step after the first."""
+        size = query.shape[2]
+        end = start + size
+        key, value = (
+            torch.cat([first[:, :, :end], *(later[:, :, start:end] for later in rest)], dim=2)
+            for first, *rest in (self._keys, self._values)
+        )
+        if self._mask is None:
+            ones = torch.ones(size, end, dtype=torch.bool, device=query.device)
+            mask = additive_mask(ones.tril(start), query.dtype)[None, None]
+        else:
+            mask = self._mask[:, :, start:end, :end]
+        own = additive_mask(torch.eye(size, dtype=torch.bool, device=query.device), query.dtype)
+        own = own.repeat(1, len(self._keys) - 1).expand(len(mask), 1, -1, -1)
+        return self._products(attention, query, key, value, torch.cat([mask, own], dim=3))
+
+    @staticmethod
+    def _products(attention: LlamaAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=attention.scaling
+        )
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from medusa_train.config.drafts import default_layers
+from medusa_train.models.drafts import eagle3
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.features import Rows
 from medusa_train.trees.kv_cache import BatchCache
@@ -71,6 +72,12 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
         states = states + (silu(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
         outs.append(rms(draft.norm, states))
     return outs
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in several blocks, of which the last is shorter."""
+    monkeypatch.setattr(eagle3, "_BLOCK", 3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
