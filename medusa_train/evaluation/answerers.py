@@ -37,82 +37,53 @@ GREEDY = DecodingMode()
 
 
 class Answerer(Protocol):
-    """A decoder that answers a prompt and measures it."""
+    """A decoder that answers prompts in the same passes and measures them."""
 
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Generate up to `max_new_tokens` tokens, the first eos included."""
-
-
-class BatchAnswerer(Protocol):
-    """A decoder that answers several prompts in the same passes and measures them."""
-
-    def answer_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
 
 
 class LoopAnswerer:
-    """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by default."""
+    """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by default.
 
-    def __init__(self, decoder: Decoder, mode: DecodingMode = GREEDY, rule: Rule = None) -> None:
+    A `Decoder` answers one prompt at a time. In a batch, complete rows leave; none joins before its end.
+    """
+
+    def __init__(self, decoder: Decoder | BatchDecoder, mode: DecodingMode = GREEDY, rule: Rule = None) -> None:
         self._decoder = decoder
         self._mode = mode
         self._rule = rule
 
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Generate up to `max_new_tokens` tokens, the first eos included."""
-        generators = self._mode.generators([prompt_ids], self._rule)
-        generator = None if generators is None else generators[0]
-        started = time.perf_counter()
-        output = self._decoder.generate(list(prompt_ids), max_new_tokens, rule=self._rule, generator=generator)
-        seconds = time.perf_counter() - started
-        return TimedAnswer(tuple(output.tokens), seconds, output.prefill_seconds, output.steps, tuple(output.accepted))
-
-    def capture(self, longest: int) -> None:
-        """Capture the steps of prompts with answers of up to `longest` tokens, see `Decoder.capture`."""
-        self._decoder.capture(longest)
-
-
-class LoopBatchAnswerer:
-    """The same loop for several prompts at once. A row that is complete leaves the batch; none joins before its end."""
-
-    def __init__(self, decoder: BatchDecoder, mode: DecodingMode, rule: Rule) -> None:
-        self._decoder = decoder
-        self._mode = mode
-        self._rule = rule
-
-    def answer_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
-        generators, before = self._mode.generators(prompts, self._rule), self._decoder.passes
+        generators, decoder, passes = self._mode.generators(prompts, self._rule), self._decoder, None
         started = time.perf_counter()
-        outputs = self._decoder.generate_batch(
-            [list(prompt) for prompt in prompts], max_new_tokens, rule=self._rule, generators=generators
-        )
-        seconds = time.perf_counter() - started
-        rows, passes = len(prompts), self._decoder.passes - before
+        if isinstance(decoder, Decoder):
+            (prompt,), generator = prompts, None if generators is None else generators[0]
+            outputs = [decoder.generate(list(prompt), max_new_tokens, rule=self._rule, generator=generator)]
+        else:
+            rows, before = [list(prompt) for prompt in prompts], decoder.passes
+            outputs = decoder.generate_batch(rows, max_new_tokens, rule=self._rule, generators=generators)
+            passes = decoder.passes - before
+        count = len(outputs)
+        seconds = (time.perf_counter() - started) / count
         return [
             TimedAnswer(
-                tuple(output.tokens),
-                seconds / rows,
-                output.prefill_seconds / rows,
-                output.steps,
-                tuple(output.accepted),
-                rows,
-                passes,
+                tuple(one.tokens), seconds, one.prefill_seconds / count, one.steps, tuple(one.accepted), count, passes
             )
-            for output in outputs
+            for one in outputs
         ]
 
     def capture(self, rows: int, shortest: int, longest: int) -> None:
-        """Capture the steps of `rows` rows, see `BatchDecoder.capture`."""
-        self._decoder.capture(rows, shortest, longest)
+        """Capture the steps of `rows` prompts with answers of up to `longest` tokens, see `BatchDecoder.capture`."""
+        if isinstance(self._decoder, Decoder):
+            self._decoder.capture(longest)
+        else:
+            self._decoder.capture(rows, shortest, longest)
 
 
 class PassLog(BaseStreamer):
-    """Receives the tokens of each forward pass of assisted generation or prompt-lookup decoding.
-
-    Attributes:
-        sizes: number of tokens by pass; the first one is the prefill.
-    """
+    """Logs the number of tokens of each pass (`sizes`) of assisted generation or prompt lookup, the prefill first."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -131,12 +102,10 @@ class PassLog(BaseStreamer):
 class GenerateAnswerer:
     """`generate` of transformers, with its own cache; greedy by default.
 
-    The backbone's generation config is replaced by a bare one: a checkpoint may bring a repetition penalty or a
-    sampling temperature, which `generate` takes from there. The old config is not restored, since nothing else here
-    reads it: `Backbone.eos_ids` were read before, and the bare config has them too.
+    The backbone's generation config is replaced by a bare one for good: a checkpoint may bring a repetition penalty or
+    a sampling temperature, which `generate` takes from there.
 
     Args:
-        mode: how the baselines decode.
         options: further arguments of `generate` that make it verify drafts, such as an assistant model; only then
             does it report its steps.
     """
@@ -147,11 +116,7 @@ class GenerateAnswerer:
         self._options = options
         backbone.model.generation_config = _bare_config(backbone, mode)
 
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> TimedAnswer:
-        """Generate up to `max_new_tokens` tokens, the first eos included."""
-        return self.answer_batch([prompt_ids], max_new_tokens)[0]
-
-    def answer_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts are padded before."""
         if self._mode.baseline_rule is not None:
             torch.manual_seed(self._mode.seed_of(prompts[0]))
@@ -194,12 +159,7 @@ def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
 
 @dataclass(frozen=True)
 class Reference:
-    """A way of decoding with a part of what a model proposes, measured beside the whole.
-
-    Attributes:
-        proposer, tree: what to decode with.
-        description: one phrase, for the report.
-    """
+    """A part of what a model proposes, measured beside the whole; with a phrase for the report."""
 
     proposer: Proposer
     tree: Tree | None
@@ -207,10 +167,7 @@ class Reference:
 
 
 def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
-    """Return what to measure beside a model's proposals, by name.
-
-    That is fixed trees beside dynamic ones, and both parts beside a merged draft.
-    """
+    """Return what to measure beside a model's proposals: fixed trees beside dynamic ones, parts of a merged draft."""
     references: dict[str, Reference] = {}
     if model.tree is None or model.fixed_proposer is None:
         return references
@@ -236,9 +193,7 @@ def extra_baselines(
     note: Callable[[str], None],
     mode: DecodingMode = GREEDY,
 ) -> dict[str, GenerateAnswerer]:
-    """Return the optional baselines: prompt-lookup decoding, and assisted generation if a draft model is named.
-
-    Both answer one prompt at a time: in batches there are none.
+    """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if a draft model is named.
 
     Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
     is left out, with a line to `note`.
@@ -257,7 +212,7 @@ def extra_baselines(
     prompt = list(range(min(4, backbone.vocab_size)))
     for name, answerer in list(baselines.items()):
         try:
-            answerer.answer(prompt, 3)
+            answerer.answer([prompt], 3)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
             note(f"baseline {name}: not supported by transformers for this backbone, left out ({error})")
             del baselines[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import score_answers
-from medusa_train.evaluation.answerers import Answerer, extra_baselines
+from medusa_train.evaluation.answerers import extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
 from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_seconds, refit_tree
 from medusa_train.evaluation.code_sandbox import require_code_execution
@@ -206,12 +206,8 @@ def time_bench(
     dtype: str,
     log: TurnLog,
     progress: RunProgress,
-    more: Mapping[str, Answerer] | None = None,
 ) -> tuple[list[TurnRecord], list[SkippedTurn], list[str]]:
     """Time every decoder on every turn of the bench, appending each turn to `log`.
-
-    Args:
-        more: further decoders by name, beside the tree and the baselines.
 
     Returns:
         Measured turns, skipped turns, and notes on moments in which the machine was busy with something else.
@@ -224,7 +220,7 @@ def time_bench(
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if note := chat.template.describe_unused_kwargs():
         progress.print(f"note: {note}", style="yellow")
-    test = SpeedTest(model, chat, cfg.max_new_tokens, {**extra, **(more or {})}, mode)
+    test = SpeedTest(model, chat, cfg.max_new_tokens, extra, mode)
     warm_up = bench.questions[: cfg.warmup]
     with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
         test.warm_up(warm_up, phase.advance)

@@ -19,10 +19,8 @@ from medusa_train.evaluation.answerers import (
     PLAIN,
     TREE,
     Answerer,
-    BatchAnswerer,
     GenerateAnswerer,
     LoopAnswerer,
-    LoopBatchAnswerer,
     reference_decoders,
 )
 from medusa_train.evaluation.questions import Question
@@ -76,39 +74,24 @@ class SpeedTest:
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._batch_size = mode.batch_size
-        self._answerers: dict[str, Answerer] = {}
-        self._batch_answerers: dict[str, BatchAnswerer] = {}
-        generate = GenerateAnswerer(model.backbone, mode)
-        if mode.batch_size == 1:
-            plain = LoopAnswerer(Decoder(model.backbone), mode, mode.baseline_rule)
-            self._answerers = {PLAIN: plain, GENERATE: generate, **(extra or {})}
-            if model.proposer is not None:
-                self._answerers[TREE] = LoopAnswerer(
-                    Decoder(model.backbone, model.proposer, model.tree), mode, mode.rule
-                )
-            for name, one in reference_decoders(model).items():
-                self._answerers[name] = LoopAnswerer(Decoder(model.backbone, one.proposer, one.tree), mode, mode.rule)
-            return
-        plain_batch = BatchDecoder(model.backbone)
-        if not plain_batch.can_batch:
+        decoder = Decoder if mode.batch_size == 1 else BatchDecoder
+        if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
-        self._batch_answerers = {PLAIN: LoopBatchAnswerer(plain_batch, mode, mode.baseline_rule), GENERATE: generate}
+        self._answerers: dict[str, Answerer] = {
+            PLAIN: LoopAnswerer(decoder(model.backbone), mode, mode.baseline_rule),
+            GENERATE: GenerateAnswerer(model.backbone, mode),
+            **(extra or {}),
+        }
+        proposers = {name: (one.proposer, one.tree) for name, one in reference_decoders(model).items()}
         if model.proposer is not None:
-            decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
-            self._batch_answerers[TREE] = LoopBatchAnswerer(decoder, mode, mode.rule)
-        for name, one in reference_decoders(model).items():
-            decoder = BatchDecoder(model.backbone, one.proposer, one.tree)
-            self._batch_answerers[name] = LoopBatchAnswerer(decoder, mode, mode.rule)
+            proposers[TREE] = (model.proposer, model.tree)
+        for name, (proposer, tree) in proposers.items():
+            self._answerers[name] = LoopAnswerer(decoder(model.backbone, proposer, tree), mode, mode.rule)
 
     @property
     def names(self) -> list[str]:
         """Names of the decoders."""
-        return sorted(self._batch_answerers or self._answerers)
-
-    def _answer(self, name: str, prompts: Sequence[list[int]], max_new_tokens: int) -> list[TimedAnswer]:
-        if self._batch_answerers:
-            return self._batch_answerers[name].answer_batch(prompts, max_new_tokens)
-        return [self._answerers[name].answer(prompt, max_new_tokens) for prompt in prompts]
+        return sorted(self._answerers)
 
     def warm_up(self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None) -> None:
         """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
@@ -118,7 +101,7 @@ class SpeedTest:
             fitting = [prompt for prompt in prompts if self._fits(prompt)]
             for name in self.names:
                 if fitting:
-                    self._answer(name, fitting, tokens)
+                    self._answerers[name].answer(fitting, tokens)
                 for _ in wave:
                     on_answer()
 
@@ -137,12 +120,9 @@ class SpeedTest:
             shortest, longest = min(shortest or first, first), max(longest, last)
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
         shortest, longest = (min(length, self._backbone.max_context) for length in (shortest, longest))
-        for single in self._answerers.values():
-            if isinstance(single, LoopAnswerer):
-                single.capture(longest)
-        for several in self._batch_answerers.values():
-            if isinstance(several, LoopBatchAnswerer):
-                several.capture(self._batch_size, shortest, longest)
+        for answerer in self._answerers.values():
+            if isinstance(answerer, LoopAnswerer):
+                answerer.capture(self._batch_size, shortest, longest)
 
     def run(
         self,
@@ -217,29 +197,24 @@ class SpeedTest:
         first = rotation % len(names)
         timed: dict[str, list[TimedAnswer]] = {}
         for name in names[first:] + names[:first]:
-            timed[name] = self._answer(name, [one.prompt for one in asked], self._max_new_tokens)
+            timed[name] = self._answerers[name].answer([one.prompt for one in asked], self._max_new_tokens)
             for answer in timed[name]:
                 on_answer(answer)
         return [
-            self._record(one, {name: answers[row] for name, answers in timed.items()}) for row, one in enumerate(asked)
+            TurnRecord(
+                one.question.question_id,
+                one.question.category,
+                one.turn,
+                tuple(one.prompt),
+                timed[TREE][row] if TREE in timed else None,
+                timed[PLAIN][row],
+                timed[GENERATE][row],
+                text=self._text(timed.get(TREE, timed[PLAIN])[row].tokens),
+                others={name: rows[row] for name, rows in timed.items() if name not in (TREE, PLAIN, GENERATE)},
+                asked=one.question.turns[one.turn - 1],
+            )
+            for row, one in enumerate(asked)
         ]
-
-    def _record(self, asked: _Asked, timed: Mapping[str, TimedAnswer]) -> TurnRecord:
-        question, turn, prompt = asked
-        tree = timed.get(TREE)
-        reported = timed[PLAIN] if tree is None else tree
-        return TurnRecord(
-            question.question_id,
-            question.category,
-            turn,
-            tuple(prompt),
-            tree,
-            timed[PLAIN],
-            timed[GENERATE],
-            text=self._text(reported.tokens),
-            others={name: answer for name, answer in timed.items() if name not in (TREE, PLAIN, GENERATE)},
-            asked=question.turns[turn - 1],
-        )
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._backbone.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()

@@ -28,10 +28,8 @@ class Cell:
     """All answers of one server at one concurrency.
 
     Attributes:
-        server: its name.
         session: which servers ran at the same time.
-        seconds: wall time of each answer: moments with several answers under way are divided equally among them, so
-            that the sum is the time in which the server was busy.
+        seconds: each answer's share of the time in which the server was busy, see `busy_shares`.
         drafts: difference of the server's counters; None if it has none.
         skipped: number of turns whose prompts do not fit into the context.
     """
@@ -60,7 +58,7 @@ class Cell:
             self,
             answers=both(self.answers, other.answers),
             seconds=both(self.seconds, other.seconds),
-            drafts=None if self.drafts is None or other.drafts is None else self.drafts + other.drafts,
+            drafts=self.drafts and other.drafts and self.drafts + other.drafts,
             skipped=self.skipped + other.skipped,
         )
 
@@ -84,7 +82,7 @@ def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Me
         keys = [(answer.question_id, answer.turn, answer.repeat) for answer in measurement.answers]
         answers.update(zip(keys, measurement.answers, strict=True))
         seconds.update(zip(keys, busy_shares(measurement.answers), strict=True))
-        drafts = None if drafts is None or measurement.drafts is None else drafts + measurement.drafts
+        drafts = drafts and measurement.drafts and drafts + measurement.drafts
     skipped = sum(len(measurement.skipped) for measurement in measurements)
     return Cell(server, session, concurrency, answers, seconds, drafts, skipped)
 
@@ -199,13 +197,10 @@ def cell_figures(cell: Cell) -> dict[str, Any]:
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for every concurrency the heads with the highest ratio among those that were measured to win, or none.
+    """Return by concurrency `use`, whether to serve heads, and the figures of the best ones that win, else of the best.
 
     Args:
         compared: figures of the cells with heads that have a comparison.
-
-    Returns:
-        By concurrency: `use` (whether to serve heads) and the figures of the winner, or of the best one if none wins.
     """
     advice = []
     for concurrency in sorted({figures["concurrency"] for figures in compared}):

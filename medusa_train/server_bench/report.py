@@ -185,8 +185,7 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
     def groups(shown: Sequence[Json], key: str, interval: str | None = None) -> list[tuple[str, list[Bar]]]:
         by_concurrency: dict[str, list[Bar]] = {}
         for row in shown:
-            value = row[key]["median"] * 1000 if isinstance(row[key], Mapping) else row[key]
-            bar = Bar(value, row[interval] if interval else None, servers.index(row["server"]))
+            bar = Bar(row[key], row[interval] if interval else None, servers.index(row["server"]))
             by_concurrency.setdefault(str(row["concurrency"]), []).append(bar)
         return list(by_concurrency.items())
 
@@ -195,12 +194,8 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
         drawing = bars(groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0)
         caption = "Tokens per second with heads over those without, by concurrency. Whiskers: 95 % bootstrap intervals."
         drawn.append(Figure("Speed over plain", drawing, caption))
-    for key, title, unit, caption in (
-        ("tokens_per_s", "Tokens per second", "", "Of all concurrent answers together, by concurrency."),
-        ("time_to_first_token_s", "Time to first token", " ms", "Median over the answers, by concurrency."),
-        ("time_per_token_s", "Time per token", " ms", "Median over the answers, without the first token."),
-    ):
-        drawn.append(Figure(title, bars(groups(rows, key), title, unit=unit, digits=1 if unit else 0), caption))
+    drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
+    drawn.append(Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))
     lowest = min((row["concurrency"] for row in rows), default=0)
     accepted = [
         Curve(row["server"], list(enumerate(row["acceptance"], 1)))

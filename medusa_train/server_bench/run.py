@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,8 +69,10 @@ def measure_servers(
     note_other_bench(directory / "served.json", bench, progress.print)
     served = prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
     log = BlockLog(directory / "blocks.jsonl", settings(cfg, bench, mode, paths, served, remote))
+    if (line := log.resumption("measurement", "blocks", len(log.blocks))) is not None:
+        progress.print(line)
+    log.start()
     run = BenchRun(cfg, bench, options, log, progress)
-    run.open_log()
     for note in model_notes(remote, paths if remote else None):
         log.note(note)
     meta = {**metadata(cfg, bench, mode, paths, served, remote), "command": command}
@@ -84,14 +85,14 @@ def measure_servers(
         log.close()
         log.notes.append("incomplete: the measurement was interrupted")
         if run.cells():
-            _report(run, meta, directory, greedy=mode.acceptance == "greedy")
+            _report(run, meta, directory)
         if log.blocks:
             progress.print(f"finished measurements are in {log.path}; the same command resumes")
         raise
     log.close()
     if not run.cells():
         raise ServerError("nothing could be measured:\n" + "\n".join(f"  {note}" for note in log.notes))
-    written = _report(run, meta, directory, greedy=mode.acceptance == "greedy")
+    written = _report(run, meta, directory)
     log.remove()
     return written
 
@@ -113,12 +114,6 @@ class BenchRun:
             for concurrency in dict.fromkeys(self.cfg.concurrency)
         }
 
-    def open_log(self) -> None:
-        """Open the log, and say whether an interrupted measurement is resumed."""
-        if (line := self.log.resumption("measurement", "blocks", len(self.log.blocks))) is not None:
-            self.progress.print(line)
-        self.log.start()
-
     def note(self, text: str, kind: str = "note") -> None:
         """Show a remark, and keep it for the report."""
         self.log.note(text)
@@ -136,30 +131,8 @@ class BenchRun:
         }
         return {concurrency: numbers for concurrency, numbers in todo.items() if numbers}
 
-    def predict_seconds(self, sessions: Sequence[Session], target: Target) -> float | None:
-        """Return the seconds that the remaining blocks take at the speed of `target`, if all answers have full length.
-
-        The speed is that of its warm-up at every concurrency; heads change it. None where it cannot be told.
-        """
-        answers: dict[int, int] = {}
-        for session in sessions:
-            for concurrency, numbers in self.remaining(session.name).items():
-                turns = sum(len(one.question.turns) for n in numbers for one in self._blocks[concurrency][n])
-                answers[concurrency] = answers.get(concurrency, 0) + turns * len(session.servers)
-        seconds = 0.0
-        for concurrency, count in answers.items():
-            bench = ServerBench(target, self.options, concurrency)
-            try:
-                rate = bench.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
-            finally:
-                bench.close()
-            if not rate:
-                return None
-            seconds += count * self.cfg.max_new_tokens / rate
-        return seconds
-
     def measure(self, session: str, targets: Sequence[Target]) -> None:
-        """Measure the remaining blocks of a session. Its servers answer each block in turn, in alternating order.
+        """Measure the remaining blocks of a session, whose servers answer each block in turn, in alternating order.
 
         A concurrency at which requests keep failing is left out with a note.
 
@@ -258,38 +231,20 @@ def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directo
     for note in served.notes:
         run.log.note(note)
     with ServerPool(served, directory, cfg.serve_start_seconds, run.progress) as pool:
-        sessions = [session for session in served.sessions if run.remaining(session.name)]
-        for number, session in enumerate(sessions):
-            began = time.perf_counter()
+        for session in served.sessions:
+            if not run.remaining(session.name):
+                continue
             targets = pool.targets(session)
-            starting = (time.perf_counter() - began) / len(targets)
             try:
-                if number == 0 and cfg.warmup:
-                    _print_time(run, sessions, targets[0], starting)
                 run.measure(session.name, targets)
             except ServerError as error:
                 raise pool.explain(error) from error
 
 
-def _print_time(run: BenchRun, sessions: Sequence[Session], target: Target, starting: float) -> None:
-    """Print how long the measurement will take; every further session starts one server."""
-    seconds = run.predict_seconds(sessions, target)
-    if seconds is None:
-        return
-    starts = len(sessions) - 1
-    text = f"time: about {_minutes(seconds + starts * starting)} from here"
-    started = f", of which {_minutes(starts * starting)} to start servers" if starts else ""
-    run.progress.print(f"{text}{started}; less where answers are short. Every finished block is kept")
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
-
-
-def _report(run: BenchRun, meta: dict[str, Any], directory: Path, *, greedy: bool) -> list[Path]:
+def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
     """Write the report, and print its tables."""
     cells = run.cells()
-    summary = summarize(cells, greedy=greedy)
+    summary = summarize(cells, greedy=run.options.sampling.temperature == 0)
     notes = [*run.log.notes, *summary.pop("notes")]
     report = {"meta": {**meta, "seconds": round(run.progress.total_seconds, 1), "notes": notes}, **summary}
     written = write_report(report, cells, directory)
@@ -439,6 +394,6 @@ def metadata(
 
 
 def _describe_turns(sessions: Sequence[Session]) -> str:
-    if all(len(session.servers) > 1 for session in sessions):
+    if all(len(session.speculative_tokens) > 1 for session in sessions):
         return "the server without heads beside each one with heads, in turns, block by block"
     return "one server at a time; the one without heads first and last, of which the faster counts"

@@ -110,11 +110,7 @@ class VLLMServer:
     """A `vllm serve` process, in a process group of its own.
 
     Args:
-        name: in messages.
-        command: the command line.
-        port: port that it names.
-        log: file for its output, replaced.
-        has_heads: whether draft heads are served, for explanations.
+        name: in messages. log: file for its output, replaced. has_heads: for explanations.
     """
 
     def __init__(self, name: str, command: Sequence[str], port: int, log: Path, *, has_heads: bool) -> None:
@@ -239,20 +235,10 @@ FOREIGN_WEIGHTS = "this run's heads were trained on a quantized backbone; vLLM s
 
 @dataclass(frozen=True)
 class Session:
-    """Servers that run at the same time.
-
-    Attributes:
-        name: in the log and in reports.
-        speculative_tokens: num_speculative_tokens of each server; 0: without heads.
-    """
+    """Servers that run at the same time, by their num_speculative_tokens (0: without heads)."""
 
     name: str
     speculative_tokens: tuple[int, ...]
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """Names of the servers."""
-        return tuple(server_name(tokens) for tokens in self.speculative_tokens)
 
 
 def server_name(speculative_tokens: int) -> str:
@@ -273,12 +259,9 @@ class ServedModel:
     """What `--serve` serves.
 
     Attributes:
-        python: the interpreter that vLLM is installed for.
-        version: name and version of its vLLM.
-        backbone: directory or hub name.
-        heads: directory in vLLM's layout.
-        sessions: the servers to start, in order.
-        options: arguments of every server.
+        python: the interpreter that vLLM is installed for. version: name and version of its vLLM.
+        backbone: directory or hub name. heads: directory in vLLM's layout.
+        sessions: the servers to start, in order. options: arguments of every server.
         notes: remarks for the report.
     """
 
@@ -343,9 +326,7 @@ class ServerPool:
     """The running servers of `--serve`, within a `with` block: all are stopped at its end, whatever happens.
 
     Args:
-        model: what to serve.
-        directory: for the servers' logs.
-        seconds: in which a server has to be ready.
+        directory: for the servers' logs. seconds: in which a server has to be ready.
     """
 
     def __init__(self, model: ServedModel, directory: Path, seconds: float, progress: RunProgress) -> None:

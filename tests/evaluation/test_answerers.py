@@ -18,7 +18,7 @@ def subject(run_dir: Path) -> LoadedModel:
 
 
 def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
-    output = GenerateAnswerer(subject.backbone).answer([1, 50, 60], 16)
+    output = GenerateAnswerer(subject.backbone).answer([[1, 50, 60]], 16)[0]
     stop = output.tokens[5]
     stopping = SimpleNamespace(
         device=subject.backbone.device,
@@ -26,7 +26,7 @@ def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
         tokenizer=subject.backbone.tokenizer,
         eos_ids=(stop,),
     )
-    again = GenerateAnswerer(stopping).answer([1, 50, 60], 16)  # type: ignore[arg-type]
+    again = GenerateAnswerer(stopping).answer([[1, 50, 60]], 16)[0]  # type: ignore[arg-type]
     assert again.tokens == output.tokens[: output.tokens.index(stop) + 1]
     GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
 
@@ -39,7 +39,7 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Lo
     prompt = [1, 50, 60, 50, 60, 50]
     plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
     for answerer in baselines.values():
-        answer = answerer.answer(prompt, 24)
+        answer = answerer.answer([prompt], 24)[0]
         assert list(answer.tokens) == plain
         passes = 0
 
@@ -48,21 +48,21 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Lo
             passes += 1
 
         hook = subject.backbone.model.register_forward_hook(count)
-        answerer.answer(prompt, 24)
+        answerer.answer([prompt], 24)[0]
         hook.remove()
         assert answer.steps == passes - 1
         assert 1 <= answer.prefill_tokens <= 11
-    assert GenerateAnswerer(subject.backbone).answer(prompt, 24).steps == 0
+    assert GenerateAnswerer(subject.backbone).answer([prompt], 24)[0].steps == 0
 
 
 def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backbone_dir: Path) -> None:
     """The backbone as its own assistant: every pass accepts all guesses, the first one included."""
     assistant = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=False, note=print)["assisted"]
-    answer = assistant.answer([1, 50, 60], 24)
+    answer = assistant.answer([[1, 50, 60]], 24)[0]
     assert answer.prefill_tokens > 1
     assert answer.steps >= 1
     assert acceleration_rate([answer]) == (len(answer.tokens) - answer.prefill_tokens) / answer.steps
-    whole = assistant.answer([1, 50, 60], answer.prefill_tokens)
+    whole = assistant.answer([[1, 50, 60]], answer.prefill_tokens)[0]
     assert (len(whole.tokens), whole.steps) == (answer.prefill_tokens, 0)
 
 

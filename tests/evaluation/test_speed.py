@@ -67,15 +67,15 @@ def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTe
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def answer(self, prompt_ids: Any, max_new_tokens: int) -> TimedAnswer:
+        def answer(self, prompts: Any, max_new_tokens: int) -> list[TimedAnswer]:
             order.append(self.name)
-            return TimedAnswer((5,), 1.0)
+            return [TimedAnswer((5,), 1.0)]
 
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "ab")
     test: Any = SpeedTest.__new__(SpeedTest)
     test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context)
     test._chat, test._max_new_tokens = StubChat(), 4
-    test._answerers, test._batch_answerers, test._batch_size = {name: Stub(name) for name in names}, {}, 1
+    test._answerers, test._batch_size = {name: Stub(name) for name in names}, 1
     return test
 
 

@@ -140,8 +140,6 @@ def test_an_engine_that_is_killed_while_it_is_measured(tmp_path: Path, trained: 
     text = " ".join(died.stderr.split())
     assert "vLLM (k=2) ended with exit code 0 while it was measured" in text
     assert "Its first error: EngineDeadError: EngineCore encountered an issue" in text
-    assert "time: about " in died.stdout
-    assert " to start servers; less where answers are short" in died.stdout
     assert "the same command resumes" in died.stdout
     assert vllm.running == []
     report = json.loads((out / "served.json").read_text())

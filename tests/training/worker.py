@@ -197,7 +197,9 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
 
     def freed() -> None:
         free()
-        left = [thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel) and id(thing) not in before]
+        left = [
+            thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel) and id(thing) not in before
+        ]
         (out / f"left-{world.rank}").write_text(str(len(left)))
 
     def stopped(trainer: Trainer, batches: Any) -> None:
