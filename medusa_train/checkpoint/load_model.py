@@ -86,14 +86,16 @@ def load_with_draft(
     if prepack:
         backbone.prepack_weights()
     backbone.use_cuda_graphs()
+    draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
+    if draft is not None:
+        backbone.decoding_need = draft.needs
+        if prepack:
+            draft.prepack_weights()
     if compiled:
         compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
     lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)
-    if paths.heads is None:
+    if draft is None:
         return LoadedModel(backbone, None, None, lookup)
-    draft = load_draft(paths.heads, backbone, backbone.dtype)
-    if prepack:
-        draft.prepack_weights()
     model = LoadedModel(backbone, draft, load_tree(paths, draft.num_heads), lookup, load_dynamic_trees(paths))
     assert model.proposer is not None  # refuses what does not go together
     return model

@@ -304,9 +304,9 @@ class DecodingSession:
         if cache.length + tree.max_depth >= backbone.max_context:
             # nodes past the context are never accepted, but the model's position table must cover their ids
             positions = positions.clamp(max=backbone.max_context - 1)
-        if (compiled := self._compiled(len(tokens), tree)) is not None:
-            hidden, logits = compiled(tokens, positions, *self._compiled_inputs(tree))
-            return Features(hidden), proposal.outputs(logits)
+        if proposal.early is None and (compiled := self._compiled(len(tokens), tree)) is not None:
+            feats, logits = compiled(tokens, positions, *self._compiled_inputs(tree))
+            return feats, proposal.outputs(logits)
         feats = backbone.run(
             tokens, positions=positions, mask=self._mask(tree), cache=cache, need=self._needs, early=proposal.early
         )
@@ -314,8 +314,8 @@ class DecodingSession:
 
     def _compiled(self, rows: int, tree: Tree | RowTrees | PassRows) -> CompiledPass | None:
         """The program for a pass over the nodes of `tree`; None if there is none, or it lacks what the draft reads."""
-        compiled = self._backbone.compiled
-        if compiled is None or self._needs != PLAIN or self._block_end(tree) >= self.cache.capacity:
+        compiled = self._backbone.compiled_for(self._needs)
+        if compiled is None or self._block_end(tree) >= self.cache.capacity:
             return None
         if isinstance(self.cache, BatchCache) and rows == 1:
             return None  # its memory has more rows: a program for a single row would be compiled again, for minutes

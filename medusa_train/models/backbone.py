@@ -57,6 +57,7 @@ class Backbone:
         window: size of the sliding window, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
+        decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
         step_runner: runs steps on static buffers, as CUDA graphs after `use_cuda_graphs` on a GPU; None: no such steps.
 
@@ -87,6 +88,7 @@ class Backbone:
         self.attention = use_folded_heads(model)
         self.varlen = False
         self._splits: dict[int, LayerSplit] = {}
+        self.decoding_need = PLAIN
         self.compiled: CompiledPass | None = None
         self.step_runner: StepRunner | None = None
         model.eval().requires_grad_(False)
@@ -376,9 +378,14 @@ class Backbone:
         if self.compile_obstacle is not None:
             raise BackboneError(f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out")
         on_cpu = self.device.type == "cpu"
-        compiled = CompiledPass(self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees))
+        early = [self.layer(count - 1) for count in self.decoding_need.early]
+        compiled = CompiledPass(self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), early=early)
         cache = TreeCache(self.num_layers, 1)
         self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=cache)
         layers, _, _, heads, _, dim = cache.reserve(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
         self.compiled = compiled
+
+    def compiled_for(self, need: FeatureSpec) -> CompiledPass | None:
+        """Return the compiled passes, if there are any and they return the hidden states of `need`."""
+        return self.compiled if need in (PLAIN, self.decoding_need) else None

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
+from medusa_train.models.features import Features, capture_outputs
 from medusa_train.trees.static_cache import SlotCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for nothing: with 128 a
@@ -84,14 +86,23 @@ class CompiledPass:
         logits: [..., d] -> [..., V].
         on_cpu: whether the weights are on a CPU.
         forms: the passes to compile, see `needed_forms`.
+        early: layers after which states are returned too.
     """
 
     def __init__(
-        self, body: Any, logits: Callable[[Tensor], Tensor], on_cpu: bool, forms: Sequence[Form] = needed_forms(1, True)
+        self,
+        body: Any,
+        logits: Callable[[Tensor], Tensor],
+        on_cpu: bool,
+        forms: Sequence[Form] = needed_forms(1, True),
+        early: Sequence[nn.Module] = (),
     ) -> None:
+        captured: list[Tensor] = []
+
         def run(
             tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Features, Tensor]:
+            captured.clear()
             out = body(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -99,9 +110,11 @@ class CompiledPass:
                 past_key_values=SlotCache(storage, slots, mask.shape[3]),
                 use_cache=True,
             )
-            return out.last_hidden_state, logits(out.last_hidden_state)
+            states = torch.cat(captured, dim=-1) if early else None
+            captured.clear()
+            return Features(out.last_hidden_state, states), logits(out.last_hidden_state)
 
-        self._body = body
+        self._capture = partial(capture_outputs, early, captured)
         self._on_cpu = on_cpu
         # Only shapes can change between calls. Skipping all other guards saves a tenth of a step.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
@@ -153,8 +166,8 @@ class CompiledPass:
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return hidden states [B, q, d] and logits [B, q, V] of q new tokens of each row.
+    ) -> tuple[Features, Tensor]:
+        """Return hidden states and logits [B, q, V] of q new tokens of each row.
 
         Args:
             tokens, positions: [B, q].
@@ -173,7 +186,7 @@ class CompiledPass:
 
     def _compile(
         self, form: Form, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Features, Tensor]:
         """Run the first pass of its form, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
@@ -192,7 +205,8 @@ class CompiledPass:
                 mark_dynamic(tensor, dim)
         # On a CPU weights become constants, which can be prepacked, and projections with the same input become one
         # product (from torch 2.12). As options of torch.compile both settings take effect too late.
-        with inductor.patch({"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}):
+        settings = {"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}
+        with inductor.patch(settings), self._capture():  # hooks become part of the program
             out = self._programs[form](tokens, positions, mask, slots, storage)
         self._ready.add(form)
         return out

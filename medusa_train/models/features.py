@@ -75,9 +75,9 @@ class Rows:
 
 
 @contextmanager
-def capture_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield a list to which each call of one of `modules` appends the hidden states it returns."""
-    captured: list[Tensor] = []
+def capture_outputs(modules: Sequence[nn.Module], captured: list[Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Yield a list, by default a new one, to which each call of one of `modules` appends the states it returns."""
+    captured = [] if captured is None else captured
 
     def append(_: nn.Module, __: object, out: Any) -> None:
         captured.append(out if isinstance(out, Tensor) else out[0])

@@ -57,12 +57,12 @@ def run_slots(
         return feats, backbone.logits(feats.hidden)
     same_everywhere = len(nodes.masks) == 1 or backbone.window is None
     mask = next(iter(nodes.masks.values()))
-    if backbone.compiled is not None and need == PLAIN and same_everywhere and backbone.compiled.covers(*tokens.shape):
+    compiled = backbone.compiled_for(need)
+    if compiled is not None and same_everywhere and compiled.covers(*tokens.shape):
         slots, mask = (nodes.slots[0], mask) if len(tokens) == 1 else (nodes.slots, mask.contiguous())
         # a view of the inputs has strides that the program was not compiled for
         tokens = tokens.clone(memory_format=torch.contiguous_format)
-        hidden, logits = backbone.compiled(tokens, nodes.positions, mask, slots, nodes.storage)
-        return Features(hidden), logits
+        return compiled(tokens, nodes.positions, mask, slots, nodes.storage)
     with backbone.masked_attention(enabled=True), backbone.early_states(need) as captured:
         out = backbone.body(
             input_ids=tokens,

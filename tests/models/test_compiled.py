@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
@@ -220,6 +222,45 @@ def test_the_cache_is_written_in_place() -> None:
 @pytest.mark.parametrize("family", ["qwen2", "granite", "olmo2"])  # qwen3: in batches, above
 def test_other_families_give_the_same_tokens(family: str) -> None:
     check_answers(compile_backbone(family, torch.float64))
+
+
+def check_early_states() -> None:
+    """A draft that reads states after several layers accepts the same guesses with compiled passes."""
+    backbone = random_backbone("llama", max_position_embeddings=256)
+    draft = Eagle3Draft.from_backbone(backbone, num_heads=3)
+    prompts, tree = [list(range(3, 30)), [7, 8]], Tree.cartesian([3, 2])
+    before = [Decoder(backbone, draft, tree).generate(prompt, 40, ()) for prompt in prompts]
+    assert any(any(out.accepted) for out in before)
+    backbone.decoding_need = draft.needs
+    backbone.compile_passes()
+    decoder = Decoder(backbone, draft, tree)
+    passes = backbone.compiled
+    assert passes is not None
+    compiled = Mock(wraps=passes)
+    backbone.compiled = compiled
+    after = [decoder.generate(prompt, 40, ()) for prompt in prompts]
+    assert [(out.tokens, out.accepted) for out in after] == [(out.tokens, out.accepted) for out in before]
+    assert compiled.call_count == sum(out.steps for out in after)
+
+
+@pytest.mark.xdist_group("traced")
+def test_traced_passes_return_early_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+
+    def trace(function: Any, options: dict[str, Any]) -> Any:
+        few_guards = {"guard_filter_fn": options["guard_filter_fn"]}  # no others that see hooks come and go
+        return compile_(function, backend="eager", options=few_guards)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    check_early_states()
+    torch.compiler.reset()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_passes_return_early_states() -> None:
+    torch.compiler.reset()
+    check_early_states()
 
 
 @pytest.mark.parametrize(
