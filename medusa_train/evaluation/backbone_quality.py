@@ -39,9 +39,7 @@ class Quality:
     """The backbone before and after training, over the supervised tokens of a text.
 
     Attributes:
-        tokens: number of supervised tokens.
-        loss_before, loss_after: mean cross-entropy, nats per token.
-        kl: mean KL(before || after), nats per token.
+        loss_before, loss_after, kl: mean cross-entropy and KL(before || after), nats per token.
     """
 
     tokens: int
@@ -78,12 +76,11 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     Raises:
         BackboneError, CheckpointError: backbone or adapter cannot be loaded.
     """
-    cfg = run_config(paths)
-    if cfg is None or not has_trained_backbone(paths):
+    if (cfg := run_config(paths)) is None or not has_trained_backbone(paths):
         return None
     tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_unreachable())
-    validation = validation_conversations(cfg, ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs))
-    if validation is None:
+    chat = ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    if (validation := validation_conversations(cfg, chat)) is None:
         return None
     conversations, is_held_out = validation
     before, after = load_versions(paths, cfg.base_model, dtype)
@@ -110,11 +107,9 @@ def run_config(paths: ModelPaths) -> TrainConfig | None:
 
 
 def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[EncodedDataset, bool] | None:
-    """Return the validation split of a run, with only the assistant's turns supervised.
+    """Return a run's validation split (else its training split) with the assistant's turns supervised.
 
-    Returns:
-        The conversations (the training split if there is no validation split) and whether they were held out of
-        training; None if the data are gone.
+    With whether it was held out of training; None if the data are gone.
     """
     try:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
@@ -138,15 +133,18 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
     """Load the backbone before and after a run: with the adapter off and on, or the original and the trained model.
 
     Args:
-        paths: paths of the run.
         original: `base_model` of the run's configuration.
-        dtype: dtype of weights and products. A backbone that was quantised in training is so in both versions.
+        dtype: of weights and products. A backbone that was quantised in training is so in both versions.
 
     Raises:
-        BackboneError: a backbone cannot be loaded.
-        CheckpointError: the adapter does not fit.
+        BackboneError, CheckpointError: a backbone cannot be loaded, or the adapter does not fit.
     """
-    trained = _load(paths, paths.base_model, dtype)
+
+    def load(name: str) -> Backbone:
+        quantization, trusted = paths.quantization, paths.trust_remote_code
+        return load_backbone(name, dtype=dtype, quantization=quantization, trust_remote_code=trusted)
+
+    trained = load(paths.base_model)
     after = _version(trained)
     if paths.adapter is not None:
         adapter = Adapter.load(trained, paths.adapter)
@@ -157,11 +155,7 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
 
         return before, after
     same = Path(paths.base_model).resolve() == Path(original).resolve() or paths.base_model == original
-    return (after if same else _version(_load(paths, original, dtype))), after
-
-
-def _load(paths: ModelPaths, name: str, dtype: str) -> Backbone:
-    return load_backbone(name, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code)
+    return (after if same else _version(load(original))), after
 
 
 def _version(backbone: Backbone) -> Version:

@@ -19,7 +19,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
-from medusa_train.evaluation.questions import Bench, Question
+from medusa_train.evaluation.questions import Bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
@@ -62,7 +62,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     conversations = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
     source = "validation prompts of the run"
     if conversations is None:
-        conversations = bench_prompts(bench.questions, chat)
+        conversations = [[chat.prompt([Message("user", question.turns[0])])] for question in bench.questions]
         source = f"questions of bench {bench.name}: evaluate on another one"
     named = Tree.load(paths.tree) if names_tree_file(cfg.tree) and paths.tree is not None else None
     traced = trace(cfg, model, conversations, cfg.calibration_tokens, source, progress)
@@ -78,11 +78,10 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
 def refit_tree(
     cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, bench_tokens: int, progress: RunProgress
 ) -> tuple[LoadedModel, ModelPaths] | None:
-    """Choose the tree again if tree.json was fitted with other settings, such as another dtype or device.
+    """Choose the tree again if tree.json was fitted with other settings, or lacks the dynamic trees that are asked for.
 
-    Also where dynamic trees are asked for, and tree.json has none, like those of earlier versions. What the heads guess
-    hardly depends on dtype, device and compilation: only steps are timed again where the traces were kept. With other
-    weights (merged, or another quantization) the backbone answers again.
+    What the heads guess hardly depends on dtype, device and compilation: only steps are timed again where the traces
+    were kept. With other weights (merged, or another quantization) the backbone answers again.
 
     A tree that the user named, or whose settings are unknown, is used as it is. So is any tree if the run's data are
     gone: a tree fitted to the questions of the bench would be measured on what it was fitted to.
@@ -92,9 +91,6 @@ def refit_tree(
 
     Returns:
         The model with the new tree, and the paths with its file; None if the tree stays.
-
-    Raises:
-        CheckpointError: the tree's file cannot be read.
     """
     if model.draft is None or (paths.tree is None and not paths.dynamic):
         return None
@@ -195,26 +191,14 @@ def trace(
 
 
 def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int) -> list[Prompts] | None:
-    """Return the prompts of the run's validation conversations (of all, if it has none), in random order.
-
-    None if there is no run, or its data are gone.
-    """
+    """Return the prompts of the run's validation conversations, in random order; None if its data are gone."""
     cfg = run_config(paths)
     data = None if cfg is None else validation_conversations(cfg, chat)
     return None if data is None else prompts_by_conversation(data[0], token_budget, seed)
 
 
-def bench_prompts(questions: Sequence[Question], chat: ChatEncoder) -> list[Prompts]:
-    """Return the first turns of a bench as prompts; the bench must not be used to measure the tree afterwards."""
-    return [[chat.prompt([Message("user", question.turns[0])])] for question in questions]
-
-
 def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
-    """Write tree.json and the traces to the run (or `output_dir`), and the page to eval/calibration below.
-
-    Returns:
-        The paths of tree.json, calibration.json and calibration.html.
-    """
+    """Write tree.json and the traces to the run (or `output_dir`), calibration.json and .html to eval/calibration."""
     home = Path(cfg.output_dir) if cfg.output_dir else paths.home
     tree, directory = home / TREE, home / "eval" / "calibration"
     data, page = directory / "calibration.json", directory / "calibration.html"

@@ -48,12 +48,7 @@ class Outcome:
 
 
 def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> Outcome:
-    """Run a Python program in its own isolated process; its output is discarded.
-
-    Args:
-        seconds: limit of wall time, and of CPU time rounded up.
-        megabytes: limit of address space.
-    """
+    """Run a Python program in its own isolated process with limited time and address space; its output is discarded."""
     if sys.platform != "linux":
         return Outcome(REFUSED, f"processes can be isolated on Linux only, not on {sys.platform}")
     job = json.dumps({"program": program, "seconds": seconds, "megabytes": megabytes})
@@ -72,7 +67,9 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
         except subprocess.TimeoutExpired:
             return Outcome(TIMED_OUT, f"its process did not report within {seconds + MARGIN:g} seconds")
         finally:
-            _kill_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            process.communicate()
     try:
         result = json.loads(output)
         return Outcome(result["outcome"], result["detail"])
@@ -81,18 +78,8 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
         return Outcome(FAILED, f"its process did not report: {reason or f'exit status {process.returncode}'}")
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and what it started, and wait for it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
 def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
-    """Check that the code in the answers to `questions` may be run, and can be isolated on this machine.
-
-    Args:
-        allowed: the key `allow_code_execution`. Without questions that are scored by running code, nothing is checked.
+    """Check that code in the answers may be run (`allow_code_execution`) and isolated, if questions are scored by it.
 
     Raises:
         ConfigError: it may not, or it can't; the message says what is missing.

@@ -49,12 +49,7 @@ class Judge:
     model: str
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the reply to a conversation; empty if the server returns no text.
-
-        Raises:
-            RequestRejected: the server rejects this conversation.
-            ServerError: the server rejects every request, or does not answer.
-        """
+        """Return the reply to a conversation; empty if the server returns no text. Raises like `complete`."""
         body = {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": REPLY_TOKENS}
         content = self.server.complete(body)["choices"][0]["message"].get("content")
         return content if isinstance(content, str) else ""
@@ -76,10 +71,8 @@ def grade(
     answers are graded when the evaluation is run again.
 
     Args:
-        records, questions: the answers, and their questions.
         model_id: name of the judged model, for the judgements.
         path: JSON Lines file of judgements.
-        concurrency: number of requests at a time.
         on_done: called after each request.
 
     Returns:
@@ -225,14 +218,6 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
             "wall_time": [turn.answer.seconds for turn in turns],
             "accept_lengths": [length for turn in turns for length in _step_lengths(turn.answer)],
         }
-        lines.append(
-            {
-                "question_id": question_id,
-                "category": turns[0].category,
-                "answer_id": answer_id,
-                "model_id": model_id,
-                "choices": [choice],
-                "tstamp": time.time(),
-            }
-        )
+        line = {"question_id": question_id, "category": turns[0].category, "answer_id": answer_id}
+        lines.append({**line, "model_id": model_id, "choices": [choice], "tstamp": time.time()})
     return lines

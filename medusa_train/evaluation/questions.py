@@ -40,8 +40,7 @@ class FunctionTest:
 
     Attributes:
         prompt: imports and helper functions, and the function's signature with its docstring.
-        entry_point: name of the function.
-        test: Python code that defines `check(function)`, which raises an exception if the function is wrong.
+        entry_point: name of the function. test: defines `check(function)`, which raises if it is wrong.
     """
 
     prompt: str
@@ -54,8 +53,7 @@ class Question:
     """One question of a bench.
 
     Attributes:
-        turns: the user's messages.
-        source: where it was read, as `file:line`.
+        turns: the user's messages. source: where it was read, as `file:line`.
         reference: reference answers, one per turn as far as there are any.
         expected: the correct number, or the test of the correct function; None if answers are not scored.
     """
@@ -84,11 +82,11 @@ class Bench:
         if limit is None or limit >= len(self.questions):
             return self
         seen: Counter[str] = Counter()
-        rounds: dict[int, int] = {}
+        ranked: list[tuple[int, int]] = []  # by round over the categories
         for index, question in enumerate(self.questions):
-            rounds[index] = seen[question.category]
+            ranked.append((seen[question.category], index))
             seen[question.category] += 1
-        chosen = sorted(sorted(rounds, key=lambda index: (rounds[index], index))[:limit])
+        chosen = sorted(index for _, index in sorted(ranked)[:limit])
         return Bench(self.name, self.path, tuple(self.questions[index] for index in chosen))
 
 

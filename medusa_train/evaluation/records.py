@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from pydantic import TypeAdapter
+
 from medusa_train.evaluation.questions import Question
 from medusa_train.io import JsonLinesFile, complete_lines, json_line, replace_bytes
 from medusa_train.tree_search.traces import Trace
@@ -25,12 +27,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Score:
-    """Whether an answer is correct.
-
-    Attributes:
-        metric: how that was decided, `exact match` or `pass@1`.
-        detail: the number that was read from the answer, or how its tests ended.
-    """
+    """Whether an answer is correct by `metric`, and the number that was read from it, or how its tests ended."""
 
     metric: str
     correct: bool
@@ -42,9 +39,8 @@ class TimedAnswer:
     """One decoded answer and its cost. Answers of a batch share its times and passes equally.
 
     Attributes:
-        seconds: wall time of the whole call, prefill included.
-        prefill_seconds: wall time until the first token; 0 for transformers' `generate`, which does not report it.
-        steps: decoding passes of this answer, without the prefill; 0 for `generate`.
+        seconds, prefill_seconds: wall time of the whole call, and until the first token (0 where it is not reported).
+        steps: decoding passes of this answer, without the prefill; 0 for transformers' `generate`.
         accepted: number of accepted draft tokens per step.
         rows: number of answers in the batch.
         batch_passes: decoding passes of the whole batch; None for a single answer, whose passes are `steps`.
@@ -76,15 +72,11 @@ class TurnRecord:
     """One turn of a question: its prompt, and every decoder's answer to it.
 
     Attributes:
-        turn: counted from 1.
-        tree: the answer with the tree; None in a baseline-only run.
-        text: text of the reported answer.
+        turn: counted from 1. asked: the user's message.
+        tree: the answer with the tree; None in a baseline-only run. others: of further baselines, by name.
+        text, pieces: the reported answer, whole and token by token. trace: the heads' guesses along it.
         exact: comparison of the tree's and the plain answer per dtype; dtypes that were not run are absent.
-        scores: scores of the timed answers by `tree` and `plain`; empty on benches without correct answers.
-        others: further baselines by name.
-        asked: the user's message.
-        pieces: text of the reported answer token by token.
-        trace: the heads' guesses along the reported answer, if they were traced.
+        scores: by `tree` and `plain`; empty on benches without correct answers.
     """
 
     question_id: int | str
@@ -127,6 +119,7 @@ Entry = TypeVar("Entry")
 
 #: Not logged: computed from the tokens when the report is written.
 _DERIVED = ("exact", "scores", "pieces", "trace")
+_ANSWER: TypeAdapter[Any] = TypeAdapter(TimedAnswer | None)
 
 
 class MeasurementLog(Generic[Entry]):
@@ -138,8 +131,7 @@ class MeasurementLog(Generic[Entry]):
         parse: returns the entry of a line's JSON; raises ValueError, KeyError or TypeError if it is none.
 
     Attributes:
-        header: of an existing file with the same settings; else empty.
-        entries: its entries up to the first invalid line.
+        header, entries: of an existing file with the same settings, up to the first invalid line; else empty.
         differing: settings in which an existing file differs; nothing of it is used then.
     """
 
@@ -196,12 +188,7 @@ class MeasurementLog(Generic[Entry]):
 
 
 class TurnLog(MeasurementLog[Turn]):
-    """The turns of an evaluation, appended as they are measured.
-
-    Attributes:
-        dtype: dtype of the turns in an existing file; None if there are none.
-        compiled: whether their passes were compiled; None if there are none, or the file does not say.
-    """
+    """The turns of an evaluation; with the dtype of those in an existing file, and whether passes were compiled."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         super().__init__(path, settings, _parse_turn)
@@ -232,12 +219,6 @@ def _as_json(turn: Turn) -> dict[str, Any]:
 def _parse_turn(record: dict[str, Any]) -> Turn:
     if "prompt_tokens" in record:
         return SkippedTurn(**record)
-    for name in ("tree", "plain", "generate"):
-        record[name] = None if record[name] is None else _parse_answer(record[name])
-    record["others"] = {name: _parse_answer(answer) for name, answer in record["others"].items()}
-    record["prompt_ids"] = tuple(record["prompt_ids"])
-    return TurnRecord(**record)
-
-
-def _parse_answer(record: dict[str, Any]) -> TimedAnswer:
-    return TimedAnswer(**{**record, "tokens": tuple(record["tokens"]), "accepted": tuple(record["accepted"])})
+    answers = {name: _ANSWER.validate_python(record[name]) for name in ("tree", "plain", "generate")}
+    others = {name: _ANSWER.validate_python(answer) for name, answer in record["others"].items()}
+    return TurnRecord(**{**record, **answers, "others": others, "prompt_ids": tuple(record["prompt_ids"])})

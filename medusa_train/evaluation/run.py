@@ -74,11 +74,8 @@ def evaluate(
     require_code_execution(cfg.allow_code_execution, bench.questions)
     torch.manual_seed(cfg.seed)
     mode = DecodingMode.from_config(cfg)
-    directory = (
-        Path(cfg.output_dir)
-        if cfg.output_dir
-        else paths.home / "eval" / mode.directory_name(bench.name, cfg.draft, dynamic=paths.dynamic)
-    )
+    name = mode.directory_name(bench.name, cfg.draft, dynamic=paths.dynamic)
+    directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
     note_other_bench(directory / "report.json", bench, progress.print)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = (
@@ -134,11 +131,7 @@ def evaluate(
 
 @dataclass
 class ReportFiles:
-    """The files of the report, rewritten whenever another part has been measured.
-
-    Attributes:
-        meta, extra: parts of report.json, filled in as they become known.
-    """
+    """The files of the report, rewritten whenever another part of `meta` and `extra` has been measured."""
 
     directory: Path
     records: Sequence[TurnRecord]
