@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,10 +28,7 @@ from medusa_train.progress import RunProgress
 
 PHASE = "choosing the dtype"
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
-PROBE_ROUNDS = 3
-#: A round counts as disturbed when the reference work beside it takes so many times longer than at best.
-DISTURBED = 1.5
-REFERENCE_SIZE, REFERENCE_REPEATS = 384, 20
+PROBE_ROUNDS = 3  # of which the fastest counts: another process may use the machine meanwhile
 #: Another dtype than the checkpoint's must be so many times faster: a small difference is noise, and a tree that was
 #: fitted in the checkpoint's dtype stays.
 CLEARLY_FASTER = 1.1
@@ -54,9 +50,8 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
     It is the checkpoint's, unless plain steps are `CLEARLY_FASTER` in another one. Measured are float32 and bfloat16,
     and float16 on a GPU (CPUs emulate it), with one backbone in memory at a time, on an answer to `question`. The
     checkpoint's comes first, as the most likely to fit into memory. A dtype in which the weights do not fit is left
-    out, and one that was timed while another process used the machine is timed again. Where bfloat16 is emulated, it is
-    used only if the weights fit into memory in no other dtype: plain steps of one row may be as fast, but a tree's rows
-    are several times slower.
+    out. Where bfloat16 is emulated, it is used only if the weights fit into memory in no other dtype: plain steps of
+    one row may be as fast, but a tree's rows are several times slower.
 
     Raises:
         BackboneError: the backbone cannot be loaded, or fits into memory in no dtype.
@@ -81,31 +76,7 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
         raise BackboneError(
             f"base_model {paths.base_model}: not enough memory for it in any dtype; free some, or use a larger device"
         )
-    for dtype in _disturbed(probes):
-        progress.print(f"dtype {dtype}: another process slowed the machine down while it was timed; timing it again")
-        again = _probe(question, paths, dtype, progress)[0]
-        probes[dtype] = Probe(probes[dtype].rounds + again.rounds, again.prepacked)
-        release_memory()
-    if disturbed := _disturbed(probes):
-        progress.print(
-            f"dtype {', '.join(disturbed)}: another process keeps using the machine; the choice of dtype is unreliable",
-            style="yellow",
-        )
-    return _choose_measured(probes, progress)
-
-
-def _disturbed(probes: Mapping[str, Probe]) -> list[str]:
-    best = _best_reference(probes)
-    return [dtype for dtype, probe in probes.items() if not probe.quiet_steps(best)]
-
-
-def _choose_measured(probes: Mapping[str, Probe], progress: RunProgress) -> str:
-    """Return the dtype that was probed first, the checkpoint's, or one that is clearly faster."""
-    reference = _best_reference(probes)
-    seconds = {
-        dtype: min(probe.quiet_steps(reference) or [one.step for one in probe.rounds])
-        for dtype, probe in probes.items()
-    }
+    seconds = {dtype: probe.step_seconds for dtype, probe in probes.items()}
     stored, fastest = next(iter(seconds)), min(seconds, key=lambda dtype: seconds[dtype])
     best = fastest if seconds[stored] > CLEARLY_FASTER * seconds[fastest] else stored
     reason = "the fastest for plain decoding here" if best == fastest else "the checkpoint's, since none is 10 % faster"
@@ -124,27 +95,11 @@ def _candidates(paths: ModelPaths) -> list[str]:
     return sorted(names, key=lambda name: (name == last, name != stored))
 
 
-class Round(NamedTuple):
-    """One timed continuation: seconds per plain step, and of the reference work beside it (the longer of two)."""
+class Probe(NamedTuple):
+    """Latency of a plain step in one dtype, and whether weights were prepacked for the CPU."""
 
-    step: float
-    reference: float
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Step latencies in one dtype, and whether weights were prepacked for the CPU."""
-
-    rounds: tuple[Round, ...]
+    step_seconds: float
     prepacked: bool
-
-    def quiet_steps(self, best_reference: float) -> list[float]:
-        """Return the steps of the rounds beside which the reference work took no longer than usual."""
-        return [step for step, reference in self.rounds if reference <= DISTURBED * best_reference]
-
-
-def _best_reference(probes: Mapping[str, Probe]) -> float:
-    return min(one.reference for probe in probes.values() for one in probe.rounds)
 
 
 def _probe(question: str, paths: ModelPaths, dtype: str, progress: RunProgress) -> tuple[Probe, WeightMemory]:
@@ -155,12 +110,9 @@ def _probe(question: str, paths: ModelPaths, dtype: str, progress: RunProgress) 
         backbone.use_cuda_graphs()
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     prompt = chat.prompt([Message("user", question)])
-    rounds = []
-    with progress.phase(PHASE, PROBE_ROUNDS, "rounds") as phase:
-        for one in time_plain_steps(backbone, prompt):
-            rounds.append(one)
-            phase.advance()
-    return Probe(tuple(rounds), prepacked), WeightMemory.of(backbone.model, backbone.device)
+    with progress.phase(PHASE):  # not ticking: steps are timed
+        seconds = plain_step_seconds(backbone, prompt)
+    return Probe(seconds, prepacked), WeightMemory.of(backbone.model, backbone.device)
 
 
 # Are the passes compiled?
@@ -173,9 +125,7 @@ class CompileEstimate:
     Attributes:
         steps: plain steps ahead. step_seconds: measured time of one without compilation.
         saving: share of a step that compilation is assumed to save.
-        refit_seconds: time that fitting the tree again would take if the passes are compiled; negative if it would be
-            fitted again without compilation only.
-        compile_seconds: see `compile_seconds`.
+        refit_seconds: what fitting the tree to compiled passes takes; negative if it is fitted again without them only.
     """
 
     steps: int
@@ -185,26 +135,22 @@ class CompileEstimate:
     compile_seconds: float = COMPILE_SECONDS
 
     @property
-    def saved_seconds(self) -> float:
-        """Time saved by compiled steps."""
-        return self.saving * self.steps * self.step_seconds
-
-    @property
-    def cost_seconds(self) -> float:
-        """Time taken by compilation and by fitting the tree to compiled passes."""
-        return self.compile_seconds + self.refit_seconds
+    def _seconds(self) -> tuple[float, float]:
+        return self.saving * self.steps * self.step_seconds, self.compile_seconds + self.refit_seconds
 
     @property
     def repaid(self) -> bool:
         """Whether the saving clearly exceeds the cost."""
-        return self.saved_seconds > FACTOR * self.cost_seconds
+        saved, cost = self._seconds
+        return saved > FACTOR * cost
 
     def __str__(self) -> str:
+        saved, cost = self._seconds
         tree = " and fitting the tree again" if self.refit_seconds > 0 else ""
         relation = "more" if self.repaid else "not more"
         return (
             f"{self.steps:,} steps of {1000 * self.step_seconds:.1f} ms are expected, of which it may save "
-            f"{self.saved_seconds:.0f} s, {relation} than {FACTOR:g} times the {self.cost_seconds:.0f} s of "
+            f"{saved:.0f} s, {relation} than {FACTOR:g} times the {cost:.0f} s of "
             f"compilation{tree}"
         )
 
@@ -275,29 +221,12 @@ def compile_or_report(
 
 def plain_step_seconds(backbone: Backbone, prompt: list[int], rows: int = 1) -> float:
     """Return the shortest mean time of a plain step of `rows` equal rows in `PROBE_ROUNDS` short answers."""
-    return min(one.step for one in time_plain_steps(backbone, prompt, rows))
-
-
-def time_plain_steps(backbone: Backbone, prompt: list[int], rows: int = 1) -> Iterator[Round]:
-    """Time plain steps in short answers of `rows` equal rows after a warm-up."""
     decoder = BatchDecoder(backbone)
     tokens = min(PROBE_TOKENS, backbone.max_context)
     prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
-    decoder.generate_batch(prompts, tokens, ())
-    before = reference_seconds(backbone.device)
+    decoder.generate_batch(prompts, tokens, ())  # a warm-up
+    rounds = []
     for _ in range(PROBE_ROUNDS):
         last = max(decoder.generate_batch(prompts, tokens, ()), key=lambda out: out.seconds)
-        after = reference_seconds(backbone.device)
-        yield Round((last.seconds - last.prefill_seconds) / max(last.steps, 1), max(before, after))
-        before = after
-
-
-def reference_seconds(device: torch.device) -> float:
-    """Time a fixed amount of work, the same for every model and dtype: longer means that the device is shared."""
-    matrix = torch.full((REFERENCE_SIZE, REFERENCE_SIZE), 1.0 / REFERENCE_SIZE, device=device)
-    started = time.perf_counter()
-    product = matrix
-    for _ in range(REFERENCE_REPEATS):
-        product = product @ matrix
-    float(product[0, 0])  # waits for a GPU
-    return time.perf_counter() - started
+        rounds.append((last.seconds - last.prefill_seconds) / max(last.steps, 1))
+    return min(rounds)

@@ -5,7 +5,6 @@ Writes tree.json and a report page.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,23 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
 from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.report_page import size_figures
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
+from medusa_train.pages.charts import Curve, curves, tree_drawing
+from medusa_train.pages.page import Figure, Section, render_page
+from medusa_train.pages.table import Table, number
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
-from medusa_train.tree_search.fit import SEARCHES
-from medusa_train.tree_search.kept_traces import load_traces, save_traces, weights_key
-from medusa_train.tree_search.page import BY_CONSTRUCTION, calibration_page, candidates_table
-from medusa_train.tree_search.traces import Prompts, TracedAnswers, prompts_by_conversation, trace_conversations
-from medusa_train.trees.tree import Tree
+from medusa_train.tree_search.traces import (
+    Prompts,
+    TracedAnswers,
+    load_traces,
+    prompts_by_conversation,
+    save_traces,
+    trace_conversations,
+    weights_key,
+)
 
 LEAST_TOKENS = 2000  # to fit a tree to
 CHOICE_SECONDS = 30.0  # that fitting and timing trees takes for small models
@@ -48,7 +55,7 @@ def load_model(
 def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> list[Path]:
     """Choose the tree with the most expected tokens per second on this machine; returns the paths of the files.
 
-    tree.json goes to the run (or `output_dir`), calibration.html and calibration.json to eval/calibration beside it.
+    tree.json goes to the run (or `output_dir`), calibration.html to eval/calibration beside it.
 
     Raises:
         CheckpointError: there are no heads, or too few prompts.
@@ -64,12 +71,10 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     if conversations is None:
         conversations = [[chat.prompt([Message("user", question.turns[0])])] for question in bench.questions]
         source = f"questions of bench {bench.name}: evaluate on another one"
-    named = Tree.load(paths.tree) if names_tree_file(cfg.tree) and paths.tree is not None else None
     traced = trace(cfg, model, conversations, cfg.calibration_tokens, source, progress)
     assert model.draft is not None
-    choice = choose_tree(model.backbone, model.draft, traced, progress, searches=tuple(SEARCHES), named=named)
-    progress.console.print(candidates_table(choice.as_json()).terminal())
-    progress.console.print(BY_CONSTRUCTION, highlight=False, soft_wrap=True)
+    choice = choose_tree(model.backbone, model.draft, traced, progress)
+    progress.console.print(_sizes_table(choice).terminal())
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
     return save(choice, traced, cfg, paths)
@@ -198,13 +203,47 @@ def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_bu
 
 
 def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
-    """Write tree.json and the traces to the run (or `output_dir`), calibration.json and .html to eval/calibration."""
+    """Write tree.json and the traces to the run (or `output_dir`), calibration.html to eval/calibration."""
     home = Path(cfg.output_dir) if cfg.output_dir else paths.home
-    tree, directory = home / TREE, home / "eval" / "calibration"
-    data, page = directory / "calibration.json", directory / "calibration.html"
-    record = choice.as_json()
-    replace_text(data, json.dumps(record, indent=1) + "\n")
-    replace_text(page, calibration_page(record, f"Calibration of {paths.home.name}"))
+    tree, page = home / TREE, home / "eval" / "calibration" / "calibration.html"
+    replace_text(page, calibration_page(choice, f"Calibration of {paths.home.name}"))
     save_traces(home / TREE_TRACES, traced, weights_key(paths, choice.settings))
     choice.save(tree)
-    return [tree, data, page]
+    return [tree, page]
+
+
+def calibration_page(choice: TreeChoice, title: str) -> str:
+    """Render calibration.html: acceptance, speed and latency over tree size (like Medusa, Figure 6), and the tree."""
+    about, best, record = choice.about, choice.best, choice.record()
+    basis = (
+        f"Simulated on {about['tokens']:,} greedy tokens in {about['answers']} answers of {about['conversations']} "
+        "conversations, with trees fitted to other conversations. Tokens per step measured on a bench differ."
+    )
+    latency = Curve("latency", [(one.tree.size, one.step_ms) for one in choice.sizes])
+    cards = [
+        *size_figures(record["sizes"], best.tree.size),
+        Figure(
+            "Step latency",
+            curves([latency], "step latency", "nodes", y_text=lambda y: f"{y:g} ms"),
+            "Measured latency of a decoding step by number of nodes.",
+        ),
+        Figure(
+            "The chosen tree",
+            tree_drawing(best.tree.paths, choice.accepted),
+            f"{best.tree.size} nodes, {best.tokens_per_step:.2f} tokens per step (simulated). Below each node: the "
+            "share of steps in which it was accepted.",
+            wide=True,
+        ),
+    ]
+    return render_page(title, basis, [Section(figures=cards, tables=[_sizes_table(choice)])])
+
+
+def _sizes_table(choice: TreeChoice) -> Table:
+    sizes = choice.record()["sizes"]
+    columns = {
+        "nodes": [str(one["nodes"]) for one in sizes],
+        "tokens per step": [number(one["tokens_per_step"], 3) for one in sizes],
+        "ms per step": [number(one["step_ms"]) for one in sizes],
+        "tokens /s": [number(one["tokens_per_s"], 1) for one in sizes],
+    }
+    return Table.of_columns(columns)

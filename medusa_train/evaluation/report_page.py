@@ -151,7 +151,7 @@ def _draft_figures(report: Json) -> list[Figure]:
         caption = "Top-k accuracy: share of positions where the answer's token is among the head's k most probable."
         figures.append(Figure("Head accuracy", drawing, caption))
     if calibration := report.get("calibration"):
-        figures += _size_figures(calibration["sizes"], calibration.get("nodes"))
+        figures += size_figures(calibration["sizes"], calibration.get("nodes"))
     if tree := report.get("tree"):
         caption = f"{len(tree['medusa_choices'])} nodes. Below each node: the share of steps in which it was accepted."
         if report["meta"].get("early_stop"):
@@ -163,7 +163,7 @@ def _draft_figures(report: Json) -> list[Figure]:
     return figures
 
 
-def _size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
+def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen size ringed."""
     ring = "Simulated on answers that the tree was not fitted to. The ring marks the chosen size."
     figures = []
@@ -171,8 +171,7 @@ def _size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
         ("Tokens per step over tree size", "tokens_per_step", f"From the tree's calibration, not this bench. {ring}"),
         ("Speed over tree size", "tokens_per_s", "Those tokens per step over the measured step latency, no prefill."),
     ):
-        marked = [] if chosen is None else [float(chosen)]
-        curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], marked)
+        curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], [] if chosen is None else [chosen])
         figures.append(Figure(title, curves([curve], title.lower(), "nodes", from_zero=False), caption))
     return figures
 

@@ -28,8 +28,13 @@ from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import ValidationResult
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
-from medusa_train.tree_search.kept_traces import save_traces, weights_key
-from medusa_train.tree_search.traces import Prompts, prompts_by_conversation, trace_conversations
+from medusa_train.tree_search.traces import (
+    Prompts,
+    prompts_by_conversation,
+    save_traces,
+    trace_conversations,
+    weights_key,
+)
 
 #: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several processes a second
 #: signal within this many seconds is taken for the first one.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -22,9 +22,9 @@ from medusa_train.inference.static_steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.fit import SEARCHES, TreeCandidate, compare_searches, joint_trees
+from medusa_train.tree_search.fit import TreeCandidate, cross_validate, joint_trees
 from medusa_train.tree_search.fit_dynamic import DynamicFit, fit_dynamic_trees
-from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy, node_acceptance, tokens_per_step
+from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy, node_acceptance
 from medusa_train.trees.tree import Tree
 
 #: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
@@ -49,31 +49,16 @@ class Effort(NamedTuple):
 
 THOROUGH, QUICK = Effort(5, 16), Effort(3, 5)
 
-Candidate = TypeVar("Candidate", bound=TreeCandidate)
-
-
-@dataclass(frozen=True)
-class NamedCandidate(TreeCandidate):
-    """A tree that was timed side by side with others.
-
-    Attributes:
-        name: the search that found it, or "named" for the user's tree.
-    """
-
-    name: str
-
 
 @dataclass(frozen=True)
 class TreeChoice:
     """The chosen tree and everything that it was chosen from.
 
     Attributes:
-        best: the chosen tree, of which the steps' latency is on the scale of `latency`; empty for plain decoding, if no
+        best: the chosen tree, of which the steps' latency is on the scale of `sizes`; empty for plain decoding, if no
             tree is clearly faster.
-        searches: by search, its trees by ascending size, fitted to all traces and rated on conversations that they
-            were not fitted to; latencies are interpolated.
-        latency: measured milliseconds of a step by number of nodes.
-        candidates: each search's best tree, timed side by side; the first one was chosen.
+        sizes: trees by ascending size, fitted to all traces and rated on conversations that they were not fitted to;
+            latencies are measured, or interpolated.
         accuracy: top-1 to top-10 accuracy per head, [K][10].
         accepted: share of steps that accept each node of the chosen tree.
         about: number of conversations, answers and tokens that this is based on.
@@ -82,9 +67,7 @@ class TreeChoice:
     """
 
     best: TreeCandidate
-    searches: Mapping[str, Sequence[TreeCandidate]]
-    latency: Mapping[int, float]
-    candidates: Sequence[NamedCandidate]
+    sizes: Sequence[TreeCandidate]
     accuracy: Sequence[Sequence[float]]
     accepted: Sequence[float] | None
     about: Mapping[str, int]
@@ -114,64 +97,40 @@ class TreeChoice:
 
     def save(self, path: Path) -> None:
         """Write tree.json: `medusa_choices` of the chosen tree, with the measurements as further keys."""
-        self.best.tree.save(path, **self._record())
+        self.best.tree.save(path, **self.record())
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of calibration.json."""
-        return {
-            **self._record(),
-            "medusa_choices": [list(path) for path in self.best.tree.paths],
-            "accepted": None if self.accepted is None else [round(share, 4) for share in self.accepted],
-            "searches": {name: [_figures(one) for one in trees] for name, trees in self.searches.items()},
-            "latency_ms": {str(nodes): round(ms, 4) for nodes, ms in sorted(self.latency.items())},
-            "candidates": [
-                {"name": one.name, **_figures(one), "medusa_choices": [list(path) for path in one.tree.paths]}
-                for one in self.candidates
-            ],
-        }
-
-    def _record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """Return the measurements as plain JSON values."""
         return {
             "nodes": self.best.tree.size,
             "tokens_per_step": round(self.best.tokens_per_step, 4),
             "step_ms": round(self.best.step_ms, 4),
             "head_accuracy": [[round(share, 4) for share in row] for row in self.accuracy],
             "calibration": dict(self.about),
-            "sizes": [_figures(one) for one in self.searches["joint"]],
+            "sizes": [
+                {
+                    "nodes": one.tree.size,
+                    "tokens_per_step": round(one.tokens_per_step, 4),
+                    "step_ms": round(one.step_ms, 4),
+                    "tokens_per_s": round(one.tokens_per_s, 1),
+                }
+                for one in self.sizes
+            ],
             **self.settings.record(),
             **({} if self.dynamic is None else self.dynamic.record()),
         }
 
 
-def _figures(one: TreeCandidate) -> dict[str, float]:
-    return {
-        "nodes": one.tree.size,
-        "tokens_per_step": round(one.tokens_per_step, 4),
-        "step_ms": round(one.step_ms, 4),
-        "tokens_per_s": round(one.tokens_per_s, 1),
-    }
-
-
 def choose_tree(
-    backbone: Backbone,
-    draft: Draft,
-    traced: TracedAnswers,
-    progress: RunProgress,
-    *,
-    searches: Sequence[str] = ("joint",),
-    named: Tree | None = None,
-    quick: bool = False,
+    backbone: Backbone, draft: Draft, traced: TracedAnswers, progress: RunProgress, *, quick: bool = False
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
     The joint trees of `SIZES` are timed first. Then the best of them, less deep trees of about its size and plain
-    decoding are timed side by side, together with the best trees of the other searches, and one of the joint trees or
-    plain decoding is chosen, see `smallest_of_the_fastest`. Every rate is cross-validated: a conversation is decoded
-    with trees that were fitted to others.
+    decoding are timed side by side, and one of them is chosen, see `smallest_of_the_fastest`. Every rate is
+    cross-validated: a conversation is decoded with trees that were fitted to others.
 
     Args:
-        searches: of `SEARCHES`, "joint" among them; the others are for comparison.
-        named: another tree to time beside the candidates.
         quick: time fewer steps of fewer trees.
 
     Raises:
@@ -187,46 +146,30 @@ def choose_tree(
     prompt, effort = traced.prompt[-max(longest, 1) :], QUICK if quick else THOROUGH
     time_trees = partial(time_steps, backbone, draft, prompt=prompt, progress=progress, effort=effort)
     with progress.phase("fitting trees", ticking=True):
-        rated = {name: _rated_trees(conversations, traces, name) for name in searches}
-    steps = time_trees([tree for tree, _ in rated["joint"] if not quick or tree.size in QUICK_SIZES])
+        rated = _rated_trees(conversations, traces)
+    steps = time_trees([tree for tree, _ in rated if not quick or tree.size in QUICK_SIZES])
     latency = {tree.size: ms for tree, ms in steps.items()}
-    by_search = {
-        name: [TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in trees]
-        for name, trees in rated.items()
-    }
-    joint = {one.tree.size: one for one in by_search["joint"]}
+    joint = {tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in rated}
     near = sizes_of_second_round(
-        sorted(joint), smallest_of_the_fastest(joint.values()).tree.size, () if quick else LEVEL_SIZES
+        list(joint), smallest_of_the_fastest(joint.values()).tree.size, () if quick else LEVEL_SIZES
     )
     with progress.phase("fitting trees", ticking=True):
-        shallow = _shallower(conversations, traces, [joint[nodes].tree for nodes in near])
-    rivals = [NamedCandidate(one.tree, one.tokens_per_step, 0.0, "joint") for one in map(joint.__getitem__, near)]
-    rivals += [NamedCandidate(tree, rate, 0.0, "joint") for tree, rate in shallow]
-    for name, trees in by_search.items():
-        if name != "joint":  # none of its trees was timed, so its size is chosen by the latencies of joint trees
-            fastest = max(trees, key=lambda one: one.tokens_per_s)
-            rivals.append(NamedCandidate(fastest.tree, fastest.tokens_per_step, 0.0, name))
-    if named is not None:
-        rivals.append(NamedCandidate(named, tokens_per_step(traces, named), 0.0, "named"))
-    again = time_trees([one.tree for one in rivals])
-    rivals = [replace(one, step_ms=again[one.tree]) for one in rivals]
-    fitted = [one for one in rivals if one.name == "joint"]
-    chosen = smallest_of_the_fastest(fitted)
+        rivals = [(joint[nodes].tree, joint[nodes].tokens_per_step) for nodes in near]
+        rivals += _shallower(conversations, traces, [joint[nodes].tree for nodes in near])
+    again = time_trees([tree for tree, _ in rivals])
+    timed = [TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals]
+    chosen = smallest_of_the_fastest(timed)
     # both rounds timed the deep tree of that size, so drift between them cancels out
     nodes = chosen.tree.size
-    step_ms = joint[nodes].step_ms * chosen.step_ms / again[joint[nodes].tree]
-    best = TreeCandidate(chosen.tree, chosen.tokens_per_step, step_ms)
+    best = replace(chosen, step_ms=joint[nodes].step_ms * chosen.step_ms / again[joint[nodes].tree])
     dynamic = None
     if draft.guesses_at_once:
         with progress.phase("fitting trees", ticking=True):
-            timed = [joint[size] for size in latency]
-            dynamic = fit_dynamic_trees(traces, timed, fitted, lambda n: joint_trees(traces, [n])[n])
-    by_search["joint"] = [best if size == nodes else one for size, one in joint.items()]
+            by_size = [joint[size] for size in latency]
+            dynamic = fit_dynamic_trees(traces, by_size, timed, lambda n: joint_trees(traces, [n])[n])
     return TreeChoice(
         best,
-        by_search,
-        latency,
-        [chosen, *(one for one in rivals if one.name != "joint")],
+        [best if size == nodes else one for size, one in joint.items()],
         head_accuracy(traces),
         node_acceptance(traces, best.tree),
         {"conversations": len(conversations), "answers": len(traces), "tokens": traced.tokens},
@@ -238,13 +181,10 @@ def choose_tree(
 # Which trees are timed?
 
 
-def _rated_trees(
-    conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace], search: str
-) -> list[tuple[Tree, float]]:
-    """Return the trees of a search by ascending size, with their tokens per step on conversations not fitted to."""
-    rates = compare_searches(conversations, SIZES, {search: SEARCHES[search]})[0].by_size
-    trees: dict[Tree, float] = {}
-    for size, tree in SEARCHES[search](traces, SIZES).items():
+def _rated_trees(conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace]) -> list[tuple[Tree, float]]:
+    """Return the trees of `SIZES` by ascending size, with their tokens per step on conversations not fitted to."""
+    rates, trees = cross_validate(conversations, SIZES), dict[Tree, float]()
+    for size, tree in joint_trees(traces, SIZES).items():
         trees.setdefault(tree, rates[size])
     by_size = {tree.size: (tree, rate) for tree, rate in trees.items()}
     return [by_size[size] for size in sorted(by_size)]
@@ -270,9 +210,7 @@ def _shallower(
     sizes = [tree.size for tree in trees]
     found: dict[Tree, float] = {}  # a tree that is the best of two depths is timed once
     for depth in range(1, max(tree.max_depth for tree in trees)):
-        search = partial(joint_trees, max_depth=depth)
-        rates = compare_searches(conversations, sizes, {"joint": search})[0].by_size
-        fitted = search(traces, sizes)
+        rates, fitted = cross_validate(conversations, sizes, depth), joint_trees(traces, sizes, depth)
         for tree in trees:
             shallow = fitted[tree.size]
             if depth < tree.max_depth and shallow.size == tree.size and shallow not in trees:
@@ -343,13 +281,13 @@ def _later_step_ms(decoder: Decoder, prompt: list[int], count: int) -> float:
 # Which candidate is best?
 
 
-def smallest_of_the_fastest(candidates: Iterable[Candidate]) -> Candidate:
+def smallest_of_the_fastest(candidates: Iterable[TreeCandidate]) -> TreeCandidate:
     """Return the smallest candidate within `NOISE` of the most tokens per second.
 
     Latencies are accurate to a few percent at best, and the largest of several nearly equal results is the luckiest
     one. Among equals a small tree loses least where text is harder or the machine busier.
     """
-    by_size: dict[int, Candidate] = {}
+    by_size: dict[int, TreeCandidate] = {}
     for one in sorted(candidates, key=lambda one: (one.tree.size, one.tokens_per_s)):
         by_size[one.tree.size] = one  # the fastest of each size
     enough = (1 - NOISE) * max(one.tokens_per_s for one in by_size.values())

@@ -1,18 +1,15 @@
-"""Fit trees to traces: the best tree of each size by rank-path counts, and the searches that it is compared with."""
+"""Fit trees to traces: the best tree of each size by rank-path counts, and what it is worth on new text."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from medusa_train.tree_search.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.dynamic import paths_by_product
 from medusa_train.trees.tree import Ranks, Tree
-
-#: From traces and sizes to a tree of each size.
-TreeSearch = Callable[[Sequence[Trace], Sequence[int]], dict[int, Tree]]
 
 _REFITS = 3
 _FOLDS = 3
@@ -88,9 +85,6 @@ def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, max_dep
     return max(trees, key=lambda tree: tokens_per_step(held_out, tree))
 
 
-# Which searches are there?
-
-
 def joint_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
     """Return for each size the tree fitted to rank-path counts, or the independent tree where that one is better.
 
@@ -116,89 +110,24 @@ def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: 
     return {size: Tree.from_paths(paths[:size]) for size in sizes}
 
 
-def dense_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
-    """Return for each size the best Cartesian tree with at most that many nodes (Medusa, Tree Attention)."""
-    rated = [(tokens_per_step(traces, tree), tree) for tree in _cartesian_trees(traces, max(sizes, default=0))]
-    trees = {}
-    for size in sizes:
-        fitting = [(rate, tree) for rate, tree in rated if tree.size <= size]
-        trees[size] = max(fitting, key=lambda pair: (pair[0], -pair[1].size))[1]
-    return trees
+def cross_validate(
+    conversations: Sequence[Sequence[Trace]], sizes: Sequence[int], max_depth: int | None = None
+) -> dict[int, float]:
+    """Estimate the tokens per step of `joint_trees` by size on new text, by cross-validation.
 
-
-def _cartesian_trees(traces: Sequence[Trace], max_size: int) -> Iterator[Tree]:
-    """Yield all Cartesian trees of at most `max_size` nodes whose deeper levels branch no wider than those above."""
-    heads = len(traces[0].ranks[0]) if traces else 0
-    stack: list[tuple[int, ...]] = [()]
-    while stack:
-        choices = stack.pop()
-        tree = Tree.cartesian(choices)
-        yield tree
-        if len(choices) == heads:
-            continue
-        leaves = 1
-        for count in choices:
-            leaves *= count
-        for count in range(1, min(choices[-1] if choices else max_size, 10) + 1):
-            if tree.size + leaves * count <= max_size:
-                stack.append((*choices, count))
-
-
-def chain_trees(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
-    """Return chains of top-1 guesses, as long as size and heads allow: the baseline for loaders without trees."""
-    heads = len(traces[0].ranks[0]) if traces else 0
-    return {size: Tree.chain(min(size, heads)) for size in sizes}
-
-
-SEARCHES: dict[str, TreeSearch] = {
-    "joint": joint_trees,
-    "independent": independent_trees,
-    "dense": dense_trees,
-    "chain": chain_trees,
-}
-
-
-# What are a search's trees worth on new text?
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Tokens per step of one search's trees by size, on conversations that they were not fitted to."""
-
-    search: str
-    by_size: dict[int, float]
-
-
-def compare_searches(
-    conversations: Sequence[Sequence[Trace]],
-    sizes: Iterable[int] = range(4, 64),
-    searches: Mapping[str, TreeSearch] = SEARCHES,
-    folds: int = _FOLDS,
-) -> list[SearchResult]:
-    """Estimate tokens per step of each search's trees on new text by cross-validation.
-
-    Whole conversations are split into `folds` parts. Decoding of each part is simulated with trees fitted to all
+    Whole conversations are split into `_FOLDS` parts. Decoding of each part is simulated with trees fitted to all
     others, and tokens and steps are summed over the parts.
 
     Args:
-        conversations: the traces of each conversation's answers.
-
-    Raises:
-        ValueError: there are fewer than two conversations.
+        conversations: the traces of each conversation's answers, of two or more.
     """
-    if len(conversations) < 2:
-        raise ValueError("cross-validation of trees needs at least two conversations")
-    sizes = sorted(set(sizes))
-    folds = min(folds, len(conversations))
+    folds = min(_FOLDS, len(conversations))
     parts = [[trace for traces in conversations[start::folds] for trace in traces] for start in range(folds)]
     tokens = sum(len(trace.ranks) - 1 for part in parts for trace in part)
-    steps = {name: dict.fromkeys(sizes, 0) for name in searches}
+    steps = dict.fromkeys(sizes, 0)
     for index, held_out in enumerate(parts):
         fit = [trace for other, part in enumerate(parts) if other != index for trace in part]
-        for name, search in searches.items():
-            for size, tree in search(fit, sizes).items():
-                accepted = AcceptedLength(tree)
-                steps[name][size] += sum(len(trace.simulate(accepted)) for trace in held_out)
-    return [
-        SearchResult(name, {size: tokens / max(count, 1) for size, count in steps[name].items()}) for name in searches
-    ]
+        for size, tree in joint_trees(fit, sizes, max_depth).items():
+            accepted = AcceptedLength(tree)
+            steps[size] += sum(len(trace.simulate(accepted)) for trace in held_out)
+    return {size: tokens / max(count, 1) for size, count in steps.items()}

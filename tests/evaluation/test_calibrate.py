@@ -16,7 +16,6 @@ from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose
-from medusa_train.tree_search.fit import SEARCHES
 from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report_page import Balance
@@ -53,21 +52,13 @@ def questions(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("small")
 def test_the_tree_is_chosen_among_candidates_and_written(run_dir: Path, questions: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own.json"
-    own.write_text("[[0], [1]]", encoding="utf-8")
-    written, shown = run(run_dir, questions, tmp_path / "out", tree=str(own))
-    tree, data, page = written
+    (tree, page), shown = run(run_dir, questions, tmp_path / "out")
     assert tree == tmp_path / "out" / "tree.json"
     assert "evaluate on another one" in shown
-    assert "partly by construction" in shown
-    figures = json.loads(data.read_text(encoding="utf-8"))
-    assert [one["name"] for one in figures["candidates"]] == [*SEARCHES, "named"]
-    assert figures["candidates"][-1]["medusa_choices"] == [[0], [1]]
-    assert list(figures["latency_ms"]) == ["0", "2", "6"]
-    assert [size["nodes"] for size in figures["searches"]["joint"]] == [0, 2, 6]
-    assert figures["searches"]["joint"][0]["tokens_per_step"] == 1.0
+    figures = json.loads(tree.read_text(encoding="utf-8"))
+    assert [size["nodes"] for size in figures["sizes"]] == [0, 2, 6]
+    assert figures["sizes"][0]["tokens_per_step"] == 1.0
     assert Tree.load(tree).size == figures["nodes"]
-    assert figures["nodes"] == len(figures["medusa_choices"]) == figures["candidates"][0]["nodes"]
     balance = Balance()
     balance.feed(page.read_text(encoding="utf-8"))
     assert balance.open == []

@@ -22,7 +22,6 @@ from medusa_train.choose_decoding import (
     GPU_SAVING,
     SAVING,
     CompileEstimate,
-    Round,
     WeightMemory,
     choose_dtype,
     compile_if_repaid,
@@ -50,7 +49,6 @@ def choose(paths: ModelPaths) -> tuple[str, list[str]]:
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reference_seconds", lambda device: 1.0)
     monkeypatch.setattr(module, "PROBE_TOKENS", 5)
     monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
     monkeypatch.setattr(module, "emulates_bf16", lambda device: False)  # whatever processor runs the tests
@@ -135,33 +133,12 @@ def test_emulated_bfloat16_is_left_out_unless_nothing_else_fits(
     assert choose(paths)[0] == "bfloat16"
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, rounds: dict[str, list[list[Round]]]) -> None:
-    """Fake the timings: per dtype, the rounds of each probe."""
-    monkeypatch.setattr(
-        module, "time_plain_steps", lambda backbone, *rest: rounds[str(backbone.dtype).removeprefix("torch.")].pop(0)
-    )
-
-
-def test_a_disturbed_measurement_is_repeated(paths: ModelPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process slows down bfloat16's first rounds: they do not decide."""
-    busy = [Round(3.0, 4.0), Round(4.0, 1.6)]
-    rounds = {"float32": [[Round(2.0, 1.0), Round(2.1, 1.2)]], "bfloat16": [busy, [Round(1.0, 1.1), Round(9.0, 5.0)]]}
-    measured(monkeypatch, rounds)
-    chosen, lines = choose(paths)
-    assert chosen == "bfloat16"
-    assert "dtype bfloat16: another process slowed the machine down" in lines[0]
-    assert "float32 2000.00 ms, bfloat16 1000.00 ms" in lines[1]
-    measured(monkeypatch, {"float32": [[Round(2.0, 1.0)]], "bfloat16": [busy[:1], busy[:1]]})
-    chosen, lines = choose(paths)
-    assert chosen == "float32"
-    assert "the choice of dtype is unreliable" in lines[1]
-
-
 def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seconds, expected in ((1.85, "float32"), (1.8, "bfloat16")):
-        measured(monkeypatch, {"float32": [[Round(2.0, 1.0)]], "bfloat16": [[Round(seconds, 1.0)]]})
+        steps = {torch.float32: 2.0, torch.bfloat16: seconds}
+        monkeypatch.setattr(module, "plain_step_seconds", lambda backbone, prompt, steps=steps: steps[backbone.dtype])
         chosen, lines = choose(paths)
         assert chosen == expected
         assert ("the checkpoint's, since none is 10 % faster" in lines[0]) == (expected == "float32")

@@ -1,4 +1,4 @@
-"""Path counts, fitted trees, and the comparison of tree searches on new text."""
+"""Path counts, fitted trees, and what they are worth on new text."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from medusa_train.tree_search import fit as module
 from medusa_train.tree_search.fit import (
-    SEARCHES,
-    chain_trees,
-    compare_searches,
     count_paths,
-    dense_trees,
+    cross_validate,
     fit_tree,
     independent_trees,
     joint_trees,
     most_frequent,
 )
-from medusa_train.tree_search.traces import AcceptedLength, Trace, tokens_per_step
+from medusa_train.tree_search.traces import AcceptedLength, Trace
 from medusa_train.trees.tree import Tree
 from tests.tree_search.test_traces import TRACE
 
@@ -123,43 +121,20 @@ def _accuracies(traces: list[Trace]) -> list[list[float]]:
     return table
 
 
-def test_dense_trees_are_cartesian_and_fit(conversations: list[list[Trace]]) -> None:
-    traces = [trace for one in conversations for trace in one]
-    trees = dense_trees(traces, [0, 4, 20])
-    assert trees[0] == Tree.empty()
-    for size, tree in trees.items():
-        assert tree.size <= size
-        levels = [sum(len(path) == depth for path in tree.paths) for depth in range(1, tree.max_depth + 1)]
-        choices = [count // below for count, below in zip(levels, [1, *levels], strict=False)]
-        assert Tree.cartesian(choices) == tree
-    rivals = [Tree.cartesian(choices) for choices in ([4], [2, 1], [1, 1, 1, 1])]
-    assert tokens_per_step(traces, trees[4]) == max(tokens_per_step(traces, tree) for tree in rivals)
-
-
-def test_the_chain_ends_with_the_heads() -> None:
-    trace = Trace([[0, 0], [0, -1], [-1, -1]], [2, 1, 0])
-    assert [tree.size for tree in chain_trees([trace], [0, 1, 5]).values()] == [0, 1, 2]
-
-
-def test_every_search_answers_for_every_size(conversations: list[list[Trace]]) -> None:
+def test_there_is_a_tree_of_every_size(conversations: list[list[Trace]]) -> None:
     traces = [trace for one in conversations[:6] for trace in one]
-    for find in SEARCHES.values():
-        trees = find(traces, [0, 3, 7])
-        assert list(trees) == [0, 3, 7]
-        assert all(tree.size <= size for size, tree in trees.items())
     assert [tree.size for tree in joint_trees(traces, [0, 3, 7]).values()] == [0, 3, 7]
 
 
-def test_the_joint_tree_is_worth_at_least_the_independent_one_on_new_text(conversations: list[list[Trace]]) -> None:
+def test_the_joint_tree_is_worth_at_least_the_independent_one_on_new_text(
+    conversations: list[list[Trace]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens per step for every size from 4 to 63, on conversations that neither tree was fitted to."""
-    joint, independent = compare_searches(
-        conversations, range(4, 64), {name: SEARCHES[name] for name in ("joint", "independent")}
-    )
-    worse = {
-        n: (joint.by_size[n], independent.by_size[n]) for n in range(4, 64) if joint.by_size[n] < independent.by_size[n]
-    }
-    assert worse == {}
-    gains = [joint.by_size[n] - independent.by_size[n] for n in range(4, 64)]
+    joint = cross_validate(conversations, range(4, 64))
+    monkeypatch.setattr(module, "joint_trees", independent_trees)
+    independent = cross_validate(conversations, range(4, 64))
+    gains = [joint[n] - independent[n] for n in range(4, 64)]
+    assert min(gains) >= 0
     assert max(gains) > 0.3  # heads that err together are what the joint search is for
 
 
@@ -169,7 +144,7 @@ def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.M
     seen: list[set[int]] = []
     judged: list[int] = []
 
-    def spy(traces: Sequence[Trace], sizes: Sequence[int]) -> dict[int, Tree]:
+    def spy(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None) -> dict[int, Tree]:
         seen.append({id(trace) for trace in traces})
         return {size: Tree.empty() for size in sizes}
 
@@ -181,11 +156,7 @@ def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.M
         return walk(self, tree)
 
     monkeypatch.setattr(Trace, "simulate", watched)
-    (result,) = compare_searches(conversations, [4], {"joint": spy}, folds=3)
+    monkeypatch.setattr(module, "joint_trees", spy)
+    assert cross_validate(conversations, [4]) == {4: 1.0}
+    assert len(seen) == 3
     assert sorted(judged) == sorted(id(one[0]) for one in conversations)
-    assert result.by_size[4] == 1.0
-
-
-def test_one_conversation_is_not_enough() -> None:
-    with pytest.raises(ValueError, match="at least two conversations"):
-        compare_searches([conversation(random.Random(1))], [4])
