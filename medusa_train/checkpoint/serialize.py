@@ -81,18 +81,6 @@ def _write(file: BinaryIO, content: bytes | memoryview, value: int) -> int:
     return value
 
 
-def copy_to_cpu(state: Any) -> Any:
-    """Copy a nested state with all its tensors to CPU memory, where nothing else changes them."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, Mapping):
-        return {key: copy_to_cpu(item) for key, item in state.items()}
-    if isinstance(state, list | tuple):
-        items = [copy_to_cpu(item) for item in state]
-        return items if isinstance(state, list) else tuple(items)
-    return state
-
-
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file whose names begin with one of `prefixes`, onto the CPU.
 

@@ -69,16 +69,14 @@ def gathering_modules(model: nn.Module) -> Iterator[None]:
                 stack.close()
 
 
-def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool, copy: bool) -> dict[str, Tensor]:
+def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """Return tensors by name, whole; partitioned ones are gathered one at a time and copied to CPU memory.
 
-    Args:
-        keep: False in processes that only take part in gathering, which get an empty dict.
-        copy: copy those that are not partitioned to CPU memory as well.
+    Where `keep` is False the process only takes part in gathering, and gets an empty dict.
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        to_copy = copy or is_partitioned(tensor)
+        to_copy = is_partitioned(tensor)  # before it is gathered
         with gathered([tensor]):
             if keep:
                 whole[name] = tensor.detach().to("cpu", copy=True) if to_copy else tensor.detach()

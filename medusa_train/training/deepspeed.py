@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from medusa_train.checkpoint.serialize import copy_to_cpu
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import search_path, stage_of
@@ -34,7 +33,6 @@ from medusa_train.training.strategy import (
     LossScale,
     load_optimizer,
     load_schedule_state,
-    optimizer_bytes,
     schedule_state,
     skip_scheduler_step,
 )
@@ -166,19 +164,10 @@ class DeepSpeedStrategy:
             self.step()  # the loss is NaN/Inf and so are the gradients: this only drops them
         skip_scheduler_step(self.scheduler)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state, whole."""
-        return optimizer_bytes(self._optimizer) * (1 if self._stage == 0 else self._world.size)
-
-    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
-        """Return the state in the form of `LocalStrategy`; the optimizer's tensors in rank 0 only.
-
-        From stage 1 on they are gathered into CPU memory, so that they are a copy in any case.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of `LocalStrategy`; the optimizer's tensors in rank 0 only, in CPU memory."""
         if self._stage == 0:
-            state = self._optimizer.state_dict()
-            optimizer = copy_to_cpu(state) if copy else state
+            optimizer = self._optimizer.state_dict()
         else:
             optimizer = {"state": self._gather_optimizer(), "param_groups": self._param_groups()}
         return {"optimizer": optimizer, **schedule_state(self.scheduler, self.loss_scale)}

@@ -13,7 +13,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from medusa_train.checkpoint.background import copy_fits
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
@@ -245,9 +244,6 @@ def _memory_table(stage: _Stage) -> Table:
     if cfg.deepspeed:
         table.add_row("", "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices", "")
     size = memory.checkpoint
-    table.add_row("CPU memory", "copy of a checkpoint while it is written", _size(size))
-    if not copy_fits(size):
-        table.add_row("", "more than half of what is free here, so training waits until it is written", "")
     limit = cfg.save_total_limit
     checkpoints = f"{limit} checkpoint{'' if limit == 1 else 's'}"
     kept = f"{checkpoints} of {_size(size)}, one being written, and weights of two evaluations"

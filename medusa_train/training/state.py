@@ -19,7 +19,7 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.partitioned import full_shape, gathered, whole_copies
+from medusa_train.models.partitioned import gathered, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.step_metrics import Window
@@ -75,15 +75,13 @@ class TrainState:
         return cls(**present, window=Window(**values.get("window", {})))
 
 
-def take_weights(
-    draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PROCESS, *, copy: bool = False
-) -> dict[str, Any]:
+def take_weights(draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PROCESS) -> dict[str, Any]:
     """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
 
-    Partitioned weights are gathered one at a time into CPU memory; `copy` the others there as well or not.
+    Partitioned weights are gathered one at a time into CPU memory; the others are not copied.
     """
     parts = {"draft": draft.state_dict(keep_vars=True), "student": recipe.parameters}
-    return {name: whole_copies(part, keep=world.is_main, copy=copy) for name, part in parts.items()}
+    return {name: whole_copies(part, keep=world.is_main) for name, part in parts.items()}
 
 
 def take_snapshot(
@@ -92,27 +90,19 @@ def take_snapshot(
     strategy: Strategy,
     state: TrainState,
     world: World = SINGLE_PROCESS,
-    *,
-    copy: bool = False,
 ) -> dict[str, Any]:
     """Collect a checkpoint's content: trained weights, optimizer, schedule, random generators and counters.
 
-    All processes of `world` call it; rank 0's result is complete. With `copy` it stays as it is while training goes on.
+    All processes of `world` call it; rank 0's result is complete. Its tensors change while training goes on.
     """
     main, *others = world.gather(rng_state())
     return {
-        **take_weights(draft, recipe, world, copy=copy),
-        "engine": strategy.state_dict(copy=copy),
+        **take_weights(draft, recipe, world),
+        "engine": strategy.state_dict(),
         "rng": main,
         **({"rng_of_others": others} if others else {}),
         "run": state.to_json(),
     }
-
-
-def weight_bytes(draft: Draft, recipe: BackboneRecipe) -> int:
-    """Return the bytes of `take_weights`."""
-    tensors = (*draft.state_dict(keep_vars=True).values(), *recipe.parameters.values())
-    return sum(full_shape(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from medusa_train.checkpoint.serialize import copy_to_cpu
 from medusa_train.losses.objective import ObjectiveOutput
 
 T = TypeVar("T")
@@ -75,16 +74,8 @@ class Strategy(Protocol):
         Called after a `step` that returned NaN/Inf, or instead of it where the loss is NaN/Inf.
         """
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the tensors of `state_dict`, in rank 0."""
-
-    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers.
-
-        Args:
-            copy: copy the tensors to CPU memory, so that they stay as they are while training goes on.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run."""
@@ -154,16 +145,9 @@ class LocalStrategy:
         self.optimizer.zero_grad(set_to_none=True)
         skip_scheduler_step(self.scheduler)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        return optimizer_bytes(self.optimizer)
-
-    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and loss scale; its tensors are the optimizer's without `copy`."""
-        optimizer = self.optimizer.state_dict()
-        state = schedule_state(self.scheduler, self.loss_scale)
-        return {"optimizer": copy_to_cpu(optimizer) if copy else optimizer, **state}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and loss scale; its tensors are the optimizer's."""
+        return {"optimizer": self.optimizer.state_dict(), **schedule_state(self.scheduler, self.loss_scale)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
@@ -221,12 +205,6 @@ def skip_scheduler_step(scheduler: LambdaLR) -> None:
         # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         scheduler.step()
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's state in this process."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from medusa_train.checkpoint.background import BackgroundWriter
 from medusa_train.checkpoint.run_layout import TREE
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
@@ -35,7 +33,6 @@ from medusa_train.training.state import (
     restore_weights,
     take_snapshot,
     take_weights,
-    weight_bytes,
 )
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.strategy import Strategy
@@ -91,7 +88,6 @@ class Trainer:
     whole_run: Path | None = None
 
     def __post_init__(self) -> None:
-        self.writer = BackgroundWriter(self.progress.print)
         self._resumable_best = self.state.best_step
 
     @property
@@ -106,17 +102,9 @@ class Trainer:
         evaluation are saved.
 
         Raises:
-            CheckpointError: a checkpoint could not be written; raised at the first step after that.
+            CheckpointError: a checkpoint could not be written.
             NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were skipped already.
         """
-        try:
-            outcome = self._run(stop)
-            self.world.run_on_main(self.writer.wait)
-            return outcome
-        finally:
-            self.writer.close()
-
-    def _run(self, stop: StopRequest) -> Outcome:
         state, plan = self.state, self.plan
         # a run stopped during the evaluation of its last step resumes with that evaluation
         if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate_and_log(stop):
@@ -127,8 +115,7 @@ class Trainer:
         while state.step < plan.total_steps and not self._out_of_patience():
             self.train_step(batches)
             best = plan.evaluates(state.step) and self._evaluate_and_log(stop)
-            # the signal may have reached only one of the processes, and only rank 0 writes checkpoints
-            stopping = self.world.any(bool(stop) or self.writer.failed)
+            stopping = self.world.any(bool(stop))  # the signal may have reached only one of the processes
             if stopping or self._out_of_patience() or plan.saves(state.step):
                 self._save_checkpoint()
             elif best:
@@ -267,31 +254,20 @@ class Trainer:
         self.loggers.log("train", self.state.step, record)
 
     def _save_checkpoint(self) -> None:
-        """Copy the run's state and start to write it, after the checkpoint in flight if there is one."""
-        state, started = self.state, time.perf_counter()
+        """Save the run's state."""
+        state = self.state
         state.data = self.loader.state_dict()
         beside = {} if state.tree is None else {TREE: state.tree}
         with self.progress.phase("checkpoints", inline=True, ticking=True):
-            self.world.run_on_main(self.writer.wait)  # before the copy: no more than one of them at a time
-            copy = self._may_copy(weight_bytes(self.draft, self.recipe) + self.strategy.state_bytes)
-            snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world, copy=copy)
-            save = partial(self.store.save, state.step, snapshot, state.best_step, beside)
-            self.world.run_on_main(lambda: self.writer.write(save, started, background=copy))
+            snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world)
+            self.world.run_on_main(lambda: self.store.save(state.step, snapshot, state.best_step, beside))
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
         """Likewise, the weights alone; those that the last checkpoint refers to are kept for resuming from it."""
-        state, started = self.state, time.perf_counter()
         with self.progress.phase("checkpoints", inline=True, ticking=True):
-            self.world.run_on_main(self.writer.wait)
-            copy = self._may_copy(weight_bytes(self.draft, self.recipe))
-            weights = take_weights(self.draft, self.recipe, self.world, copy=copy)
-            save = partial(self.store.save_best, state.step, weights, {self._resumable_best})
-            self.world.run_on_main(lambda: self.writer.write(save, started, background=copy))
-
-    def _may_copy(self, size: int) -> bool:
-        """Return whether this process writes checkpoints and has memory for a copy of `size` bytes."""
-        return self.world.is_main and self.writer.may_copy(size)
+            weights = take_weights(self.draft, self.recipe, self.world)
+            self.world.run_on_main(lambda: self.store.save_best(self.state.step, weights, {self._resumable_best}))
 
     def _skip_step(self, loss: float, results: Sequence[MicroBatchResult]) -> None:
         """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of the schedule.
@@ -306,7 +282,6 @@ class Trainer:
         gathered = self.world.gather([record for result in suspects for record in result.records])
         records = [record for part in gathered for record in part]
         if state.skipped >= self.max_nonfinite_steps:
-            self.world.run_on_main(self.writer.wait)  # the last checkpoint may be in flight
             error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
             raise self.world.error_on_main(error)
         self.strategy.skip()

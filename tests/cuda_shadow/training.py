@@ -76,5 +76,4 @@ def test_a_step_a_validation_and_a_checkpoint(
     assert trainer.validation_batches is not None
     assert trainer.evaluate(trainer.validation_batches()).loss > 0
     trainer._save_checkpoint()
-    trainer.writer.wait()
     assert list((tmp_path / "run").glob("checkpoints/*"))

@@ -104,7 +104,8 @@ def held_bytes(trainer: Trainer) -> int:
         return torch.cuda.memory_allocated()
     modules = (trainer.recipe.backbone.model, trainer.draft)
     seen = {tensor.data_ptr(): tensor.nbytes for module in modules for tensor in tensors_of(module)}
-    return sum(seen.values()) + trainer.strategy.state_bytes
+    states = (value for state in trainer.strategy.optimizer.state.values() for value in state.values())
+    return sum(seen.values()) + sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[Tensor]:

@@ -123,8 +123,8 @@ def test_the_command_writes_nothing_and_minds_no_earlier_run(make_config, weight
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["heads"]
 
 
-def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, tmp_path, backbone_dir, monkeypatch):
-    """CPU memory for the copy of one, and the disk for all that are kept; whole files have headers besides."""
+def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, tmp_path, backbone_dir):
+    """Of those that are kept; whole files have headers besides."""
     cfg = make_config(base_model=str(backbone_dir), eval_steps=2, save_steps=2)
     config = AutoConfig.from_pretrained(backbone_dir)
     memory = Estimate(cfg, config).memory(rows=4, width=64, dtype=torch.float32, device="cpu")
@@ -134,12 +134,8 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
         size = sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim())
         assert size == expected
     text = page(make_config(base_model=weightless), console)
-    assert "copy of a checkpoint while it is written " in text
     assert "2 checkpoints of " in rows_of(text)["disk"]
-    assert "training waits" not in text
-    monkeypatch.setattr("medusa_train.checkpoint.background.free_memory", lambda device: 0)
     text = page(make_config(base_model=weightless, save_total_limit=1), console)
-    assert "training waits until it is written" in text
     assert "1 checkpoint of " in rows_of(text)["disk"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,9 +12,7 @@ import pytest
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
-from medusa_train.training.trainer import Trainer
 from tests.training.conftest import metrics
-from tests.training.test_joint import LORA
 from tests.training.test_run import train
 
 
@@ -38,46 +35,16 @@ def test_checkpoints_come_when_they_are_asked_for(
     assert CheckpointStore(tmp_path / "run").steps() == steps
 
 
-def test_written_in_the_background_or_not_is_the_same(
+def test_a_failed_write_ends_training(
     make_config: Any, console: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {**LORA, "eval_steps": 2, "save_steps": 3}
-    train(make_config(**keys, output_dir=str(tmp_path / "background")), console)
-    monkeypatch.setattr("medusa_train.checkpoint.background.free_memory", lambda device: 0)
-    assert "training waits for them" not in console.file.getvalue()
-    train(make_config(**keys, output_dir=str(tmp_path / "waiting")), console)
-    text = console.file.getvalue()
-    assert text.count("checkpoints: training waits for them, since a copy") == 1
-    assert text.count("checkpoint step-3: ") == 2
-    ours, theirs = (
-        {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")}
-        for name in ("background", "waiting")
-    )
-    assert ours == theirs
-    assert {str(path.parent) for path in ours} >= {"checkpoints/step-3", "checkpoints/step-6", "heads"}
-
-
-def test_a_failed_write_ends_training_at_the_next_step(
-    make_config: Any, console: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Long before the next checkpoint would be saved."""
-    real, step = CheckpointStore.save, Trainer.train_step
-
     def fail(store: CheckpointStore, number: int, *given: Any) -> Path:
-        if number == 2:
-            raise CheckpointError("could not write")
-        return real(store, number, *given)
-
-    def waiting(trainer: Trainer, batches: Any) -> None:
-        while trainer.state.step == 2 and not trainer.writer.failed:
-            time.sleep(0.01)
-        step(trainer, batches)
+        raise CheckpointError("could not write")
 
     monkeypatch.setattr(CheckpointStore, "save", fail)
-    monkeypatch.setattr(Trainer, "train_step", waiting)
     with pytest.raises(CheckpointError, match="could not write\\nAfter fixing this, resume with"):
         train(make_config(save_steps=2, max_steps=40, val_set_size=0), console)
-    assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3]
+    assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_what_a_killed_process_left_is_removed_at_the_next_start(

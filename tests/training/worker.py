@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -141,7 +142,7 @@ def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> Non
         trainer = make_trainer(case, out / "run", world, sink)
     trainer.run(StopRequest(lambda line: None))
     parts = [case["loaded"], backbone_elements(trainer.recipe.backbone.model)]
-    parts_of_weights = take_weights(trainer.draft, trainer.recipe, world, copy=True)
+    parts_of_weights = deepcopy(take_weights(trainer.draft, trainer.recipe, world))
     weights = {f"{part}.{name}": weight for part, named in parts_of_weights.items() for name, weight in named.items()}
     with at_once() as counts_at_end:
         trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
