@@ -50,9 +50,9 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
         FetchError: it is not in the cache, and the hub does not have it, refuses it or cannot be reached.
     """
     from huggingface_hub import hf_hub_download
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    class Reported(tqdm):  # type: ignore[type-arg]
+    class Reported(tqdm):
         """Passes the bytes to `on_bytes` instead of showing a bar of its own."""
 
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Map the weights of Medusa heads to and from vLLM's names and config.json, and check them by its loader's rules.
+"""Map the weights of Medusa heads to and from vLLM's names and config.json.
 
 blocks.{i}.layers.{j}.weight|bias   residual block j of head i
 lm_heads.{i}.weight                 lm_head of head i
@@ -153,73 +153,6 @@ def _reduced_size(config: Mapping[str, Any]) -> int | None:
     """Return N; None for the full vocabulary."""
     size, full = config.get(_REDUCED, config.get("truncated_vocab_size")), config.get("vocab_size")
     return size if isinstance(size, int) and isinstance(full, int) and size < full else None
-
-
-def loader_problems(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], backbone: Mapping[str, Any] | None = None
-) -> list[str]:
-    """List what vLLM's loader would not load as intended; empty if it loads everything.
-
-    The rules are those of `MedusaConfig.from_pretrained`, `SpeculativeConfig` and `Medusa.load_weights` in vLLM 0.32:
-    keys that contain "num" and "heads" or "layers" are renamed, unknown tensors are dropped and missing matrices stay
-    uninitialized, without an error.
-
-    Args:
-        tensors: by name, as read from the files.
-        config: content of config.json.
-        backbone: content of the backbone's config.json, if known.
-    """
-    loaded = config_as_loaded(config)
-    problems = []
-    for key, value in (("model_type", "medusa"), ("architectures", ["MedusaModel"])):
-        if config.get(key) != value:
-            problems.append(f"config.json: {key} is {config.get(key)!r}, not {value!r}")
-    for key in ("num_heads", "num_hidden_layers"):
-        if loaded.get(key) != config.get(key):
-            problems.append(f"config.json: {key} becomes {loaded.get(key)!r} when a similar key is renamed")
-    for key in ("vocab_size", "hidden_size"):
-        target = (backbone or {}).get(key, config.get(key))
-        if target != config.get(key):
-            problems.append(f"config.json: {key} is {config.get(key)}, but the backbone's is {target}")
-    if loaded.get("truncated_vocab_size", 0) < loaded.get("vocab_size", 0):
-        problems.append("config.json: truncated_vocab_size is less than vocab_size: vLLM 0.32 cannot load that")
-    if problems:
-        return problems
-    expected = expected_tensors(loaded)
-    names = {name.replace("medusa_heads.", ""): tensor for name, tensor in tensors.items()}
-    problems += [f"{name}: dropped without a warning" for name in sorted(set(names) - set(expected))]
-    problems += [f"{name}: missing, it would stay random" for name in sorted(set(expected) - set(names))]
-    for name in sorted(set(names) & set(expected)):
-        if tuple(names[name].shape) != expected[name]:
-            problems.append(f"{name}: {list(names[name].shape)}, expected {list(expected[name])}")
-    return problems
-
-
-def config_as_loaded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json after vLLM's renaming of keys."""
-    loaded = dict(config)
-    for key in config:
-        if "num" in key and "heads" in key:
-            loaded["num_heads"] = loaded.pop(key)
-        elif "num" in key and "layers" in key:
-            loaded["num_hidden_layers"] = loaded.pop(key)
-    return loaded
-
-
-def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters of vLLM's Medusa model for a config from `config_as_loaded`."""
-    width, rows = config["hidden_size"], config["truncated_vocab_size"]
-    expected: dict[str, tuple[int, ...]] = {}
-    for i in range(config["num_heads"]):
-        for j in range(config["num_hidden_layers"]):
-            expected[f"blocks.{i}.layers.{j}.weight"] = (width, width)
-            if config.get("medusa_fc_bias", False):
-                expected[f"blocks.{i}.layers.{j}.bias"] = (width,)
-        if i == 0 or not config.get("original_lm_head", False):
-            expected[f"lm_heads.{i}.weight"] = (rows, width)
-    if _REDUCED in config:
-        expected[TOKEN_MAP] = (config[_REDUCED],)  # ignored by vLLM, read here
-    return expected
 
 
 def method_in_path(path: str) -> str | None:

@@ -31,7 +31,7 @@ runs/.
 
   tgi           text-generation-inference (medusa_lm_head.safetensors)
 
-  vllm          vLLM (model.safetensors), Medusa heads checked against the rules of its loader, or EAGLE-3
+  vllm          vLLM (model.safetensors), Medusa heads or EAGLE-3
 
   sglang        SGLang, EAGLE-3 only
 

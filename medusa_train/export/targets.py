@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ import torch
 
 from medusa_train.checkpoint.load_model import load_tree
 from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.checkpoint.serialize import read_json, read_tensors
-from medusa_train.checkpoint.vllm_layout import loader_problems
+from medusa_train.checkpoint.serialize import read_json
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
@@ -31,50 +28,27 @@ MODEL = "model"
 CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
-def check_vllm_directory(directory: Path, weights: str) -> str:
-    """Check that vLLM's loader reads all of an exported directory.
-
-    The rules are those of `loader_problems`, and that vLLM reads every .safetensors file in the directory. Where vLLM
-    is installed, its config class reads config.json first, and the weights are checked against what that class returns.
-
-    Returns:
-        What the directory was checked against, in words.
+def check_vllm_directory(directory: Path, weights: str) -> None:
+    """Check that vLLM would load an exported directory: it reads every .safetensors file, on the named backbone.
 
     Raises:
-        CheckpointError: vLLM would not load these heads as they are.
+        CheckpointError: there are other files of weights, or the backbone has other sizes.
     """
-    config: dict[str, Any] = read_json(directory / "config.json")
-    checked = "checked against the rules of vLLM's loader (vLLM is not installed here)"
-    if importlib.util.find_spec("vllm") is not None:
-        version, parsed = _parse_with_vllm(directory)
-        config = {**config, **{key: parsed[key] for key in config if key in parsed}}
-        checked = f"checked against vLLM {version}'s config class and the rules of its loader"
     problems = [
         f"{path.name}: vLLM would read it too; remove it or export to an empty directory"
         for path in sorted(directory.glob("*.safetensors"))
         if path.name != weights
     ]
-    problems += loader_problems(read_tensors(directory / weights), config, _backbone_config(config))
+    config = read_json(directory / "config.json")
+    path = Path(config["base_model_name_or_path"] or "") / "config.json"
+    if path.is_absolute() and path.is_file():
+        backbone = read_json(path)
+        backbone |= backbone.get("text_config", {})
+        for key in ("vocab_size", "hidden_size"):
+            if (size := backbone.get(key, config[key])) != config[key]:
+                problems.append(f"config.json: {key} is {config[key]}, but the backbone's is {size}")
     if problems:
         raise CheckpointError(f"{directory}: vLLM would not load these heads as they are:\n" + "\n".join(problems))
-    return checked
-
-
-def _backbone_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read config.json of the backbone that heads name; None if it is not a local directory."""
-    path = Path(config.get("base_model_name_or_path") or "") / "config.json"
-    if not path.is_absolute() or not path.is_file():
-        return None
-    content = read_json(path)
-    return {**content, **content.get("text_config", {})}
-
-
-def _parse_with_vllm(directory: Path) -> tuple[str, dict[str, Any]]:
-    """Return vLLM's version, and config.json as parsed by its config class for Medusa."""
-    import vllm
-    from vllm.transformers_utils.configs.medusa import MedusaConfig
-
-    return str(vllm.__version__), MedusaConfig.from_pretrained(str(directory)).to_dict()
 
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:

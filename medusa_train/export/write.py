@@ -217,7 +217,7 @@ def _write_tgi(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> Non
 
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     write_vllm(heads, exported.target, _lm_head(paths, heads, exported)[0] if heads.shared else None)
-    exported.facts.append(check_vllm_directory(exported.target, VLLM_WEIGHTS))
+    check_vllm_directory(exported.target, VLLM_WEIGHTS)
     exported.facts.append(
         f"vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to {heads.num_heads}, as "
         "measured on your server; it is fixed while the server runs"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
-from medusa_train.export.targets import check_vllm_directory
 from medusa_train.export.write import export_run
-from tests.checkpoint.others import vllm_config, vllm_tensors, write
 
 TOKENS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 
@@ -101,36 +96,3 @@ def test_a_failing_write_leaves_nothing_half_done(
     with pytest.raises(CheckpointError, match="could not write the merged backbone"):
         export_run(resolve_model(str(run), None, None), "merged")
     assert list((run / "export").iterdir()) == []
-
-
-def directory(tmp_path: Path, **config: object) -> Path:
-    return write(tmp_path, vllm_tensors(), vllm_config(**config), "model.safetensors")
-
-
-def test_without_vllm_the_loader_rules_are_checked(tmp_path: Path) -> None:
-    assert "not installed" in check_vllm_directory(directory(tmp_path), "model.safetensors")
-    with pytest.raises(CheckpointError, match="would stay random"):
-        check_vllm_directory(directory(tmp_path, num_heads=7), "model.safetensors")
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules under vLLM's names whose config class halves the heads, to see that it is asked."""
-
-    class MedusaConfig:
-        @staticmethod
-        def from_pretrained(where: str) -> Any:
-            config = json.loads((Path(where) / "config.json").read_text())
-            return SimpleNamespace(to_dict=lambda: {**config, "num_heads": min(config["num_heads"], 3)})
-
-    names = ["vllm", "vllm.transformers_utils", "vllm.transformers_utils.configs"]
-    for name in [*names, "vllm.transformers_utils.configs.medusa"]:
-        module = ModuleType(name)
-        module.__dict__.update(__version__="0.0", __path__=[], __spec__=SimpleNamespace(), MedusaConfig=MedusaConfig)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.mark.usefixtures("installed")
-def test_with_vllm_its_config_class_is_used(tmp_path: Path) -> None:
-    assert "vLLM 0.0's config class" in check_vllm_directory(directory(tmp_path), "model.safetensors")
-    assert "vLLM 0.0's" in check_vllm_directory(directory(tmp_path, num_heads=7), "model.safetensors")
