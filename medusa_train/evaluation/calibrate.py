@@ -23,8 +23,7 @@ from medusa_train.evaluation.report_page import size_figures
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
 from medusa_train.pages.charts import Curve, curves, tree_drawing
-from medusa_train.pages.page import Figure, Section, render_page
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.page import Figure, Section, Table, number, render_page
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
 from medusa_train.tree_search.traces import (

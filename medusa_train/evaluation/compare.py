@@ -13,12 +13,12 @@ from rich.text import Text
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.evaluation.report import equal_cell
 from medusa_train.evaluation.report_page import ctar_figure, speedup_figure
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
 from medusa_train.pages.charts import Curve, curves
-from medusa_train.pages.page import Figure, Section, percent, render_page
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.page import Figure, Section, Table, number, percent, render_page
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
@@ -54,8 +54,7 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
         bench: which report of a run to read; None: the newest.
 
     Raises:
-        ConfigError: fewer than two names.
-        CheckpointError: one of them has no such report, or they decoded in different modes.
+        ConfigError, CheckpointError: fewer than two names, no such report, or decoding in different modes.
     """
     if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
@@ -67,12 +66,9 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
             f"--compare: the evaluations decode in different modes ({measured}).\n"
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
-    benches = {report["meta"]["bench"] for report in reports}
-    titles = []
-    for name, report in zip(names, reports, strict=True):
-        title = name.rstrip("/")
-        titles.append(title if len(benches) == 1 else f"{title} ({report['meta']['bench']})")
-    return [Evaluated(title, report) for title, report in zip(titles, reports, strict=True)]
+    benches = [report["meta"]["bench"] for report in reports]
+    shown = [f" ({bench})" if len(set(benches)) > 1 else "" for bench in benches]
+    return [Evaluated(name.rstrip("/") + bench, one) for name, bench, one in zip(names, shown, reports, strict=True)]
 
 
 def _find(name: str, bench: str | None) -> Path:
@@ -128,20 +124,12 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
         "speedup": column("speedup", suffix="x"),
         "over generate": column("speedup_over_generate", suffix="x"),
         "tokens /s": column("tokens_per_s", 0),
-        "equal fp32": [_equal(one) for one in figures],
+        "equal fp32": [equal_cell(one) for one in figures],
         "loops": [f"{one['looping_answers']}/{one['answers']}" for one in figures],
         "grade": [number(grade) for grade in grades],
         "correct": [_correct(one.get("scores")) for one in figures],
     }
     return Table.of_columns(columns)
-
-
-def _equal(figures: Mapping[str, Any]) -> str:
-    """Format equal answers in float32 out of all, with ties as "+n"."""
-    if figures.get("equal_answers") is None:
-        return "-"
-    ties = f"+{figures['tie_answers']}" if figures.get("tie_answers") else ""
-    return f"{figures['equal_answers']}{ties}/{figures['answers']}"
 
 
 def _correct(scores: Mapping[str, Any] | None) -> str:

@@ -48,7 +48,7 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
     intervals = speed_intervals(records)
     return {
         "acceleration_rate": acceleration_rate(tree),
-        "overhead": overhead(tree, plain),
+        "overhead": _ratio(step_seconds(tree), step_seconds(plain)),
         "speedup": _ratio(tree_rate, plain_rate),
         "speedup_over_generate": _ratio(tree_rate, generate_rate),
         "speedup_over_fastest": _ratio(tree_rate, fastest),
@@ -79,11 +79,6 @@ def acceleration_rate(answers: Sequence[TimedAnswer]) -> float | None:
     """
     tokens = sum(len(answer.tokens) - answer.prefill_tokens for answer in answers)
     return _ratio(tokens, sum(answer.steps for answer in answers))
-
-
-def overhead(tree: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> float | None:
-    """Return the latency of a decoding pass with the tree over that of a plain pass."""
-    return _ratio(step_seconds(tree), step_seconds(plain))
 
 
 def step_seconds(answers: Sequence[TimedAnswer]) -> float | None:
@@ -136,7 +131,7 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def accepted_lengths(answers: Sequence[TimedAnswer]) -> list[int]:
-    """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest; empty without steps."""
+    """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest."""
     counts = Counter(length for answer in answers for length in answer.accepted)
     return [counts[length] for length in range(max(counts) + 1)] if counts else []
 

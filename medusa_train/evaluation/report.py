@@ -18,9 +18,11 @@ from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, meta_rows
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.page import Table, number
 from medusa_train.tree_search.traces import node_acceptance
 from medusa_train.trees.tree import Tree
+
+TERMS = "Terms: docs/evaluation.md, What is measured. Brackets hold 95 % bootstrap intervals over questions."
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,9 @@ class Report:
 
     Attributes:
         meta: what was run, on what and with what; plain JSON values.
-        overall: figures of the whole bench.
-        categories: figures per category.
-        extra: further parts of report.json: `judge` (grades; None if nothing was judged), `joint` (perplexity of the
-            backbone before and after joint training), `tree` (its paths and each path's acceptance) and `calibration`
-            (how the tree was chosen, from tree.json).
+        overall, categories: figures of the whole bench, and per category.
+        extra: `judge` (grades; None if nothing was judged), `joint` (the backbone before and after joint training),
+            `tree` (its paths and each one's acceptance) and `calibration` (how the tree was chosen, from tree.json).
     """
 
     meta: dict[str, Any]
@@ -58,13 +58,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of report.json; `baselines` also stand at the top level."""
-        return {
-            "meta": self.meta,
-            "overall": self.overall,
-            "categories": self.categories,
-            "baselines": self.overall["baselines"],
-            **self.extra,
-        }
+        parts = {"meta": self.meta, "overall": self.overall, "categories": self.categories}
+        return {**parts, "baselines": self.overall["baselines"], **self.extra}
 
     @property
     def has_tree(self) -> bool:
@@ -80,10 +75,7 @@ class Report:
 def write_report(
     report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
 ) -> list[Path]:
-    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl.
-
-    `directory` is created if it does not exist. Returns the paths of the files.
-    """
+    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl."""
     answers = [_answer_line(record) for record in records]
     answers += [
         {"question_id": turn.question_id, "turn": turn.turn, "prompt_tokens": turn.prompt_tokens, "skipped": True}
@@ -147,7 +139,7 @@ def terminal_report(report: Report) -> Group:
 def markdown(report: Report) -> str:
     """Return the content of report.md."""
     blocks = [f"# {title_of(report)}", *summary_of(report), figures_table(report).markdown()]
-    blocks += [decoders_table(report).markdown(), "\n".join(further_figures(report)), "\n".join(definitions(report))]
+    blocks += [decoders_table(report).markdown(), "\n".join(further_figures(report)), TERMS]
     blocks += ["## Run", "\n".join(f"- {label}: {value}" for label, value in meta_rows(report.meta))]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -155,9 +147,9 @@ def markdown(report: Report) -> str:
 # Tables
 
 
-def _equal_cell(figures: Figures) -> str:
-    """Format equal answers in float32 out of all, with ties as "+n"."""
-    equal, ties = figures["equal_answers"], figures["tie_answers"]
+def equal_cell(figures: Figures) -> str:
+    """Format equal answers in float32 out of all, with ties as "+n"; older reports lack them."""
+    equal, ties = figures.get("equal_answers"), figures.get("tie_answers")
     return _of_answers(figures, f"{equal}+{ties}" if ties else equal)
 
 
@@ -189,7 +181,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "tokens /s": _figure("tokens_per_s", 0),
     "plain /s": _figure("baseline_tokens_per_s", 0),
     "generate /s": _figure("generate_tokens_per_s", 0),
-    "equal fp32": _equal_cell,
+    "equal fp32": equal_cell,
     "equal bf16": lambda figures: _of_answers(figures, figures["equal_answers_bf16"]),
     "correct": _correct_cell,
     "loops": _figure("looping_answers", 0),
@@ -241,10 +233,8 @@ def summary_of(report: Report) -> list[str]:
     if not report.has_tree:
         return [f"Baselines only: no draft heads were given. {answers}", _quality(report)]
     speedup = number(overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest"))
-    lines = [
-        f"{speedup} the speed of the faster baseline (total tokens per second, prefill included); "
-        f"{_draft(meta)}; {answers}"
-    ]
+    faster = f"{speedup} the speed of the faster baseline (total tokens per second, prefill included)"
+    lines = [f"{faster}; {_draft(meta)}; {answers}"]
     if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
         lines.append(f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x.")
     return [*lines, *notes(report), _quality(report)]
@@ -268,10 +258,7 @@ def _draft(meta: Mapping[str, Any]) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """Say how the output relates to plain decoding's, and what "tokens per step" means here; empty without a tree.
-
-    Every output of the report shows these sentences beside its figures.
-    """
+    """Say how the output relates to plain decoding's, and what "tokens per step" means; empty without a tree."""
     return [_output_note(report), _tokens_per_step_note(report)] if report.has_tree else []
 
 
@@ -379,8 +366,6 @@ def _count(number: int, noun: str) -> str:
 def further_figures(report: Report) -> list[str]:
     """List the figures of the whole bench that have no column."""
     overall, lines = report.overall, []
-    if (seconds := overall["time_to_first_token_s"]) is not None:
-        lines.append(f"- milliseconds to the first token: {1000 * seconds:.1f}")
     if rates := overall["chain_rates"]:
         values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
         lines.append(f"- tokens per step with the chain of the first k heads' top-1 guesses (simulated), k = {values}")
@@ -390,37 +375,4 @@ def further_figures(report: Report) -> list[str]:
     if table := overall["head_accuracy"]:
         values = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
         lines.append(f"- top-1 / top-5 accuracy on the answers: {values}")
-    return lines
-
-
-def definitions(report: Report) -> list[str]:
-    """Define the terms of the table, as list items of report.md."""
-    settings = settings_of(report.meta)
-    how = "" if report.is_greedy else f" All baselines sample at temperature {settings['temperature']:g}."
-    lines = [f"- **plain**: the same decoding loop with the empty tree. **generate**: transformers' `generate`.{how}"]
-    if settings["batch_size"] > 1:
-        lines.append(
-            f"- **batches**: {settings['batch_size']} questions in the same passes, for every decoder. Complete "
-            "answers leave a batch, and the next batch starts when all are; a step is a pass over the whole batch."
-        )
-    if report.has_tree:
-        per_row = " of each answer" if settings["batch_size"] > 1 else ""
-        lines += [
-            f"- **tokens per step** (acceleration rate): over decoding steps{per_row}; the first token comes from the "
-            "prefill.",
-            "- **overhead**: latency of a step with the tree over that of a plain step, prefill excluded.",
-            "- **speedup**: total tokens per second with the tree over plain, prefill included. Intervals in brackets "
-            "are 95 % bootstrap intervals over questions.",
-        ]
-    if report.has_tree and report.is_greedy:
-        lines += [
-            "- **equal fp32, bf16**: answers equal to the plain ones token for token, in float32 and in bfloat16; "
-            "+n counts ties, which first differ where the two best logits lie within 1e-4.",
-        ]
-    if report.overall["scores"] is not None:
-        lines.append(
-            "- **correct**: answers whose number equals the reference (exact match) or whose code passes its tests "
-            "(pass@1). Intervals of these rates are 95 % Wilson intervals."
-        )
-    lines.append("- **loops**: answers that hold an 8-token sequence three times or more; loops inflate a speedup.")
     return lines

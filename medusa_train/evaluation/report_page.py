@@ -8,8 +8,7 @@ from typing import Any
 
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
-from medusa_train.pages.page import AnswerGroup, Figure, Section, percent, render_page
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.page import AnswerGroup, Figure, Section, Table, number, percent, render_page
 
 Json = Mapping[str, Any]
 
@@ -21,11 +20,9 @@ CTAR_CAPTION = "Share of decoding steps that accepted at least w draft tokens."
 
 
 def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """Render the page of one evaluation.
+    """Render the page of one evaluation from the contents of report.json and answers.jsonl.
 
     Args:
-        report: content of report.json.
-        answers: lines of answers.jsonl.
         tables: of the figures, as in report.md.
         notes: sentences that say how to read the figures.
     """
@@ -116,15 +113,8 @@ def speedup_figure(reports: Mapping[str, Json]) -> Figure:
     for category in [*dict.fromkeys(name for one in shown for name in one if name != "overall"), "overall"]:
         found = [one.get(category, {}) for one in shown]
         colours = range(len(shown)) if several else [int(category == "overall")]
-        groups.append(
-            (
-                category,
-                [
-                    Bar(figures.get("speedup"), figures.get("intervals", {}).get("speedup"), colour)
-                    for figures, colour in zip(found, colours, strict=True)
-                ],
-            )
-        )
+        measured = [(figures.get("speedup"), figures.get("intervals", {}).get("speedup")) for figures in found]
+        groups.append((category, [Bar(*one, colour) for one, colour in zip(measured, colours, strict=True)]))
     drawing = bars(groups, "speedup per category", unit="x", reference=1.0, width=760 if several else 560)
     return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
 
@@ -177,11 +167,7 @@ def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
 
 
 def answers_section(answers: Sequence[Json]) -> Section:
-    """Return all answers by category, with the names of the heads whose tokens were accepted.
-
-    Args:
-        answers: lines of answers.jsonl, skipped turns included.
-    """
+    """Return all answers (lines of answers.jsonl) by category, with the names of the heads that proposed tokens."""
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
     for answer in answered:
@@ -240,8 +226,7 @@ def coloured_runs(answer: Json) -> list[tuple[int, str]]:
 def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
     """Return which head proposed each token of an answer: k for head k, 0 for the backbone.
 
-    The first token comes from the prefill. Each step then adds as many tokens as `accepted` says, by heads 1, 2, ...,
-    and one by the backbone, unless the answer ends before it.
+    After the prefill's token each step adds those that were accepted, by heads 1, 2, ..., and one of the backbone.
     """
     heads = [0]
     for length in accepted:

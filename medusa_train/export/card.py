@@ -14,7 +14,7 @@ import yaml
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.page import Table, number
 
 Json = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Render a self-contained HTML page: tiles, charts, tables and a model's answers, by the template `page.html`."""
+"""Tables for the terminal, Markdown and HTML from the same rows, and self-contained HTML pages (`page.html`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,71 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from rich import box
+from rich.table import Table as TerminalTable
 
 from medusa_train.pages.charts import PALETTE
-from medusa_train.pages.table import Table
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles and rows of text; rows that have the first cell in common belong together.
+
+    Attributes:
+        overall: the last row sums up the others, and is set in bold.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    overall: bool = False
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Sequence[str]], *, overall: bool = False) -> Table:
+        """Return a table of columns by title; those with nothing but "" or "-" are left out."""
+        shown = {title: cells for title, cells in columns.items() if not {"", "-"}.issuperset(cells)}
+        return cls(list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)], overall)
+
+    def column(self, title: str) -> list[str]:
+        """Return the cells of a column."""
+        return [row[self.titles.index(title)] for row in self.rows]
+
+    def markdown(self) -> str:
+        """Return the lines of a Markdown table."""
+        rows = [[cell.replace("|", r"\|") for cell in row] for row in self.rows]
+        if self.overall:
+            rows[-1] = [f"**{cell}**" for cell in rows[-1]]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.titles, *rows)]
+        return "\n".join([lines[0], "|---|" + "---:|" * (len(self.titles) - 1), *lines[1:]])
+
+    def terminal(self, padding: int = 1) -> TerminalTable:
+        """Return the table for a console: narrow columns, with intervals below their values.
+
+        Numbers are never cut off: the first column gives way.
+        """
+        table = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, padding), pad_edge=False)
+        for number, title in enumerate(self.titles):
+            cells = [row[number] for row in self.rows]
+            if number == 0 or not any(cell[:1].isdigit() for cell in cells):
+                table.add_column(title, overflow="fold")
+            else:
+                width = max(len(word) for cell in cells for word in cell.split(" "))
+                table.add_column(title.replace(" ", "\n"), justify="right", overflow="fold", min_width=width)
+        grouped = len({row[0] for row in self.rows}) < len(self.rows)
+        for number, row in enumerate(self.rows):
+            is_overall = self.overall and number == len(self.rows) - 1
+            if is_overall or (grouped and number and row[0] != self.rows[number - 1][0]):
+                table.add_section()
+            cells = [row[0], *(cell.replace(" (", "\n(") for cell in row[1:])]
+            table.add_row(*cells, style="bold" if is_overall else None)
+        return table
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "", interval: Sequence[float] | None = None) -> str:
+    """Format a figure with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
+    if value is None:
+        return "-"
+    bounds = "" if not interval else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
+    return f"{value:.{digits}f}{suffix}{bounds}"
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from rich.text import Text
 from medusa_train.evaluation.report_page import meta_rows
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
-from medusa_train.pages.charts import Bar, Curve, bars, curves
-from medusa_train.pages.page import Figure, Section, percent, render_page
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.charts import Bar, bars
+from medusa_train.pages.page import Figure, Section, Table, number, render_page
 from medusa_train.server_bench.figures import Cell
 
 Json = Mapping[str, Any]
@@ -196,13 +195,4 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
         drawn.append(Figure("Speed over plain", drawing, caption))
     drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
     drawn.append(Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))
-    lowest = min((row["concurrency"] for row in rows), default=0)
-    accepted = [
-        Curve(row["server"], list(enumerate(row["acceptance"], 1)))
-        for row in rows
-        if row["concurrency"] == lowest and row["acceptance"]
-    ]
-    if accepted:
-        drawing = curves(accepted, "acceptance by position", "position in the draft", y_text=percent)
-        drawn.append(Figure("Acceptance by position", drawing, f"Share of accepted tokens, at concurrency {lowest}."))
     return drawn

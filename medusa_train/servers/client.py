@@ -48,9 +48,7 @@ class Slots:
         longest_pause: maximum number of seconds that the server can ask to wait.
 
     Attributes:
-        limit: number of concurrent requests allowed.
-        in_flight: number of requests under way.
-        down: whether the server counts as down.
+        limit, in_flight: number of concurrent requests allowed, and under way.
         resume_at: no request is sent before this time.
     """
 
@@ -123,16 +121,13 @@ class OpenAIClient:
     Args:
         urls: base URL with the version, `http://HOST:PORT/v1`, or several of servers with the same model.
         key_variable: environment variable that holds the API key of all servers; may be unset.
-        timeout: timeout of a request in seconds.
-        retry_seconds: failed requests are retried for up to this many seconds.
+        timeout: of a request in seconds. retry_seconds: failed requests are retried for up to this long.
         concurrency: maximum number of concurrent requests to each server.
         note: called with a line when a server stops answering, and when it answers again; by any thread.
 
     Attributes:
-        name: the URLs, for messages.
-        capacity: maximum number of concurrent requests to all servers.
-        retries: number of retries of all requests so far.
-        last_fault: why the last of them was necessary.
+        name: the URLs, for messages. capacity: maximum number of concurrent requests to all servers.
+        retries, last_fault: number of retries of all requests so far, and why the last was necessary.
 
     Raises:
         ConfigError: a URL is not a web address, or contains a password.

@@ -47,12 +47,11 @@ _ANSWER = re.compile(r"at most (\d+) (?:completion|output) tokens", re.IGNORECAS
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """The limits that a rejection names; None for those that it does not name.
+    """The limits in tokens that a rejection names; None for those that it does not name.
 
     Attributes:
-        context: maximum number of tokens of prompt and answer together.
-        prompt: exact number of tokens of the prompt; a lower bound (vLLM: "at least") does not count.
-        answer: maximum number of tokens of an answer of any request.
+        context, answer: maximum of prompt and answer together, and of an answer of any request.
+        prompt: exact length of the prompt; a lower bound (vLLM: "at least") does not count.
     """
 
     context: int | None = None
@@ -61,12 +60,9 @@ class ContextLimit:
 
 
 def parse_rejection(text: str) -> ContextLimit | None:
-    """Return the limits that a server's message names; None if the rejection has another reason.
+    """Return the limits that a rejection's text names; None if it has another reason.
 
     Covers vLLM, SGLang, text-generation-inference, llama.cpp and OpenAI.
-
-    Args:
-        text: the message or the body of the response.
     """
     answer = _number(_ANSWER, text)
     context = _number(_CONTEXT, text)
@@ -81,11 +77,7 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 class RequestRejected(Exception):
-    """The server rejected this request; other requests may succeed.
-
-    Attributes:
-        limit: what the server said about the context length; None if the rejection has another reason.
-    """
+    """The server rejected this request; other requests may succeed. See `parse_rejection` for `limit`."""
 
     def __init__(self, message: str, limit: ContextLimit | None = None) -> None:
         super().__init__(message)
@@ -99,12 +91,10 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A request that may succeed when it is sent again.
+    """A request that may succeed when it is sent again; "failed" may be due to the request alone.
 
     Attributes:
-        reason: one line for messages.
-        kind: "overloaded", "unreachable", or "failed" for a fault that may be due to the request alone.
-        retry_after: seconds that the server asked to wait.
+        reason: one line for messages. retry_after: seconds that the server asked to wait.
     """
 
     reason: str
@@ -125,7 +115,6 @@ def read_completion(
     """Assemble the chunks of a streamed answer to the response of a request without `stream`, with its times.
 
     Args:
-        lines: lines of the response's body.
         started: when the request was sent, by `clock`.
         check: called after every line; an exception that it raises ends reading.
 
@@ -242,8 +231,7 @@ class OpenAIServer:
     Args:
         url: base URL with the version, `http://HOST:PORT/v1`.
         key_variable: environment variable that holds the API key; may be unset.
-        timeout: timeout of a request in seconds.
-        connections: number of idle connections to keep open.
+        timeout: of a request in seconds. connections: number of idle ones to keep open.
 
     Attributes:
         context: the context length in tokens, once known.

@@ -2,7 +2,7 @@ import io
 
 from rich.console import Console
 
-from medusa_train.pages.table import Table, number
+from medusa_train.pages.page import Table, number
 
 TABLE = Table(
     ["category", "speed up", "name"], [["a|b", "1.27x (1.20-1.34)", "k=1"], ["all", "-", "k=2"]], overall=True
