@@ -31,9 +31,8 @@ from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.data.sources import open_seed_dataset  # noqa: E402
 from medusa_train.selfdistill.chat_prompting import ChatPrompting  # noqa: E402
-from medusa_train.selfdistill.engines import Engine, Request  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
-from medusa_train.selfdistill.modes import DropRules, replay  # noqa: E402
+from medusa_train.selfdistill.modes import DropRules, Engine, Request, replay  # noqa: E402
 from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from rich.console import Console
 
@@ -26,15 +26,17 @@ Record = Mapping[str, Any]
 QUIET_SECONDS = 60.0
 
 
-class MetricLogger(Protocol):
+class MetricLogger(ABC):
     """A destination of metrics."""
 
+    @abstractmethod
     def log(self, record: Record) -> None:
         """Log one record."""
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int) -> None:  # noqa: B027 (only a bar shows it)
         """Take note that `step` optimizer steps are done."""
 
+    @abstractmethod
     def close(self) -> None:
         """Flush and close."""
 
@@ -84,7 +86,7 @@ def open_metric_loggers(
     return MetricLoggers([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, shown.warn), shown, *extra])
 
 
-class MetricsFile:
+class MetricsFile(MetricLogger):
     """Appends records to `metrics.jsonl`, one JSON object per line, each written at once.
 
     Lines that cannot be written (disk full) are kept and written, in order, with the next record.
@@ -107,9 +109,6 @@ class MetricsFile:
     def log(self, record: Record) -> None:
         """Write one line."""
         self._try(lambda: self._file.append({**record, "time": round(time.time(), 3)}))
-
-    def advance(self, step: int) -> None:
-        """Do nothing: only records are written."""
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -145,7 +144,7 @@ def _keep(line: bytes, step: int, evaluated: int) -> bool:
         return False
 
 
-class ConsoleLogger:
+class ConsoleLogger(MetricLogger):
     """Shows training on the console: a bar with the last figures on a terminal, one line per record elsewhere."""
 
     def __init__(self, console: Console, total_steps: int, step: int = 0, title: str = "") -> None:
@@ -210,7 +209,7 @@ def _share(x: float) -> str:
     return f"{x:.2f}".removeprefix("0")
 
 
-class Dashboard(ABC):
+class Dashboard(MetricLogger):
     """An external service that plots metrics. It is dropped, with a warning, at its first failure.
 
     Args:
@@ -231,9 +230,6 @@ class Dashboard(ABC):
     def log(self, record: Record) -> None:
         """Send the numbers of a record, one value per head."""
         self._try(lambda: self._send(flat_figures(record), int(record["step"])))
-
-    def advance(self, step: int) -> None:  # noqa: B027 (the same for all services)
-        """Do nothing: only records are sent."""
 
     def close(self) -> None:
         """Wait until everything is sent."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.eagle3_layout import from_eagle3
 from medusa_train.checkpoint.reference_layout import (
     TOKEN_MAP,
     HeadTensors,
@@ -25,7 +24,7 @@ from medusa_train.checkpoint.reference_layout import (
 )
 from medusa_train.checkpoint.resolve import CONFIG, DRAFT, PICKLED, PREFIXES, SAFETENSORS, heads_files, heads_layout
 from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
-from medusa_train.checkpoint.vllm_layout import from_vllm, to_vllm
+from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, write_failure
 from medusa_train.models.backbone import Backbone
@@ -49,11 +48,7 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
         return save_heads(draft, directory, base_model)
     tensors = draft.state_dict()
     config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
-    try:
-        replace_file(directory / DRAFT, lambda path: write_tensors(path, tensors))
-        replace_file(directory / CONFIG, lambda path: write_json(path, config))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(write_failure("the draft", directory, error, _size(tensors))) from error
+    write_weights(directory, DRAFT, tensors, config)
     return directory
 
 
@@ -220,14 +215,7 @@ def write_heads(
         keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
     if heads.markov_rank:
         keys["medusa_markov_rank"] = heads.markov_rank
-    try:
-        replace_file(directory / SAFETENSORS, lambda path: write_tensors(path, tensors))
-        if pickled:
-            plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            replace_file(directory / PICKLED, lambda path: torch.save(plain, path))
-        replace_file(directory / CONFIG, lambda path: write_json(path, keys))
-    except (*WRITE_ERRORS, RuntimeError) as error:  # torch.save's zip writer raises RuntimeError on a full disk
-        raise CheckpointError(write_failure("the heads", directory, error, _size(tensors))) from error
+    write_weights(directory, SAFETENSORS, tensors, keys, pickled=PICKLED if pickled else None)
     return directory
 
 
@@ -243,17 +231,32 @@ def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None
         CheckpointError: the directory cannot be written, or the heads share an lm_head that is not given.
     """
     directory = Path(directory)
-    tensors, config = to_vllm(heads, lm_head)
-    try:
-        replace_file(directory / VLLM_WEIGHTS, lambda path: write_tensors(path, tensors))
-        replace_file(directory / CONFIG, lambda path: write_json(path, config))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(write_failure("the heads", directory, error, _size(tensors))) from error
+    write_weights(directory, VLLM_WEIGHTS, *to_vllm(heads, lm_head))
     return directory
 
 
-def _size(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+def write_weights(
+    directory: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    pickled: str | None = None,
+) -> None:
+    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file `pickled`, too.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    try:
+        replace_file(directory / name, lambda path: write_tensors(path, tensors))
+        if pickled is not None:
+            plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+            replace_file(directory / pickled, lambda path: torch.save(plain, path))
+        replace_file(directory / CONFIG, lambda path: write_json(path, config))
+    except (*WRITE_ERRORS, RuntimeError) as error:  # torch.save's zip writer raises RuntimeError on a full disk
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise CheckpointError(write_failure("the heads", directory, error, size)) from error
 
 
 def read_heads(directory: Path | str) -> HeadTensors:

@@ -101,7 +101,7 @@ def selfdistill(
     }
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
-    from medusa_train.selfdistill.model import resolve_model_paths
+    from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.run import load_prompts, output_path, resolve_shard
 
@@ -125,7 +125,7 @@ def selfdistill(
 
 def headline(cfg: SelfDistillConfig, out: Path) -> str:
     """Return the first line of the output: model, prompts and output file, defaults included."""
-    from medusa_train.selfdistill.model import model_name
+    from medusa_train.selfdistill.engines import model_name
 
     model = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
@@ -140,7 +140,7 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
 
 def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
     """Answer the prompts of this process that are not in the output yet."""
-    from medusa_train.selfdistill.model import resolve_dtype
+    from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter, shard_output
     from medusa_train.selfdistill.run import output_settings
 
@@ -168,7 +168,7 @@ def _run(
     cfg: SelfDistillConfig, prompts: list[Prompt], dtype: str | None, writer: OutputWriter, console: Console
 ) -> RunStats | None:
     """Answer `prompts` with a progress bar and print the statistics; None if the user interrupts."""
-    from medusa_train.selfdistill.model import open_engine
+    from medusa_train.selfdistill.engines import open_engine
     from medusa_train.selfdistill.run import build_mode, distill, record_metadata, summary
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
@@ -199,7 +199,7 @@ def _run(
 
 def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:
     """Merge the outputs of all shards into `out`."""
-    from medusa_train.selfdistill.model import resolve_dtype
+    from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import merge
     from medusa_train.selfdistill.run import output_settings
 

@@ -83,7 +83,7 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
         ),
         _training(run),
         _measured(reports),
-        _served(served, reports) if served else NOT_MEASURED if to == "vllm" else "",
+        _served(served) if served else NOT_MEASURED if to == "vllm" else "",
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -241,13 +241,8 @@ NOT_MEASURED = (
 _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
 
-def _served(served: Sequence[Json], reports: Sequence[Json]) -> str:
-    """Return the section with settings, speeds, recommendation and tokens per step of measured servers.
-
-    Args:
-        served: contents of served.json, at least one.
-        reports: contents of report.json of greedy evaluations, whose chain and tree are shown beside.
-    """
+def _served(served: Sequence[Json]) -> str:
+    """Return the section with settings, speeds and recommendations from the contents of served.json, at least one."""
     parts = [TITLE]
     for report in served:
         parts += [_describe(report), speed_table(report).markdown(), f"**Recommendation**: {advice(report)}."]
@@ -256,8 +251,6 @@ def _served(served: Sequence[Json], reports: Sequence[Json]) -> str:
         "95 % interval. An N is recommended only where the whole interval lies above 1. These figures hold for that "
         "machine and load."
     )
-    parts.append(_tokens_per_step(served, reports).markdown())
-    parts.append("*Chain*, *tree*: tokens per step of this project's own loop; vLLM verifies the chain.")
     return "\n\n".join(parts)
 
 
@@ -328,32 +321,3 @@ def _without_directory(argument: str) -> str:
 def _decoding(meta: Json) -> str:
     mode = meta.get("decoding") or {}
     return "greedy" if mode.get("acceptance", "greedy") == "greedy" else f"temperature {mode['temperature']:g}"
-
-
-def _tokens_per_step(served: Sequence[Json], reports: Sequence[Json]) -> Table:
-    """Return the tokens per step by N in every server, and of the chain and the tree in every report."""
-    rows: list[tuple[str, dict[int, float], float | None]] = []
-    for report in served:
-        rows.append((f"server, {report['meta']['bench']}, {_decoding(report['meta'])}", _rates(report), None))
-    for report in reports:
-        overall, bench = report["overall"], report["meta"]["bench"]
-        chain = dict(enumerate(overall.get("chain_rates") or (), start=1))
-        if chain or overall.get("acceleration_rate") is not None:
-            rows.append((f"chain and tree, {bench}, greedy", chain, overall.get("acceleration_rate")))
-    lengths = sorted({length for _, rates, _ in rows for length in rates})
-    cells = [[name, *(rates.get(length) for length in lengths), tree] for name, rates, tree in rows]
-    return Table(
-        ["tokens per step", *(f"N = {length}" for length in lengths), "tree"],
-        [[str(name), *("" if value is None else f"{value:.2f}" for value in values)] for name, *values in cells],
-    )
-
-
-def _rates(report: Json) -> dict[int, float]:
-    """Return tokens per step by number of draft tokens, over all concurrencies."""
-    sums: dict[int, tuple[float, int]] = {}
-    for cell in report["cells"]:
-        number, drafts = cell.get("num_speculative_tokens"), cell.get("drafts")
-        if number and drafts:
-            tokens, steps = sums.get(number, (0.0, 0))
-            sums[number] = tokens + cell["tokens_per_step"] * drafts, steps + drafts
-    return {number: tokens / steps for number, (tokens, steps) in sums.items()}

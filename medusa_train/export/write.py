@@ -14,11 +14,10 @@ from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads,
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.resolve import CONFIG, ModelPaths, heads_kind
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.vllm_layout import copy_lm_head, method_in_path
+from medusa_train.checkpoint.server_layouts import copy_lm_head, method_in_path
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
-from medusa_train.export.eagle3 import write_eagle3
 from medusa_train.export.targets import (
     MERGED,
     backbone_was_trained,
@@ -27,6 +26,7 @@ from medusa_train.export.targets import (
     medusa_choices,
     tensorrt_config,
     write_custom_generate,
+    write_eagle3,
     write_merged,
 )
 from medusa_train.hub import hub_is_unreachable

@@ -1,68 +1,162 @@
-"""The interface of engines that generate answers.
-
-Engines keep no state between requests: an answer depends on its request only.
-"""
+"""The model of self-distillation: its files, names and dtype, and the engine that generates its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from medusa_train.data.conversation import Message
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.selfdistill.modes import Engine
 
-AnswerFinishReason = Literal["stop", "length", "context", "refused"]
+if TYPE_CHECKING:
+    from medusa_train.checkpoint.resolve import ModelPaths
+    from medusa_train.selfdistill.hf_engine import HFEngine
+    from medusa_train.selfdistill.openai_engine import ServerSampling
+
+DEFAULT_BATCH_SIZE = 16
+TIMED_PROMPT = 100  # tokens of the prompts with which a step is timed
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request for the next message of a chat.
+def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
+    """Return the paths of the backbone, its adapter and, if configured, the heads.
 
-    Attributes:
-        messages: the chat so far.
-        seed: random seed for sampling.
-        speaker: who writes the message; "user" in self-talk only.
+    `base_model` may be a run: its trained backbone is used, with the adapter merged.
+
+    Raises:
+        CheckpointError: the heads or the run do not exist.
     """
+    from medusa_train.checkpoint.resolve import resolve_model
 
-    messages: tuple[Message, ...]
-    seed: int
-    speaker: Literal["user", "assistant"] = "assistant"
+    model, base = cfg.heads, cfg.base_model
+    if model is None and base is not None and _is_run(base):
+        model, base = base, None
+    paths = resolve_model(
+        model,
+        base,
+        None,
+        chat_template=cfg.chat_template,
+        chat_template_kwargs=cfg.chat_template_kwargs,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A generated message.
+def _is_run(name: str) -> bool:
+    path = resolve_path(name)
+    return path is not None and (path / "heads").is_dir() and (path / "config.yaml").is_file()
 
-    Attributes:
-        text: without its end token.
-        finish_reason: "stop" (end token), "length" (max_new_tokens), "context" (maximum context; `text` is empty if the
-            prompt alone exceeds it) or "refused" (the template or server rejects the chat).
-        prompt_tokens, completion_tokens: token counts, the end token included.
-        token_ids: the tokens without the end token, if `text` tokenizes otherwise.
+
+def model_name(cfg: SelfDistillConfig) -> str:
+    """Return the model's name in the output; the trained backbone of a run is named after the run."""
+    if cfg.base_model is not None:
+        return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+    paths = resolve_model_paths(cfg)
+    trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if trained else paths.base_model)
+
+
+def public_name(name: str) -> str:
+    """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
+    project or working directory, or else only their last part.
     """
+    path = resolve_path(name)
+    if path is None or not Path(name).expanduser().is_absolute():
+        return name
+    for root in (PROJECT_ROOT, Path.cwd()):
+        if path.resolve().is_relative_to(root):
+            return path.resolve().relative_to(root).as_posix()
+    return path.name
 
-    text: str
-    finish_reason: AnswerFinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    token_ids: tuple[int, ...] | None = None
+
+def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
+    """Return the model's dtype; None for a server."""
+    if cfg.engine == "openai":
+        return None
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    from medusa_train.models.precision import auto_dtype  # imports torch
+
+    return auto_dtype()
 
 
-class Engine(Protocol):
-    """Generates answers to several requests at a time."""
+def open_engine(cfg: SelfDistillConfig, dtype: str | None, answers: int, note: Callable[[str], None]) -> Engine:
+    """Load the model, or connect to the server, that generates the answers.
 
-    @property
-    def capacity(self) -> int:
-        """Number of unanswered requests to keep submitted."""
+    Args:
+        answers: number of answers to generate, by which `compile: auto` decides.
+        note: receives that decision, and lines about servers that do not answer.
 
-    def submit(self, request_id: int, request: Request) -> None:
-        """Submit a request without waiting for its answer."""
+    Raises:
+        BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
+        ConfigError: the server's address is invalid.
+    """
+    if cfg.engine == "openai":
+        return _openai_engine(cfg, note)
+    import torch
 
-    def next(self) -> tuple[int, Answer]:
-        """Wait for the next answer, in any order; return its request id and the answer."""
+    assert dtype is not None  # only a server has none
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return open_hf_engine(cfg, resolve_model_paths(cfg), dtype, answers, note)
 
-    def stats(self) -> Mapping[str, str]:
-        """Return statistics for the summary, by name."""
 
-    def close(self) -> None:
-        """Release resources; pending requests are cancelled."""
+def _openai_engine(cfg: SelfDistillConfig, note: Callable[[str], None]) -> Engine:
+    from medusa_train.selfdistill.openai_engine import OpenAIEngine
+    from medusa_train.servers.client import OpenAIClient
+
+    assert cfg.server_url is not None  # checked with the configuration
+    server = OpenAIClient(
+        cfg.server_url,
+        key_variable=cfg.api_key_env,
+        timeout=cfg.request_timeout,
+        retry_seconds=cfg.retry_seconds,
+        concurrency=cfg.concurrency,
+        note=note,
+    )
+    return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
+
+
+def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
+    """Return the parameters that every request has in common."""
+    from medusa_train.selfdistill.openai_engine import ServerSampling
+
+    return ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs)
+
+
+def open_hf_engine(
+    cfg: SelfDistillConfig, paths: ModelPaths, dtype: str, answers: int, note: Callable[[str], None]
+) -> HFEngine:
+    """Load the model in this process, compile it where wanted, and return its engine; see `open_engine`."""
+    from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
+    from medusa_train.choose_decoding import compile_if_repaid
+    from medusa_train.selfdistill.hf_engine import HFEngine
+
+    batch_size = cfg.batch_size or (1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE)
+    # float32 answers are reproducible on other machines only without prepacked weights
+    model = load_with_draft(paths, dtype, prepack=dtype != "float32")
+    trees = model.draft is not None
+    if cfg.compile is True:
+        compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
+    elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):
+        # Compiled passes round differently, and single rows in float32 have the same answers on other machines. Half of
+        # the tokens are expected, since most answers end before their limit.
+        steps = answers * cfg.max_new_tokens // 2 // batch_size
+        compile_if_repaid(model.backbone, paths, steps, [0] * TIMED_PROMPT, note, rows=batch_size, trees=trees)
+    return HFEngine(
+        model.backbone,
+        batch_size=batch_size,
+        draft=model.draft,
+        tree=model.tree,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k or 0,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template=paths.chat_template,
+        chat_template_kwargs=paths.chat_template_kwargs,
+        reasoning_tags=cfg.reasoning_tags,
+        stop_looping=cfg.drop_looping,
+    )

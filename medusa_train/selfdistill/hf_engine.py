@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.selfdistill.modes import Answer, Request
 from medusa_train.trees.tree import Tree
 
-COMPARED_ANSWERS = 8  # with heads, also generated without them
 LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
 POOL_BATCHES = 4  # batches of requests to keep waiting, so that prompts of similar length can be batched
 
@@ -42,27 +40,19 @@ class Counts:
         steps: decoding steps of answers.
         again: answers generated again, because rounding may have changed them.
         draft_steps, draft_tokens: steps with heads, and the tokens that they made.
-        compared, tokens, seconds, plain_tokens, plain_seconds: answers generated with heads and without, and the
-            tokens and time of both.
     """
 
     steps: int = 0
     again: int = 0
     draft_steps: int = 0
     draft_tokens: int = 0
-    compared: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    plain_tokens: int = 0
-    plain_seconds: float = 0.0
 
 
 class HFEngine:
     """Generates answers with a backbone loaded in this process.
 
-    Batching is continuous: waiting requests replace finished ones. With a draft, the first batches are completed
-    before the next one starts, while they are compared with those without heads (`compare`); and all are if the draft
-    takes no further rows (`Proposer.can_append_rows`).
+    Batching is continuous: waiting requests replace finished ones. A batch is completed before the next one starts if
+    the draft takes no further rows (`Proposer.can_append_rows`).
 
     In float32 and float64 an answer without a draft does not depend on its batch: one that rounding may have changed
     (see `is_certain`) is generated again alone. Every request has its own random generator, seeded by the request.
@@ -79,7 +69,6 @@ class HFEngine:
         draft, tree: heads for speculative decoding. Greedy answers equal the backbone's up to rounding; sampled ones
             follow its distribution, but differ from those without heads.
         exact: generate answers again that rounding may have changed, in batches without a draft.
-        compare: number of first answers that are also generated without heads, to measure the speedup.
         stop_looping: end answers in refilled batches soon after they begin to loop, as they will be dropped.
 
     Attributes:
@@ -105,7 +94,6 @@ class HFEngine:
         draft: Draft | None = None,
         tree: Tree | None = None,
         exact: bool = True,
-        compare: int = COMPARED_ANSWERS,
         stop_looping: bool = False,
     ) -> None:
         self.backbone = backbone
@@ -122,8 +110,6 @@ class HFEngine:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
         self._exact = exact and draft is None and self._batch is not None and backbone.dtype in ROUNDING
         self._stop_looping = stop_looping
-        self._compare = compare if draft is not None else 0
-        self._warm = False
         self.counts = Counts()
         self._waiting: list[_Pending] = []
         self._underway: dict[int, _Pending] = {}
@@ -154,9 +140,9 @@ class HFEngine:
         return self._finished.popleft()
 
     def _generate_some(self) -> None:
-        if self._batch is None or self.counts.compared < self._compare:
+        if self._batch is None:
             requests = self._pick(self.batch_size)
-            outputs = self._complete_batch(requests)
+            outputs = self._generate(self._decoder, requests)
         else:
             requests, outputs = self._step(self._batch)
         self._count_answers(outputs)
@@ -172,13 +158,10 @@ class HFEngine:
         return self._decoder.passes, self.counts.steps
 
     def stats(self) -> Mapping[str, str]:
-        """Return the heads' speedup, and the number of answers generated again."""
+        """Return the tokens per step of the heads, and the number of answers generated again."""
         counts, figures = self.counts, {}
         if counts.draft_steps:
             figures["tokens per step"] = f"{counts.draft_tokens / counts.draft_steps:.2f}"
-        if counts.compared:
-            ratio = (counts.tokens / counts.seconds) / (counts.plain_tokens / counts.plain_seconds)
-            figures["faster than without heads"] = f"{ratio:.2f}x ({counts.compared} answers)"
         if counts.again:
             figures["batched answers generated again in single rows (rounding)"] = f"{counts.again:,}"
         return figures
@@ -218,14 +201,6 @@ class HFEngine:
                 if is_looping(text):
                     row.limit = len(row.out.tokens)
 
-    def _complete_batch(self, batch: Sequence[_Pending]) -> list[Generation]:
-        started = time.perf_counter()
-        made = self._generate(self._decoder, batch)
-        seconds = time.perf_counter() - started
-        if self.counts.compared < self._compare:
-            self._compare_with_plain(batch, made, seconds)
-        return made
-
     def _generate(self, decoder: BatchDecoder, batch: Sequence[_Pending]) -> list[Generation]:
         generators = [self._generator(asked) for asked in batch] if self.sampling else None
         prompts = [asked.prompt for asked in batch]
@@ -244,21 +219,6 @@ class HFEngine:
         self.counts.again += 1
         self.counts.steps += again.steps
         return again
-
-    def _compare_with_plain(self, batch: Sequence[_Pending], made: Sequence[Generation], seconds: float) -> None:
-        """Generate a batch without heads too; the first one is warm-up and not counted."""
-        started = time.perf_counter()
-        plain = self._generate(self._plain, batch)
-        plain_seconds = time.perf_counter() - started
-        if not self._warm:
-            self._warm = True
-            return
-        counts = self.counts
-        counts.compared += len(batch)
-        counts.tokens += sum(len(out.tokens) for out in made)
-        counts.seconds += seconds
-        counts.plain_tokens += sum(len(out.tokens) for out in plain)
-        counts.plain_seconds += plain_seconds
 
     def _count_answers(self, made: Sequence[Generation]) -> None:
         steps = sum(out.steps for out in made)

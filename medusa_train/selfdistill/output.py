@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,36 +23,18 @@ from medusa_train.selfdistill.prompts import Shard
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
 
-class IndexedLines(JsonLinesFile):
-    """An append-only JSONL file with an index of the lines that it held when it was opened.
-
-    Attributes:
-        index: `id` of a line -> (offset, length) in bytes.
-
-    Raises:
-        DataError: a line is not a JSON object with an `id`, or another process has the file open.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, exclusive=True, fsync_every=FSYNC_EVERY)
+def _read_lines(path: Path) -> dict[str, bytes]:
+    """Return the lines of a file of conversations by id, of equal ones the first; raises DataError if one has none."""
+    lines: dict[str, bytes] = {}
+    for number, (_, line) in enumerate(complete_lines(path), start=1):
         try:
-            self.index = _index(path)
-        except BaseException:
-            self.close()
-            raise
-
-
-def _index(path: Path) -> dict[str, tuple[int, int]]:
-    index: dict[str, tuple[int, int]] = {}
-    for number, (offset, line) in enumerate(complete_lines(path), start=1):
-        try:
-            index[str(json.loads(line)["id"])] = (offset, len(line))
+            lines.setdefault(str(json.loads(line)["id"]), line)
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}:{number}: not a conversation (a JSON object with an id); "
                 "fix or delete the file, or choose another output"
             ) from None
-    return index
+    return lines
 
 
 class OutputWriter:
@@ -64,7 +46,7 @@ class OutputWriter:
 
     Attributes:
         done: ids of the finished conversations, dropped ones included.
-        lines, dropped: the two files.
+        lines, dropped: the two files, locked against other processes.
 
     Raises:
         ConfigError: `output` was generated with other settings, or its settings file is missing.
@@ -74,16 +56,20 @@ class OutputWriter:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
         _check_settings(output, settings)  # before opening, which truncates an incomplete last line
-        self.lines = IndexedLines(output)
+        self.lines = JsonLinesFile(output, exclusive=True, fsync_every=FSYNC_EVERY)
         try:
             # check again under the lock
             if not _check_settings(output, settings):
                 write_settings(output, settings)
-            self.dropped = IndexedLines(dropped_path(output))
+            self.dropped = JsonLinesFile(dropped_path(output), exclusive=True, fsync_every=FSYNC_EVERY)
+            try:
+                self.done = {*_read_lines(self.lines.path), *_read_lines(self.dropped.path)}
+            except BaseException:
+                self.dropped.close()
+                raise
         except BaseException:
             self.lines.close()
             raise
-        self.done = {*self.lines.index, *self.dropped.index}
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a conversation; `record["id"]` must be new."""
@@ -203,14 +189,14 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
         raise DataError(f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}")
     with ExitStack() as stack:
         writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
-        written = _index_lines(writer.lines for writer in writers)
-        dropped = _index_lines(writer.dropped for writer in writers)
+        written = _merged(writer.lines.path for writer in writers)
+        dropped = _merged(writer.dropped.path for writer in writers)
         lines = [written[name] for name in _ordered(written, seed_ids)]
         notes = [dropped[name] for name in _ordered(dropped, seed_ids) if name not in written]
         write_settings(output, settings)
         if notes or dropped_path(output).exists():
-            replace_bytes(dropped_path(output), _read(notes))
-        replace_bytes(output, _read(lines))
+            replace_bytes(dropped_path(output), notes)
+        replace_bytes(output, lines)
     missing = sum(name not in written and name not in dropped for name in seed_ids)
     return MergeResult(len(parts), len(lines), len(notes), missing)
 
@@ -222,15 +208,11 @@ def _shards_of(output: Path) -> list[Path]:
     return [path.with_name(path.name.removesuffix(".settings.json") + output.suffix) for path in settings]
 
 
-_Line = tuple[Path, int, int]
-
-
-def _index_lines(files: Iterable[IndexedLines]) -> dict[str, _Line]:
-    """Return (file, offset, length) of each line by its id; of duplicates, the first."""
-    lines: dict[str, _Line] = {}
-    for file in files:
-        for name, (offset, length) in file.index.items():
-            lines.setdefault(name, (file.path, offset, length))
+def _merged(files: Iterable[Path]) -> dict[str, bytes]:
+    """Return the lines of all files by id; of duplicates, the first."""
+    lines: dict[str, bytes] = {}
+    for path in files:
+        lines = _read_lines(path) | lines
     return lines
 
 
@@ -238,14 +220,3 @@ def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:
     """Sort ids by the order of the prompts; ids that are no longer among the prompts come last."""
     prompt_ids = set(seed_ids)
     return [*(name for name in seed_ids if name in names), *(name for name in names if name not in prompt_ids)]
-
-
-def _read(lines: Iterable[_Line]) -> Iterator[bytes]:
-    """Yield the bytes of each line."""
-    with ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for path, offset, length in lines:
-            if path not in files:
-                files[path] = stack.enter_context(path.open("rb"))
-            files[path].seek(offset)
-            yield files[path].read(length)

@@ -13,7 +13,7 @@ from torch import Tensor
 from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference
 from medusa_train.checkpoint.resolve import DRAFT
-from medusa_train.checkpoint.vllm_layout import expand_rows, from_vllm, to_vllm
+from medusa_train.checkpoint.server_layouts import expand_rows, from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft

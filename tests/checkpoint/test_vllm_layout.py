@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
-from medusa_train.checkpoint.vllm_layout import (
+from medusa_train.checkpoint.server_layouts import (
     copy_lm_head,
     from_vllm,
     method_in_path,

@@ -70,7 +70,7 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
 def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1", "--output", "whole.jsonl"]
     assert runner.invoke(app, flags).exit_code == 0
-    monkeypatch.setattr("medusa_train.selfdistill.model.open_engine", None)
+    monkeypatch.setattr("medusa_train.selfdistill.engines.open_engine", None)
     result = runner.invoke(app, flags)
     assert result.exit_code == 0, result.output
     assert "whole.jsonl is complete, nothing to do" in result.output

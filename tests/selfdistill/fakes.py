@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from medusa_train.selfdistill.engines import Answer, Request
-from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat
+from medusa_train.selfdistill.modes import Answer, ChatSteps, GeneratedChat, Request
 
 
 def said(text: str, reason: str = "stop") -> Answer:

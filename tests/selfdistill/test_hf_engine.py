@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.selfdistill import hf_engine as local
-from medusa_train.selfdistill.engines import Answer, Request
+from medusa_train.selfdistill.engines import open_hf_engine
 from medusa_train.selfdistill.hf_engine import (
     HFEngine,
     _surely_best,
@@ -28,7 +27,7 @@ from medusa_train.selfdistill.hf_engine import (
     _surely_drawn,
     is_certain,
 )
-from medusa_train.selfdistill.model import open_hf_engine
+from medusa_train.selfdistill.modes import Answer, Request
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
 from tests.inference.test_static_batches import CountingRunner
@@ -376,32 +375,13 @@ def test_batches_with_heads_are_refilled(directory: Path) -> None:
     tree, passes = Tree.cartesian([2, 2]), []
     for kind in (MedusaDraft, ClosedDraft):
         draft = kind.from_backbone(backbone, num_heads=2)
-        batched = engine(backbone, max_new_tokens=24, draft=draft, tree=tree, compare=0, batch_size=4)
+        batched = engine(backbone, max_new_tokens=24, draft=draft, tree=tree, batch_size=4)
         assert all_answers(batched) == plain
         assert set(batched.stats()) == {"tokens per step"}
         passes.append(batched.steps[0])
         assert batched.steps[1] == batched.counts.draft_steps > 2 * passes[-1]
+        assert batched.counts.draft_tokens == sum(answer.completion_tokens - 1 for answer in plain)
     assert passes[0] < passes[1]
-
-
-def test_batches_with_heads_are_refilled_once_they_were_compared(directory: Path, monkeypatch: Any) -> None:
-    backbone = mixed_lengths(directory)
-    plain = all_answers(engine(backbone, max_new_tokens=24))
-    joined: list[int] = []
-    add_requests = Batch.add_requests
-
-    def counted(self: Batch, requests: list[Any]) -> None:
-        joined.append(len(self.active))
-        add_requests(self, requests)
-
-    monkeypatch.setattr(Batch, "add_requests", counted)
-    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
-    batched = engine(backbone, max_new_tokens=24, draft=draft, tree=Tree.cartesian([2, 2]), compare=3, batch_size=3)
-    assert all_answers(batched) == plain
-    assert joined[:4] == [0] * 4  # two whole batches, with heads and without
-    assert any(joined[4:])
-    assert batched.counts.compared == 3
-    assert batched.counts.draft_tokens == sum(answer.completion_tokens - 1 for answer in plain)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -412,7 +392,7 @@ def test_steps_on_fixed_memory_give_the_same_answers(directory: Path, temperatur
 
     def both() -> list[list[Answer]]:
         plain = engine(backbone, temperature, 24, batch_size=batch_size)
-        heads = engine(backbone, temperature, 24, batch_size=batch_size, draft=draft, tree=tree, compare=3)
+        heads = engine(backbone, temperature, 24, batch_size=batch_size, draft=draft, tree=tree)
         return [all_answers(plain), all_answers(heads)]
 
     expected = both()
@@ -426,16 +406,14 @@ def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone,
     draft = MedusaDraft.from_backbone(backbone, num_heads=2)
     plain = all_answers(engine(backbone, max_new_tokens=20))
     tree = Tree.cartesian([2, 2])
-    speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, compare=4, batch_size=batch_size)
+    speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, batch_size=batch_size)
     assert all_answers(speculating) == plain
-    figures = speculating.stats()
-    assert float(figures["tokens per step"]) >= 1.0
-    assert re.fullmatch(r"\d+\.\d\dx \([4-6] answers\)", figures["faster than without heads"])
+    assert float(speculating.stats()["tokens per step"]) >= 1.0
 
 
 def test_sampled_answers_with_heads_come_from_the_seed_alone(backbone: Backbone) -> None:
     draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.chain(2)
-    one, two = (all_answers(engine(backbone, 0.8, 20, draft=draft, tree=tree, compare=compare)) for compare in (0, 3))
+    one, two = (all_answers(engine(backbone, 0.8, 20, draft=draft, tree=tree)) for _ in range(2))
     assert one == two
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from medusa_train.selfdistill.engines import Answer
-from medusa_train.selfdistill.modes import DropRules, GeneratedChat, selftalk
+from medusa_train.selfdistill.modes import Answer, DropRules, GeneratedChat, selftalk
 from medusa_train.selfdistill.prompts import Prompt
 from tests.selfdistill.fakes import FakeEngine, drive, said
 

@@ -13,8 +13,7 @@ import pytest
 
 from medusa_train.data.conversation import Message
 from medusa_train.errors import ServerError
-from medusa_train.selfdistill.engines import Request
-from medusa_train.selfdistill.modes import DropRules, replay
+from medusa_train.selfdistill.modes import DropRules, Request, replay
 from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
