@@ -20,7 +20,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import TrainConfig
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
-from medusa_train.losses.fused_losses import linear_cross_entropy
+from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.training.run import train
 from medusa_train.trees.tree import Tree
@@ -122,7 +122,7 @@ def test_an_untrained_head_gives_the_backbones_logits_and_loss(family: str) -> N
         assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
         stock = backbone.model(tokens, use_cache=False).logits[0]
         assert torch.allclose(draft.head_logits(hidden, 1)[0], stock, atol=1e-5)
-        ours = linear_cross_entropy(hidden[0], draft.lm_head(1), targets).loss_sum
+        ours = linear_loss(hidden[0], draft.lm_head(1), targets).loss_sum
     assert float(ours) == pytest.approx(float(cross_entropy(stock.float(), targets, reduction="sum")), rel=1e-4)
 
 

@@ -82,10 +82,7 @@ def _trains_lm_head(cfg: Any) -> bool:
 
 
 _RECIPE_KEYS = (
-    "recipe",
-    "medusa_only_heads",
-    "adapter",
-    "medusa_num_unfreeze_layers",
+    *("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers"),
     "medusa_self_distillation",
 )
 
@@ -309,20 +306,15 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
         lambda cfg: cfg.acceptance != "greedy" and cfg.temperature == 0,
         "at temperature 0 this is greedy decoding; set acceptance: greedy, or a temperature above 0",
     ),
-    Constraint(
-        ("lookup", "draft"),
-        lambda cfg: cfg.lookup is not None and "prompt_lookup" not in (cfg.draft or ""),
-        "belongs to another draft; set draft: prompt_lookup, or medusa+prompt_lookup, or remove it",
-    ),
-    Constraint(
-        ("lookahead", "draft"),
-        lambda cfg: cfg.lookahead is not None and not (cfg.draft or "").endswith("lookahead"),
-        "belongs to another draft; set draft: lookahead, or medusa+lookahead, or remove it",
-    ),
-    Constraint(
-        ("rest", "draft"),
-        lambda cfg: cfg.rest is not None and not (cfg.draft or "").endswith("rest"),
-        "belongs to another draft; set draft: rest, or medusa+rest, or remove it",
+    *(
+        Constraint(
+            (section, "draft"),
+            lambda cfg, name=name, section=section: (  # type: ignore[misc]
+                getattr(cfg, section) is not None and not (cfg.draft or "").endswith(name)
+            ),
+            f"belongs to another draft; set draft: {name}, or medusa+{name}, or remove it",
+        )
+        for name, section in (("prompt_lookup", "lookup"), ("lookahead", "lookahead"), ("rest", "rest"))
     ),
     Constraint(
         ("draft", "rest"),
@@ -364,21 +356,9 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
 
 #: Keys of an evaluation in this process, which have no effect on a server.
 _EVAL_LOCAL_KEYS = (
-    "tree",
-    "draft",
-    "lookup",
-    "lookahead",
-    "rest",
-    "compile",
-    "batch_size",
-    "exactness",
-    "prompt_lookup",
-    "assistant_model",
-    "judge_base_url",
-    "judge_model",
-    "judge_concurrency",
-    "allow_code_execution",
-    "calibration_tokens",
+    *("tree", "draft", "lookup", "lookahead", "rest", "compile", "batch_size", "exactness"),
+    *("prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
+    *("allow_code_execution", "calibration_tokens"),
 )
 _EVAL_SERVE_KEYS = ("serve_speculative_tokens", "serve_together", "serve_args", "serve_start_seconds")
 _EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key_env")

@@ -5,7 +5,6 @@ Medusa's keys are flat (`medusa_*`), as in Axolotl's Medusa fork; `MedusaConfig`
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -77,9 +76,14 @@ class DraftConfig(BaseModel):
         return self.model_dump(exclude=set(self.training_keys))
 
     @property
+    def vocab_size_key(self) -> str:
+        """The name of its key for a reduced vocabulary."""
+        return f"{self.prefix}vocab_size"
+
+    @property
     def blocks_per_head(self) -> int:
         """Number of blocks in each head, for memory estimates."""
-        return 1
+        return int(getattr(self, "num_layers", 1))
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the backbone's layers the draft reads states, besides the final ones."""
@@ -91,9 +95,9 @@ class DraftConfig(BaseModel):
         return 0
 
     @property
-    @abstractmethod
     def heads_loss(self) -> HeadsLoss:
-        """Weights of the heads' losses."""
+        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`, against the backbone alone without other keys."""
+        return HeadsLoss(getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0))
 
     def describe(self) -> str:
         """Describe the draft in one phrase, for the first line of the output."""
@@ -118,24 +122,27 @@ class MedusaConfig(DraftConfig):
     soft_targets: Float
 
     @property
-    def blocks_per_head(self) -> int:
-        """Number of blocks in each head."""
-        return self.num_layers
-
-    @property
     def shared_lm_heads(self) -> int:
         """All of them, with `share_lm_head`."""
         return self.num_heads if self.share_lm_head else 0
-
-    @property
-    def heads_loss(self) -> HeadsLoss:
-        """`sum_k c^k CE_k` (Medusa, Medusa-1: Frozen Backbone)."""
-        return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
         markov = f" with a Markov bias of rank {self.markov_rank}" if self.markov_rank else ""
         return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}{markov}"
+
+
+def _vocab_size_key() -> Any:
+    text = "N: heads predict only the N most frequent tokens of the training data; default: all tokens"
+    return key(None, text, ge=16)
+
+
+def _normalize_embeddings_key() -> Any:
+    return key(True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published")
+
+
+def _decay_key() -> Any:
+    return key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1)
 
 
 class HydraConfig(DraftConfig):
@@ -158,29 +165,13 @@ class HydraConfig(DraftConfig):
         le=32,
     )
     prefix_layer: Bool = key(True, "add a decoder layer with its own KV cache before the heads (Hydra++)")
-    normalize_embeddings: Bool = key(
-        True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published"
-    )
+    normalize_embeddings: Bool = _normalize_embeddings_key()
     dropout: Float = key(0.2, "dropout on the residual branch of each block during training", ge=0, lt=1)
-    vocab_size: Int | None = key(
-        None, "N: heads predict only the N most frequent tokens of the training data; default: all tokens", ge=16
-    )
-    decay_coefficient: Float = key(
-        1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
-    )
+    vocab_size: Int | None = _vocab_size_key()
+    decay_coefficient: Float = _decay_key()
     soft_targets: Float = key(
         1.0, "weight of the backbone's distribution in the heads' targets; the data's token has the rest", ge=0, le=1
     )
-
-    @property
-    def blocks_per_head(self) -> int:
-        """Number of blocks in each head."""
-        return self.num_layers
-
-    @property
-    def heads_loss(self) -> HeadsLoss:
-        """Unweighted cross-entropies against the backbone's distribution (Hydra, Hydra++ training objective)."""
-        return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix layer."""
@@ -207,12 +198,8 @@ class AmphistaConfig(DraftConfig):
         le=2,
     )
     sampled_token: Bool = key(True, "also read the embedding of the token that the backbone has just chosen")
-    normalize_embeddings: Bool = key(
-        True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published"
-    )
-    vocab_size: Int | None = key(
-        None, "N: heads predict only the N most frequent tokens of the training data; default: all tokens", ge=16
-    )
+    normalize_embeddings: Bool = _normalize_embeddings_key()
+    vocab_size: Int | None = _vocab_size_key()
     alignment_weight: Float = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the backbone's distribution (default not from the paper)",
@@ -221,9 +208,7 @@ class AmphistaConfig(DraftConfig):
     label_weight: Float = key(
         0.5, "lambda_2: weight of the cross-entropy against the data's tokens (default not from the paper)", ge=0
     )
-    decay_coefficient: Float = key(
-        1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
-    )
+    decay_coefficient: Float = _decay_key()
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -260,11 +245,6 @@ class KangarooConfig(DraftConfig):
         """One, since a single depth is trained."""
         return 1
 
-    @property
-    def heads_loss(self) -> HeadsLoss:
-        """Soft cross-entropy against the backbone (Kangaroo, Early Exiting as Self-Drafting Model)."""
-        return HeadsLoss(1.0, 1.0)
-
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""
         return f"Kangaroo, early exit after {_layers(self.exit_layer)}, drafting up to {self.num_heads} tokens"
@@ -300,11 +280,6 @@ class Eagle3Config(DraftConfig):
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
-
-    @property
-    def heads_loss(self) -> HeadsLoss:
-        """Cross-entropies against the backbone's distribution, decaying with the step (EAGLE-3, training-time test)."""
-        return HeadsLoss(self.decay_coefficient, self.soft_targets)
 
     def describe(self) -> str:
         """Describe the draft by its depth, its trained steps and its reduced vocabulary."""

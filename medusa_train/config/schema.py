@@ -404,12 +404,6 @@ class TrainConfig(Config):
         flat = {name: getattr(self, f"{MedusaConfig.prefix}{name}") for name in MedusaConfig.model_fields}
         return MedusaConfig(**flat)
 
-    def with_draft_key(self, name: str, value: Any) -> TrainConfig:
-        """Return a copy with another value of a key of the selected draft, named without its prefix."""
-        if self.draft in SECTIONS:
-            return self.model_copy(update={self.draft: self.draft_config.model_copy(update={name: value})})
-        return self.model_copy(update={f"{MedusaConfig.prefix}{name}": value})
-
     @property
     def heads_loss(self) -> HeadsLoss:
         """The loss of the selected draft's heads, with `head_loss` and `head_weights`."""

@@ -13,7 +13,7 @@ import torch
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
-from medusa_train.data.cache import encode_datasets, load_or_encode, open_datasets
+from medusa_train.data.encode import encode_datasets, load_or_encode, open_datasets
 from medusa_train.data.examples import DataReport, Example, select_validation
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder

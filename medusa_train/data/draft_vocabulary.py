@@ -8,34 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import ConfigError
 
 
-def check_vocabulary(cfg: TrainConfig, vocab_size: int) -> None:
-    """Raise ConfigError unless the draft vocabulary is smaller than the backbone's, before anything is loaded."""
-    size = cfg.draft_config.settings.get("vocab_size")
+def check_vocabulary(size: int | None, vocab_size: int, key: str) -> None:
+    """Raise ConfigError unless the draft vocabulary (`size`, set by `key`) is smaller than the backbone's."""
     if size is not None and size >= vocab_size:
         raise ConfigError(
-            f"{_key(cfg)}: {size:,} must be less than the {vocab_size:,} tokens of {cfg.base_model}; leave it "
-            "out to use all of them"
+            f"{key}: {size:,} must be less than the {vocab_size:,} tokens of the backbone; leave it out to use all of "
+            "them"
         )
 
 
-def choose_draft_vocabulary(cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int) -> Tensor | None:
-    """Return the tokens that heads predict, long [N] in ascending order; None for all. Raises: `frequent_tokens`."""
-    size = cfg.draft_config.settings.get("vocab_size")
+def choose_draft_vocabulary(
+    size: int | None, train: EncodedDataset, tokenizer: Any, vocab_size: int, key: str
+) -> Tensor | None:
+    """Return the `size` tokens that heads predict, long [size] in ascending order; None for all (`size` None).
+
+    Raises:
+        ConfigError: see `frequent_tokens`.
+    """
     if size is None:
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     special |= set(tokenizer.all_special_ids)
-    return frequent_tokens(token_counts(train, vocab_size), size, special, key=_key(cfg))
-
-
-def _key(cfg: TrainConfig) -> str:
-    """The name of the key: `medusa_vocab_size`, `hydra.vocab_size`."""
-    return f"{cfg.draft_config.prefix}vocab_size"
+    return frequent_tokens(token_counts(train, vocab_size), size, special, key=key)
 
 
 def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:

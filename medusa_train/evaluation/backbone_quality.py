@@ -20,7 +20,8 @@ from medusa_train.data.dataset import EncodedDataset, load_datasets
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
+from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
@@ -180,8 +181,8 @@ def compare_backbones(before: Version, after: Version, batches: Iterable[Batch])
         tokens += int((targets != IGNORE_INDEX).sum())
         (old, old_head), (new, new_head) = before(batch), after(batch)
         old, new, targets = old.flatten(0, 1), new.flatten(0, 1), targets.to(old.device)
-        sums = linear_kl(new, new_head, old, old_head, targets)
-        losses[0] += float(linear_cross_entropy(old, old_head, targets).ce_sum)
+        sums = linear_loss(new, new_head, targets, Teacher(old, old_head, divergence=True))
+        losses[0] += float(linear_loss(old, old_head, targets).ce_sum)
         losses[1] += float(sums.ce_sum)
         kl += float(sums.kl_sum)
     count = max(tokens, 1)

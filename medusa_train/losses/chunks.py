@@ -40,9 +40,9 @@ class Teacher(NamedTuple):
 
     hidden: Tensor
     lm_head: LMHeadLike
-    shift: int
-    teacher_weight: float
-    divergence: bool
+    shift: int = 0
+    teacher_weight: float = 1.0
+    divergence: bool = False
     log_mass: Tensor | None = None
 
 

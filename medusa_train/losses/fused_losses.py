@@ -43,109 +43,11 @@ class LossSums(NamedTuple):
     alpha_sum: Tensor
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    lm_head: LMHeadLike,
-    targets: Tensor,
-    *,
-    row_loss: RowLoss | None = None,
-    chunk: int | None = None,
-    grad_scale: float | None = None,
-) -> LossSums:
-    """Sum of `cross_entropy(logits(hidden), targets)` without the [N, V] logits.
-
-    Rows with target IGNORE_INDEX are removed before every product. `hidden` and the lm_head's tensors get gradients if
-    they require them; the loss is float32 whatever the dtype of the products.
-
-    Args:
-        hidden: [N, d].
-        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is then [N, d + r]).
-        targets: long [N], rows of the weight (token ids, unless there is a token_map) or IGNORE_INDEX.
-        row_loss: LK loss in place of the cross-entropy, and weights [N] of the rows.
-        chunk: rows per chunk; default `chunk_rows`.
-        grad_scale: compute `grad_scale` times the gradients now and return a loss without a graph, see `linear_loss`.
-
-    Raises:
-        IndexError: a target is neither IGNORE_INDEX nor in [0, V).
-    """
-    return linear_loss(hidden, lm_head, targets, None, chunk, grad_scale, row_loss)
-
-
-def linear_kl(
-    hidden: Tensor,
-    lm_head: LMHeadLike,
-    teacher_hidden: Tensor,
-    teacher_lm_head: LMHeadLike,
-    targets: Tensor,
-    *,
-    shift: int = 0,
-    chunk: int | None = None,
-    grad_scale: float | None = None,
-) -> LossSums:
-    """Sum over rows of `KL(p_teacher || p_student)` in nats, without the [N, V] logits of either.
-
-    The language model's loss in self-distillation (Medusa, Self-Distillation). The teacher gets no gradients. If its
-    distribution equals the student's bit for bit, the loss and its gradients are exactly 0.
-
-    Args:
-        hidden: [N, d] of the student.
-        lm_head: of the student; see `linear_cross_entropy`.
-        teacher_hidden: [N, d'].
-        teacher_lm_head: over the same V tokens; its LoRA branch is applied without dropout.
-        targets: long [N]. Rows with IGNORE_INDEX are removed before every product; other values only affect
-            `correct` and `ce_sum`.
-        shift: row n is compared with row n + shift of the teacher.
-        chunk, grad_scale: as in `linear_cross_entropy`.
-
-    Raises:
-        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a supervised row n has no teacher row n + shift.
-        ValueError: the teacher has a different number of rows or tokens.
-    """
-    teacher = Teacher(teacher_hidden, teacher_lm_head, shift, teacher_weight=1.0, divergence=True)
-    return linear_loss(hidden, lm_head, targets, teacher, chunk, grad_scale)
-
-
-def linear_soft_cross_entropy(
-    hidden: Tensor,
-    lm_head: LMHeadLike,
-    teacher_hidden: Tensor,
-    teacher_lm_head: LMHeadLike,
-    targets: Tensor,
-    rho: float,
-    *,
-    shift: int = 0,
-    row_loss: RowLoss | None = None,
-    log_mass: Tensor | None = None,
-    chunk: int | None = None,
-    grad_scale: float | None = None,
-) -> LossSums:
-    """Sum over rows of the cross-entropy against `rho * p_teacher + (1 - rho) * onehot(target)`, in nats.
-
-    The soft target of `medusa_distillation_regularization`, and of heads distilled from the backbone: head k at
-    position t uses `shift` = k, since the teacher at t + k predicts the same token t + k + 1.
-
-    Further arguments and errors as in `linear_kl`.
-
-    Args:
-        rho: weight of the teacher in the target; 0 is cross-entropy against labels, 1 against the teacher.
-        row_loss: LK loss in place of the cross-entropy against the teacher (the label's part, 1 - rho, stays a
-            cross-entropy), and weights [N] of the rows.
-        log_mass: [N], of the teacher's rows, see `chunks.log_mass`; for an LK loss over a reduced vocabulary.
-
-    Raises:
-        ValueError: rho is not in [0, 1].
-    """
-    if not 0.0 <= rho <= 1.0:
-        raise ValueError(f"rho must be in [0, 1], got {rho}")
-    teacher = Teacher(teacher_hidden, teacher_lm_head, shift, teacher_weight=rho, divergence=False, log_mass=log_mass)
-    return linear_loss(hidden, lm_head, targets, teacher, chunk, grad_scale, row_loss)
-
-
 @torch.no_grad()
 def linear_target_log_probs(hidden: Tensor, lm_head: LMHeadLike, targets: Tensor) -> Tensor:
     """Log-probability of each row's target, [N], without the [N, V] logits; -inf for IGNORE_INDEX.
 
-    Arguments and errors as in `linear_cross_entropy`.
+    Arguments and errors as in `linear_loss`.
     """
     rows, labels = _supervised_rows(targets, lm_head)
     hidden, z = low_rank_input(hidden, lm_head, rows)
@@ -159,26 +61,34 @@ def linear_loss(
     hidden: Tensor,
     lm_head: LMHeadLike,
     targets: Tensor,
-    teacher: Teacher | None,
-    chunk: int | None,
-    grad_scale: float | None,
+    teacher: Teacher | None = None,
+    *,
     row_loss: RowLoss | None = None,
+    chunk: int | None = None,
+    grad_scale: float | None = None,
 ) -> LossSums:
     """Sum over rows of the cross-entropy (or divergence) between the target distribution and the student's.
 
-    `hidden`, weight, bias and low-rank matrices get gradients in their own dtype if they require them. Products run in
-    the weight's dtype or autocast's (a float32 master weight is cast once per pass); softmax and loss are float32.
+    Rows with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and low-rank matrices get
+    gradients in their own dtype if they require them, the teacher gets none. Products run in the weight's dtype or
+    autocast's (a float32 master weight is cast once per pass); softmax and loss are float32. A divergence from a
+    teacher whose distribution equals the student's bit for bit, and its gradients, are exactly 0.
 
     Args:
-        hidden, lm_head, targets, chunk: as in `linear_cross_entropy`.
-        teacher: None for labels only.
+        hidden: [N, d].
+        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is then [N, d + r]).
+        targets: long [N], rows of the weight (token ids, unless there is a token_map) or IGNORE_INDEX.
+        teacher: its part of the target distribution; None for labels only.
+        row_loss: LK loss in place of the teacher's cross-entropy (the label's part stays one), without a teacher in
+            place of the label's; and weights [N] of the rows. None: neither.
+        chunk: rows per chunk; default `chunk_rows`.
         grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned loss has no graph.
             Those of leaf matrices in the softmax's dtype are added to `.grad` directly, without running hooks; the
             others, and those of `hidden`, go through their graphs, which are freed.
-        row_loss: LK loss, and weights [N] of the rows; None: neither.
 
     Raises:
-        IndexError, ValueError: as in `linear_kl`.
+        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a supervised row has no row of the teacher.
+        ValueError: the teacher has a different number of rows or tokens.
     """
     rows, labels = _supervised_rows(targets, lm_head)
     if row_loss is not None and row_loss.weights is not None:

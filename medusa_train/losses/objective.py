@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_target_log_probs
-from medusa_train.losses.logits import LMHeadLike
+from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
+from medusa_train.losses.chunks import Teacher, log_mass
+from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_loss, linear_target_log_probs
+from medusa_train.losses.logits import LMHeadLike, autocast_dtype
 from medusa_train.losses.row_losses import RowLoss
-from medusa_train.losses.terms import TeacherStates, predictor_loss
 from medusa_train.losses.weights import dpace_weights, head_weight, lambda0
 
 
@@ -36,24 +36,41 @@ class DraftHeads(Protocol):
         """Head k's matrix and logit transform, k = 1..K."""
 
 
-class BackboneStates(Protocol):
-    """The interface of backbone features that the objective needs."""
+class TeacherStates:
+    """A teacher's hidden states [B, T, d] and its lm_head."""
 
-    @property
-    def hidden(self) -> Tensor:
-        """[B, T, d], what the backbone's own lm_head reads: position t predicts the token t + 1."""
+    def __init__(self, hidden: Tensor, lm_head: LMHeadLike, rows: Tensor) -> None:
+        """Keep the states.
 
+        Args:
+            hidden: [B, T, d]. lm_head: over all tokens.
+            rows: bool [B, T], positions whose predictions are compared with a student's.
+        """
+        self.hidden = hidden
+        self._rows = rows
+        self._whole = self._part = lm_head
+        self._tokens: Tensor | None = None  # the vocabulary of _part
+        self._mass: Tensor | None = None
 
-class LabelledBatch(Protocol):
-    """The interface of a batch that the objective needs: right-padded rows of tokens."""
+    def target(self, tokens: Tensor | None, k: int, weight: float, *, divergence: bool, mass: bool) -> Teacher:
+        """Return its part, `weight`, of the target of a predictor of token t + k + 1 over `tokens` (None for all).
 
-    @property
-    def labels(self) -> Tensor:
-        """Long [B, T]: the token itself where it is supervised, else IGNORE_INDEX."""
+        What is restricted to the tokens is shared by all heads. Rows are flattened, so t + k can point into the next
+        row. That happens only where t + k + 1 is not a valid target, and such positions are ignored.
 
-    @property
-    def segments(self) -> Tensor:
-        """Long [B, T]: the document of each position; -1 is padding."""
+        Args:
+            mass: include the probability mass of the tokens, which the LK loss reads.
+        """
+        if tokens is not self._tokens:
+            self._part = self._whole if tokens is None else self._whole.restrict_to(tokens)
+            self._tokens, self._mass = tokens, None
+        states = self.hidden.flatten(0, -2)
+        if mass and tokens is not None and self._mass is None:
+            device = self.hidden.device.type
+            rows, dtype = self._rows.flatten().nonzero().squeeze(1), autocast_dtype(device)
+            with torch.autocast(device, enabled=False):  # all casts are explicit
+                self._mass = log_mass(states, self._whole, tokens, rows, dtype)
+        return Teacher(states, self._part, k, weight, divergence, self._mass if mass else None)
 
 
 @dataclass(frozen=True)
@@ -181,7 +198,7 @@ class Objective:
         """Return the weight of head k's mean loss."""
         return 1.0 if self.dpace else head_weight(k, self.decay)
 
-    def target_counts(self, batch: LabelledBatch) -> Tensor:
+    def target_counts(self, batch: Batch) -> Tensor:
         """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the language model's.
 
         Their sum over the global batch (micro-batches and processes) is the argument `counts_total` of `loss`.
@@ -193,12 +210,12 @@ class Objective:
     def loss(
         self,
         feats: Any,
-        batch: LabelledBatch,
+        batch: Batch,
         counts_total: Tensor,
         *,
         progress: float = 0.0,
         lm_head: LMHeadLike | None = None,
-        teacher: BackboneStates | None = None,
+        teacher: Tensor | None = None,
         teacher_lm_head: LMHeadLike | None = None,
         grad_scale: float | None = None,
     ) -> ObjectiveOutput:
@@ -214,8 +231,8 @@ class Objective:
             counts_total: `target_counts` summed over the global batch; a term without targets contributes 0.
             progress: step / max_steps, for lambda0.
             lm_head: of the backbone, with its LoRA branch; required for the language model's loss.
-            teacher, teacher_lm_head: features of the same batch, and the lm_head to apply to them; required if
-                `needs_teacher`. In Medusa-1 the frozen backbone is the teacher: `feats` and its lm_head.
+            teacher, teacher_lm_head: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to them;
+                required if `needs_teacher`. In Medusa-1 the frozen backbone is the teacher.
             grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`, and the returned
                 loss has no graph. States in `feats` must not have one either, see `GraphCut`.
 
@@ -230,9 +247,10 @@ class Objective:
             if lm_head is None:
                 raise ValueError("this objective trains the language model: pass lm_head")
             target, kl, scale = self._targets(batch, 0), self.lm == "kl", scales[0]
+            weight = 1.0 if kl else self.rho
             terms.append(
-                predictor_loss(
-                    feats.hidden, lm_head, target, 0, teacher_states, self.rho, divergence=kl, grad_scale=scale
+                _predictor_loss(
+                    feats.hidden, lm_head, target, 0, teacher_states, weight, divergence=kl, grad_scale=scale
                 )
             )
         terms += self._head_terms(feats, batch, teacher_states, scales[len(terms) :])
@@ -242,8 +260,8 @@ class Objective:
     def head_sums(
         self,
         feats: Any,
-        batch: LabelledBatch,
-        teacher: BackboneStates | None = None,
+        batch: Batch,
+        teacher: Tensor | None = None,
         teacher_lm_head: LMHeadLike | None = None,
     ) -> list[LossSums]:
         """Return the sums of each head's loss, not weighted by head; for evaluation.
@@ -254,17 +272,15 @@ class Objective:
         states = self._teacher_states(batch, teacher, teacher_lm_head) if self.soft_heads else None
         return self._head_terms(feats, batch, states, [None] * self.draft.trained_heads)
 
-    def _teacher_states(
-        self, batch: LabelledBatch, teacher: BackboneStates | None, lm_head: LMHeadLike | None
-    ) -> TeacherStates | None:
+    def _teacher_states(self, batch: Batch, teacher: Tensor | None, lm_head: LMHeadLike | None) -> TeacherStates | None:
         if teacher is not None and lm_head is not None:
-            return TeacherStates(teacher.hidden, lm_head, self._targets(batch, 0) != IGNORE_INDEX)
+            return TeacherStates(teacher, lm_head, self._targets(batch, 0) != IGNORE_INDEX)
         if self.needs_teacher:
             raise ValueError("this objective needs a teacher: pass teacher and teacher_lm_head")
         return None
 
     def _head_terms(
-        self, feats: Any, batch: LabelledBatch, teacher: TeacherStates | None, scales: Sequence[float | None]
+        self, feats: Any, batch: Batch, teacher: TeacherStates | None, scales: Sequence[float | None]
     ) -> list[LossSums]:
         """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
         terms: list[LossSums] = []
@@ -283,12 +299,12 @@ class Objective:
             target = self._target_rows(batch, k, head)
             row_loss = RowLoss(self.lk_eta, weights[k - 1]) if self.aims_at_acceptance else None
             terms.append(
-                predictor_loss(student, head, target, k, teacher, self.soft_heads, row_loss=row_loss, grad_scale=scale)
+                _predictor_loss(student, head, target, k, teacher, self.soft_heads, row_loss=row_loss, grad_scale=scale)
             )
         cut.backward()
         return terms
 
-    def _depth_weights(self, states: Iterable[Tensor], batch: LabelledBatch) -> Sequence[Tensor]:
+    def _depth_weights(self, states: Iterable[Tensor], batch: Batch) -> Sequence[Tensor]:
         """Return D-PACE's weights of each head's positions, [B * T] each, from the heads' `states`."""
         log_probs, valid = [], []
         for k, hidden in enumerate(states, start=1):
@@ -320,16 +336,37 @@ class Objective:
         )
 
     @staticmethod
-    def _targets(batch: LabelledBatch, k: int) -> Tensor:
+    def _targets(batch: Batch, k: int) -> Tensor:
         return shift_labels(batch.labels, k, batch.segments)
 
-    def _target_rows(self, batch: LabelledBatch, k: int, head: LMHeadLike) -> Tensor:
+    def _target_rows(self, batch: Batch, k: int, head: LMHeadLike) -> Tensor:
         """Return head k's targets [B, T] as rows of its lm_head, IGNORE_INDEX where there is none."""
         target = self._targets(batch, k)
         if head.token_map is None:
             return target
         rows = head.rows_of(target)
         return torch.where(rows < 0, IGNORE_INDEX, rows)
+
+
+def _predictor_loss(
+    hidden: Tensor,
+    lm_head: LMHeadLike,
+    target: Tensor,
+    k: int,
+    teacher: TeacherStates | None,
+    teacher_weight: float,
+    *,
+    divergence: bool = False,
+    row_loss: RowLoss | None = None,
+    grad_scale: float | None = None,
+) -> LossSums:
+    """Return the sums of the predictor of token t + k + 1, from states [B, T, d] and rows of its lm_head [B, T]."""
+    theirs = None
+    if teacher is not None and teacher_weight:
+        mass = row_loss is not None and row_loss.eta is not None
+        theirs = teacher.target(lm_head.token_map, k, teacher_weight, divergence=divergence, mass=mass)
+    states = hidden.flatten(0, -2)
+    return linear_loss(states, lm_head, target.flatten(), theirs, row_loss=row_loss, grad_scale=grad_scale)
 
 
 @contextmanager

@@ -75,18 +75,18 @@ class BackboneRecipe:
         """Return lm_head with its current weights, LoRA branch included."""
         return self.backbone.lm_head()
 
-    def teacher(self, batch: Batch, feats: Features) -> tuple[Features, LMHead]:
-        """Return features and lm_head of the teacher: the backbone with its adapter disabled.
+    def teacher(self, batch: Batch, feats: Features) -> tuple[Tensor, LMHead]:
+        """Return hidden states [B, T, d] and lm_head of the teacher: the backbone with its adapter disabled.
 
         Args:
             batch: the micro-batch. feats: what `features` returned for it; a frozen backbone is its own teacher.
         """
         if self.adapter is None:
-            return Features(feats.hidden.detach()), self.lm_head()
+            return feats.hidden.detach(), self.lm_head()
         with self.adapter.teacher():
             with self._autocast():
                 teacher = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
-            return teacher, self.lm_head()
+            return teacher.hidden, self.lm_head()
 
     @property
     def saved(self) -> list[nn.Parameter]:
@@ -140,13 +140,16 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
     if cfg.adapter is not None:
         adapter = _build_adapter(cfg, backbone)
     else:
-        _unfreeze(backbone, cfg.medusa_num_unfreeze_layers or None)
+        layers = cfg.medusa_num_unfreeze_layers  # 0: full joint training, embeddings included
+        for module in unfrozen_modules(backbone.model, layers) if layers else [backbone.model]:
+            to_float32(module)
+            module.requires_grad_(True)
     trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
     return BackboneRecipe(backbone, precision, adapter, trained)
 
 
 def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    initial = find_initial_adapter(cfg)
+    initial = find_initial_adapter(cfg.initial_run)
     if initial is not None:
         return Adapter.load(backbone, initial, trainable=True)
     targets = tuple(cfg.lora_target_modules or ())
@@ -158,19 +161,6 @@ def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
         modules_to_save=tuple(cfg.lora_modules_to_save or ()),
     )
     return Adapter.attach(backbone, spec)
-
-
-def _unfreeze(backbone: Backbone, layers: int | None) -> None:
-    """Make the last `layers` decoder layers, the final norm and lm_head trainable, in float32.
-
-    With None the whole model is trained, embeddings included: full joint training.
-
-    Raises:
-        BackboneError: the architecture has no `layers` or no `norm`.
-    """
-    for module in [backbone.model] if layers is None else unfrozen_modules(backbone.model, layers):
-        to_float32(module)
-        module.requires_grad_(True)
 
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
@@ -188,16 +178,16 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
 # Weights of an earlier run (lora_model_dir)
 
 
-def find_initial_heads(cfg: TrainConfig) -> Path | None:
-    """Return the heads in `initial_run` (a run, or a directory of heads in any supported layout), or None."""
-    return _find_initial(cfg, HEADS, lambda path: heads_layout(path) is not None)
+def find_initial_heads(run: str | None) -> Path | None:
+    """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
+    return _find_initial(run, HEADS, lambda path: heads_layout(path) is not None)
 
 
-def find_initial_adapter(cfg: TrainConfig) -> Path | None:
-    """Return the adapter in `initial_run` (a run, or an adapter's directory), or None."""
-    return _find_initial(cfg, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
+def find_initial_adapter(run: str | None) -> Path | None:
+    """Return the adapter in `run` (a run, or an adapter's directory), or None."""
+    return _find_initial(run, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
 
 
-def _find_initial(cfg: TrainConfig, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    home = None if cfg.initial_run is None else resolve_path(cfg.initial_run)
+def _find_initial(run: str | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
+    home = None if run is None else resolve_path(run)
     return None if home is None else next((path for path in (home / name, home) if holds(path)), None)

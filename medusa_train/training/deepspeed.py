@@ -29,13 +29,7 @@ from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import search_path, stage_of
 from medusa_train.training.distributed import World
-from medusa_train.training.strategy import (
-    LossScale,
-    load_optimizer,
-    load_schedule_state,
-    schedule_state,
-    skip_scheduler_step,
-)
+from medusa_train.training.strategy import LossScale, Strategy
 
 T = TypeVar("T")
 
@@ -62,7 +56,7 @@ class _Root(nn.Module):
         return result
 
 
-class DeepSpeedStrategy:
+class DeepSpeedStrategy(Strategy):
     """This process's part in training with DeepSpeed; all processes call every method, in the same order."""
 
     def __init__(
@@ -85,17 +79,11 @@ class DeepSpeedStrategy:
             config: a complete DeepSpeed configuration, see `deepspeed_config.complete_config`.
             loss_scale: for float16.
         """
-        self.scheduler = scheduler
-        self.loss_scale = loss_scale
-        self.found_inf = False
+        super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._world = world
         self._stage = int(stage_of(config))
         self._pending = False  # all gradients of a step are accumulated and not yet applied
-        self._optimizer = optimizer
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._parameters = [parameter for group in self._groups for parameter in group]
-        clip = float(config["gradient_clipping"])
-        self._max_grad_norm = clip if clip > 0 else math.inf
         if self._stage == 0:  # DeepSpeed does not report the norm at this stage, so gradients are clipped here
             config = {**config, "gradient_clipping": 0.0}
         self._root = _Root(draft, backbone)
@@ -109,11 +97,6 @@ class DeepSpeedStrategy:
             for parameter in read_directly:
                 deepspeed.zero.register_external_parameter(self._root, parameter)
         self._set_loss_scale()
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step (first parameter group)."""
-        return float(self._optimizer.param_groups[0]["lr"])
 
     def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
         """Compute the loss of one micro-batch, while ZeRO-3 gathers weights, and accumulate its gradients.
@@ -145,45 +128,34 @@ class DeepSpeedStrategy:
         elif self._stage == 3:
             self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
 
     def step(self) -> float:
-        """Clip, step optimizer and schedule, drop the gradients; return the global norm before clipping."""
-        self._pending = False
-        norm = self._step_unpartitioned() if self._stage == 0 else self._step_partitioned()
-        if self.loss_scale is not None:
-            self.found_inf = self.loss_scale.update(overflowed=not math.isfinite(norm))
-            self._set_loss_scale()
-        if math.isfinite(norm):
-            self.scheduler.step()
+        """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm before clipping."""
+        norm = super().step()
+        self._set_loss_scale()
         return norm
 
-    def skip(self) -> None:
-        """Drop the gradients and step the schedule alone."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore rank 0's `state_dict`, or one of `LocalStrategy`."""
+        super().load_state_dict(state)
+        self._set_loss_scale()
+
+    def _drop_gradients(self) -> None:
         if self._pending:
             self.step()  # the loss is NaN/Inf and so are the gradients: this only drops them
-        skip_scheduler_step(self.scheduler)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of `LocalStrategy`; the optimizer's tensors in rank 0 only, in CPU memory."""
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return the state in the form of `LocalStrategy`, its tensors in rank 0 only, in CPU memory."""
         if self._stage == 0:
-            optimizer = self._optimizer.state_dict()
-        else:
-            optimizer = {"state": self._gather_optimizer(), "param_groups": self._param_groups()}
-        return {"optimizer": optimizer, **schedule_state(self.scheduler, self.loss_scale)}
+            return super()._optimizer_state()
+        return {"state": self._gather_optimizer(), "param_groups": self._param_groups()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore rank 0's `state_dict`, or one of `LocalStrategy`.
-
-        Raises:
-            ValueError: it belongs to other parameters.
-        """
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
         if self._stage == 0:
-            load_optimizer(self._optimizer, state["optimizer"])
+            super()._load_optimizer(saved)
         else:
-            self._scatter_optimizer(state["optimizer"]["state"])
-        load_schedule_state(state, self._optimizer, self.scheduler, self.loss_scale)
-        self._set_loss_scale()
+            self._scatter_optimizer(saved["state"])
 
     def _backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of one micro-batch's loss; after the last one, reduce them over all processes.
@@ -201,21 +173,18 @@ class DeepSpeedStrategy:
         if self.loss_scale is not None and self._stage > 0:
             self._engine.optimizer.override_loss_scale(self.loss_scale.value)
 
-    def _step_unpartitioned(self) -> float:
-        """Stage 0: gradients and optimizer states are whole in every process, as without DeepSpeed."""
-        for grad in [p.grad for p in self._parameters if p.grad is not None]:
-            grad.div_(1.0 if self.loss_scale is None else self.loss_scale.value)
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+    def _update(self) -> float:
+        self._pending = False
+        if self._stage > 0:
+            self._engine.step()
+            return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+        norm = self._clip()  # gradients and optimizer states are whole in every process, as without DeepSpeed
         if math.isfinite(norm):
             self._engine.step()
         else:
             self._engine.zero_grad()
             self._engine.micro_steps += 1  # which its `step` would have done
         return norm
-
-    def _step_partitioned(self) -> float:
-        self._engine.step()
-        return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
 
     def _flat_groups(self) -> list[Tensor]:
         """Return the flat float32 partitions that this process's optimizer updates, one per parameter group."""
@@ -225,21 +194,21 @@ class DeepSpeedStrategy:
     def _param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as `Optimizer.state_dict` does: parameters are numbered through all groups."""
         described, first = [], 0
-        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             numbers = list(range(first, first := first + len(parameters)))
             described.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
         return described
 
     def _gather_optimizer(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state per parameter, whole: elementwise tensors are gathered from all processes."""
-        states = list(self._optimizer.state.values())
+        states = list(self.optimizer.state.values())
         if not states:
             return {}  # before the first step
         elementwise = [key for key, value in states[0].items() if _is_elementwise(value)]
         counters = {key: value for key, value in states[0].items() if key not in elementwise}
         self._link_optimizer_state()
         gathered: dict[int, dict[str, Any]] = {}
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.parameters):
             entry = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
             for key in elementwise:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
@@ -251,17 +220,17 @@ class DeepSpeedStrategy:
         """Load this process's partition of what `_gather_optimizer` returned."""
         if not saved:
             return
-        if set(saved) != set(range(len(self._parameters))):
-            raise ValueError(f"optimizer state has {len(saved)} parameters, expected {len(self._parameters)}")
-        fused = any(self._optimizer.defaults.get(name) for name in ("fused", "capturable"))
+        if set(saved) != set(range(len(self.parameters))):
+            raise ValueError(f"optimizer state has {len(saved)} parameters, expected {len(self.parameters)}")
+        fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         entry = saved[0]
         for flat in self._flat_groups():
-            self._optimizer.state[flat] = {
+            self.optimizer.state[flat] = {
                 key: torch.zeros_like(flat) if _is_elementwise(value) else _counter(value, flat if fused else None)
                 for key, value in entry.items()
             }
         self._link_optimizer_state()
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.parameters):
             for key in [key for key, value in entry.items() if _is_elementwise(value)]:
                 self._set_optimizer_state(parameter, key, saved[number][key])
 
@@ -273,7 +242,7 @@ class DeepSpeedStrategy:
         """
         if self._stage < 3:
             for parameters, flat in zip(self._groups, self._flat_groups(), strict=True):
-                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
+                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def _set_optimizer_state(self, parameter: Any, key: str, value: Tensor) -> None:
         shape = getattr(parameter, "ds_shape", parameter.shape)

@@ -24,14 +24,13 @@ _STAGES = (0, 1, 2, 3)
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def read_deepspeed(cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the mapping in `deepspeed`, or read the JSON file that it names; None if the key is not set.
+def read_deepspeed(config: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the mapping in the key `deepspeed`, or read the JSON file that it names; None if the key is not set.
 
     Raises:
         ConfigError: the file does not exist or is not a JSON object, a section is not a mapping, or the ZeRO stage is
             invalid.
     """
-    config = cfg.deepspeed
     if config is None:
         return None
     if isinstance(config, str):
@@ -62,7 +61,7 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> None:
     Raises:
         ConfigError: it cannot be used or contradicts other keys; lists every problem.
     """
-    config = read_deepspeed(cfg)
+    config = read_deepspeed(cfg.deepspeed)
     if config is None:
         return
     problems = list(_contradictions(config, cfg, size))

@@ -99,17 +99,11 @@ class World:
         """
         if self.size == 1:
             return action()
-        error: MedusaError | None = None
-        result: Any = None
-        if self.is_main:
-            try:
-                result = action()
-            except MedusaError as raised:
-                error = raised
+        result, error = _attempt(action) if self.is_main else (None, None)
         result, code = self.broadcast((result, None if error is None else error.exit_code))
         if code is not None:
             raise error or PeerError(code)
-        return result
+        return result  # type: ignore[return-value]
 
     def run_on_all(self, action: Callable[[], T]) -> T:
         """Call `action` in every process; raise in all of them if it fails in one.
@@ -119,16 +113,11 @@ class World:
         """
         if self.size == 1:
             return action()
-        error: MedusaError | None = None
-        result: Any = None
-        try:
-            result = action()
-        except MedusaError as raised:
-            error = raised
+        result, error = _attempt(action)
         codes = self.gather(None if error is None else error.exit_code)
         failed = [rank for rank, code in enumerate(codes) if code is not None]
         if not failed:
-            return result
+            return result  # type: ignore[return-value]
         if error is not None and self.rank == failed[0]:
             raise error
         raise PeerError(codes[failed[0]] or 1)
@@ -148,6 +137,14 @@ class World:
         """Destroy the process group."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, MedusaError | None]:
+    """Return the result of `action`, or the error that it raised."""
+    try:
+        return action(), None
+    except MedusaError as error:
+        return None, error
 
 
 SINGLE_PROCESS = World()

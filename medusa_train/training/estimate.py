@@ -1,11 +1,11 @@
-"""Estimate what a run costs, without weights: memory, arithmetic, and the bytes that a decoding step reads."""
+"""Estimate what a run costs, without weights: memory and arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lora import LM_HEAD, linear_names
 from medusa_train.training.backbone_recipe import unfrozen_modules
 from medusa_train.training.deepspeed_config import DEFAULT, read_deepspeed, stage_of
-from medusa_train.training.optim import EIGHT_BIT
+from medusa_train.training.strategy import EIGHT_BIT
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory -> rate.
 GPUS = {"RTX 4090, 24 GB": 165e12, "L40S, 48 GB": 362e12, "H100, 80 GB": 989e12}
 #: Assumed share of that rate, which training of this size reaches elsewhere. It was not measured with this project.
 UTILIZATION = 0.4
-#: Vocabulary sizes of heads to suggest, the largest first.
-VOCABULARIES = (32768, 16384, 8192)
 
 # Bytes per parameter
 _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
@@ -56,18 +54,6 @@ class Memory:
     def total(self) -> int:
         """Total bytes."""
         return sum(self.parts.values())
-
-
-class StepBytes(NamedTuple):
-    """Bytes of weights that a decoding step reads, of one row or few.
-
-    Attributes:
-        backbone: of a plain step; an input embedding of its own is a lookup and does not count.
-        draft: of all heads together; a shared lm_head counts once more.
-    """
-
-    backbone: int
-    draft: int
 
 
 class Estimate:
@@ -152,23 +138,6 @@ class Estimate:
         in_body = body * (1 + self._has_teacher + cfg.gradient_checkpointing + backward)
         in_lm_head = 2 * lm_head * supervised * (1 + self._has_teacher + backward)
         return (in_body + in_lm_head) * epochs + in_heads
-
-    def step_bytes(self, dtype: torch.dtype) -> StepBytes:
-        """Count the bytes that the backbone and the draft read per decoding step.
-
-        With a large vocabulary the heads' output matrices can exceed a small backbone: then a step that accepts several
-        tokens may take longer than the plain steps that it replaces, since decoding few rows mostly waits for weights.
-
-        Args:
-            dtype: of the heads and of the backbone's unquantized weights while decoding.
-        """
-        embedding = self._model.get_input_embeddings().weight
-        lookup = 0 if embedding is self._lm_head else embedding.numel() * dtype.itemsize
-        # of a Markov bias only the rows of few tokens are read
-        draft = self._count_heads(markov_rank=0) if self._settings.get("markov_rank") else self._heads
-        if self._settings.get("share_lm_head"):
-            draft += self._draft_vocab * self._text.hidden_size
-        return StepBytes(round(self._backbone_bytes(dtype)) - lookup, draft * dtype.itemsize)
 
     # Parameters
 
@@ -343,7 +312,7 @@ def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> No
     Raises:
         ConfigError: it names the alternatives with their memory.
     """
-    configured = read_deepspeed(cfg)
+    configured = read_deepspeed(cfg.deepspeed)
     stage = stage_of(DEFAULT if configured is None else configured)
     if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and configured is None):
         return
@@ -355,31 +324,3 @@ def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> No
         f"{processes} processes, or zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states: "
         f"{describe_size(round(trained * _ADAM_8BIT))}"
     )
-
-
-def cheaper_settings(cfg: TrainConfig, vocab_size: int) -> dict[str, TrainConfig]:
-    """Return configurations in which one key is changed so that the heads' output matrices are smaller.
-
-    Args:
-        cfg: a validated configuration. vocab_size: tokens of the backbone.
-
-    Returns:
-        The changed configurations by the change, as in a YAML file; none for heads without such matrices.
-    """
-    section = cfg.draft_config
-    if "vocab_size" not in section.settings:
-        return {}
-    current = section.settings["vocab_size"] or vocab_size
-    changes: list[tuple[str, Any]] = [("vocab_size", size) for size in VOCABULARIES if size < current]
-    if "share_lm_head" in section.settings:
-        changes += [("share_lm_head", True)] if not section.settings["share_lm_head"] else []
-    elif section.num_heads > 1:
-        changes.append(("num_heads", section.num_heads // 2))
-    variants = {
-        f"{section.prefix}{key}: {str(value).lower()}": cfg.with_draft_key(key, value) for key, value in changes
-    }
-    return {
-        change: variant
-        for change, variant in variants.items()
-        if not any(constraint.violated(variant) for constraint in TrainConfig.constraints)
-    }

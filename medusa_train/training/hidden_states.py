@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from medusa_train.config.paths import expand_user
-from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
 from medusa_train.data.state_store import StateFormat, StateStore, distinct_documents, document_key
@@ -162,27 +161,33 @@ def _features_of(states: Tensor) -> Features:
 
 
 def open_hidden_states(
-    cfg: TrainConfig, examples: Iterable[Example], need: FeatureSpec, backbone: Backbone, world: World, console: Console
+    prepared: Path,
+    examples: Iterable[Example],
+    need: FeatureSpec,
+    backbone: Backbone,
+    world: World,
+    console: Console,
+    *,
+    tf32: bool,
 ) -> HiddenStateCache:
-    """Open the cache of `backbone` under `dataset_prepared_path` and print the size that it will have.
+    """Open the cache of `backbone` in `prepared` (`dataset_prepared_path`) and print the size that it will have.
 
     Args:
-        cfg: of the run. examples: all of its documents, validation included.
+        examples: all documents of the run, validation included.
         need: states to keep. backbone: frozen, with whole weights in every process.
         world: the processes that train together. console: for notes.
 
     Raises:
         ConfigError: the disk has too little space for the states that are not stored yet, or cannot be written to.
     """
-    prepared = expand_user(cfg.dataset_prepared_path or ".")
-    fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=cfg.tf32))
+    fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     spec = _computed_format(backbone, need)
     store = StateStore(directory, spec, world.rank)
 
     def check() -> str:
         line = _check_space(store, distinct_documents(examples))
-        about = {"base_model": cfg.base_model, "early": need.early, "width": spec.width, "dtype": str(spec.dtype)}
+        about = {"base_model": backbone.name, "early": need.early, "width": spec.width, "dtype": str(spec.dtype)}
         try:
             replace_text(directory / "about.json", json.dumps(about) + "\n")
         except OSError as error:

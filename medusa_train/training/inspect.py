@@ -16,7 +16,7 @@ from rich.text import Text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
-from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, coverage, describe_vocabulary, token_counts
+from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.data.examples import Example
 from medusa_train.data.state_store import distinct_documents
 from medusa_train.models.features import FeatureSpec
@@ -24,7 +24,7 @@ from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, Memory, cheaper_settings, estimate_hours
+from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, Memory, estimate_hours
 from medusa_train.training.hidden_states import describe_states, state_format
 from medusa_train.training.load_data import TrainingData, load_tokenizer
 from medusa_train.training.stages import TITLES, load_stages
@@ -32,8 +32,6 @@ from medusa_train.training.state import make_plan
 
 #: Samples that are shown, and tokens of each.
 SAMPLES, MAX_TOKENS = 3, 400
-#: Share of a plain step's bytes from which the draft's are worth a table.
-NOTABLE_SHARE = 0.1
 #: Bytes of a GPU that torch's allocator does not count.
 _CONTEXT, _NCCL = 1 << 30, 1 << 30
 #: Aligns the tables of the page.
@@ -108,7 +106,7 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
     for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
             results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
-        tokenizer = load_tokenizer(stage.cfg, resolved)
+        tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
         if stage is stages[0] or stage.data is not stages[0].data:
             legend = ("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
             results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
@@ -125,13 +123,8 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
 
 def _figures(stage: _Stage, tokenizer: Any) -> RenderableType:
     """Render the data's figures and the estimates."""
-    heads = _heads_table(stage, tokenizer)
-    return Group(
-        Padding(_data_table(stage, tokenizer), (0, 0, 1, 0)),
-        _memory_table(stage),
-        _time_table(stage.operations),
-        *([] if heads is None else [Padding(heads, (1, 0, 0, 0))]),
-    )
+    data = Padding(_data_table(stage, tokenizer), (0, 0, 1, 0))
+    return Group(data, _memory_table(stage), _time_table(stage.operations))
 
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
@@ -183,7 +176,8 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
         )
     if cfg.test_datasets is not None:
         table.add_row("", _describe_answers(validation))
-    token_map = choose_draft_vocabulary(cfg, train, tokenizer, stage.vocab_size)
+    size = cfg.draft_config.settings.get("vocab_size")
+    token_map = choose_draft_vocabulary(size, train, tokenizer, stage.vocab_size, cfg.draft_config.vocab_size_key)
     if token_map is not None:
         table.add_row("vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size))
     table.add_row("loss", cfg.heads_loss.describe())
@@ -257,40 +251,6 @@ def _time_table(total: float) -> Table:
     table.add_row("time", f"{total:.1e} operations. One GPU at {UTILIZATION:.0%} of its matrix rate, an assumption:")
     table.add_row("", ", ".join(hours))
     return table
-
-
-def _heads_table(stage: _Stage, tokenizer: Any) -> Group | None:
-    """Compare large heads with cheaper settings; None for heads that are small beside the backbone."""
-    size = stage.estimate.step_bytes(stage.dtype)
-    cheaper = cheaper_settings(stage.cfg, stage.vocab_size)
-    if size.draft < NOTABLE_SHARE * size.backbone or not cheaper:
-        return None
-    intro = _grid()
-    intro.add_row(
-        "heads",
-        f"a decoding step with all heads reads {_size(size.draft)} more than the {_size(size.backbone)} of a plain one "
-        f"(+{size.draft / size.backbone:.0%}). Cheaper:",
-    )
-    table = Table.grid(padding=(0, 2), pad_edge=False)
-    table.add_column(min_width=LABEL_WIDTH)
-    table.add_column()
-    for _ in range(5):
-        table.add_column(justify="right")
-    table.add_row("", "", "trained", "memory", "operations", "read per step", "targets covered")
-    counts = token_counts(stage.data.train, stage.vocab_size)
-    variants = {change: _Stage(cfg, stage.data, stage.model_config) for change, cfg in cheaper.items()}
-    for change, variant in {"as configured": stage, **variants}.items():
-        token_map = choose_draft_vocabulary(variant.cfg, stage.data.train, tokenizer, stage.vocab_size)
-        table.add_row(
-            "",
-            change,
-            f"{variant.memory.trained / 1e6:,.1f}M",
-            _size(variant.memory.total),
-            f"{variant.operations:.1e}",
-            f"+{_size(variant.estimate.step_bytes(stage.dtype).draft)}",
-            "all" if token_map is None else f"{coverage(counts, token_map):.2%}",
-        )
-    return Group(intro, table)
 
 
 def _grid() -> Table:

@@ -103,7 +103,7 @@ def _load_data(
             f"sequence_len: {cfg.sequence_len} exceeds the context length of {cfg.base_model}; using {context}"
         )
         cfg = cfg.model_copy(update={"sequence_len": context})
-    tokenizer = load_tokenizer(cfg, resolved)
+    tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
     if (completed := with_template(cfg, tokenizer)) is not cfg:
         cfg = completed
         console.print(f"chat template: {cfg.chat_template} (neither the tokenizer nor the configuration sets one)")
@@ -124,7 +124,7 @@ def _load_data(
     return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0])
 
 
-def load_tokenizer(cfg: TrainConfig, resolved: str) -> Any:
+def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
     """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`.
 
     Raises:
@@ -132,10 +132,10 @@ def load_tokenizer(cfg: TrainConfig, resolved: str) -> Any:
     """
     try:
         return AutoTokenizer.from_pretrained(
-            resolved, trust_remote_code=cfg.trust_remote_code, local_files_only=hub_is_unreachable()
+            resolved, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except (OSError, ValueError, ImportError) as error:
-        raise BackboneError(f"base_model {cfg.base_model}: cannot load its tokenizer: {error}") from error
+        raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
 
 
 def with_template(cfg: TrainConfig, tokenizer: Any) -> TrainConfig:

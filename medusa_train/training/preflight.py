@@ -33,7 +33,9 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg)
     text_config = config.get_text_config()
-    check_vocabulary(cfg, text_config.vocab_size)
+    check_vocabulary(
+        cfg.draft_config.settings.get("vocab_size"), text_config.vocab_size, cfg.draft_config.vocab_size_key
+    )
     layers = text_config.num_hidden_layers
     if cfg.medusa_num_unfreeze_layers > layers:
         raise ConfigError(
@@ -56,8 +58,8 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     if cfg.lora_model_dir is None:
         return
     home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
-    adapter = find_initial_adapter(cfg)
-    if home is None or (adapter is None and find_initial_heads(cfg) is None):
+    adapter = find_initial_adapter(cfg.initial_run)
+    if home is None or (adapter is None and find_initial_heads(cfg.initial_run) is None):
         raise CheckpointError(
             f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
             f"(for example medusa-train configs/tiny_m1.yaml), or remove the key to start from untrained heads."

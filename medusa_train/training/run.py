@@ -105,7 +105,7 @@ def _train_and_finish(
         )
         return max(world.gather(stop.exit_code))  # the signal may have reached only one of the processes
 
-    step = _restore_best(cfg, trainer, console) if outcome is Outcome.EARLY else state.step
+    step = _restore_best(trainer, console) if outcome is Outcome.EARLY else state.step
     if trainer.last_validation is None and trainer.validation_batches is not None:  # nothing was left to train
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
@@ -195,7 +195,7 @@ def _describe_interruption(trainer: Trainer) -> str:
     return f"stopped: {status}:\n  {resume_command(trainer)}"
 
 
-def _restore_best(cfg: TrainConfig, trainer: Trainer, console: Console) -> int:
+def _restore_best(trainer: Trainer, console: Console) -> int:
     """Restore the weights of the best evaluation after early stopping; return their step."""
     state = trainer.state
     step = trainer.restore_best()
@@ -203,7 +203,7 @@ def _restore_best(cfg: TrainConfig, trainer: Trainer, console: Console) -> int:
     if step != state.best_step:
         weights += ", since the best checkpoint no longer exists"
     console.print(
-        f"stopped early: no lower validation loss in {cfg.early_stopping_patience} evaluations "
+        f"stopped early: no lower validation loss in {trainer.patience} evaluations "
         f"(lowest {state.best_loss:.4f} at step {state.best_step}); {weights}"
     )
     return step

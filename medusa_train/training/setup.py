@@ -12,6 +12,7 @@ from torch import nn
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_layout import prepare_output_dir, write_config, writing
 from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
@@ -31,13 +32,6 @@ from medusa_train.training.deepspeed_config import DEFAULT, complete_config, loa
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData, validation_batches, with_template
-from medusa_train.training.optim import (
-    build_optimizer,
-    build_scheduler,
-    count_warmup_steps,
-    parameter_groups,
-    warmup_warning,
-)
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.state import (
     LoadedCheckpoint,
@@ -50,7 +44,16 @@ from medusa_train.training.state import (
     rng_states,
     seed_all,
 )
-from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
+from medusa_train.training.strategy import (
+    LocalStrategy,
+    LossScale,
+    Strategy,
+    build_optimizer,
+    build_scheduler,
+    count_warmup_steps,
+    parameter_groups,
+    warmup_warning,
+)
 from medusa_train.training.trainer import Trainer
 
 
@@ -68,7 +71,15 @@ def build_trainer(
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
         if cfg.cache_hidden_states:  # before the strategy partitions the weights
             documents = [*data.train, *data.validation]
-            recipe.cache = open_hidden_states(cfg, documents, draft.needs, recipe.backbone, world, console)
+            recipe.cache = open_hidden_states(
+                expand_user(cfg.dataset_prepared_path or "."),
+                documents,
+                draft.needs,
+                recipe.backbone,
+                world,
+                console,
+                tf32=cfg.tf32,
+            )
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     warmup = 0
@@ -78,7 +89,7 @@ def build_trainer(
 
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     checkpoint = find_checkpoint(cfg, store, world, console)
-    if checkpoint is None and cfg.trains_stage_one and find_initial_heads(cfg) is None:
+    if checkpoint is None and cfg.trains_stage_one and find_initial_heads(cfg.initial_run) is None:
         raise CheckpointError(f"stage_one: {cfg.initial_run} holds no heads; train them first")
     if checkpoint is not None:  # before the strategy partitions or copies the weights
         restore_weights(checkpoint, draft, recipe)
@@ -158,7 +169,7 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
     precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {world.device.type}; using {precision}")
-    with partitioned_loading(loading_config(read_deepspeed(cfg) or DEFAULT, cfg, world.size, str(precision))):
+    with partitioned_loading(loading_config(read_deepspeed(cfg.deepspeed) or DEFAULT, cfg, world.size, str(precision))):
         backbone = load_backbone(
             cfg.base_model,
             dtype=precision.dtype,
@@ -180,10 +191,12 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
         ConfigError: the heads of `lora_model_dir` have another kind or other settings than the configuration.
     """
     section = cfg.draft_config
-    initial = find_initial_heads(cfg)
+    initial = find_initial_heads(cfg.initial_run)
     if initial is None:
         settings = dict(section.settings)
-        token_map = choose_draft_vocabulary(cfg, data.train, backbone.tokenizer, backbone.vocab_size)
+        token_map = choose_draft_vocabulary(
+            settings.get("vocab_size"), data.train, backbone.tokenizer, backbone.vocab_size, section.vocab_size_key
+        )
         if token_map is not None:
             line = describe_vocabulary(token_map, data.train, data.validation, backbone.vocab_size)
             console.print(f"draft vocabulary: {line}", highlight=False)
@@ -283,7 +296,7 @@ def build_strategy(
     Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
     weights are partitioned from here on and must be read as in `models.partitioned`.
     """
-    configured = read_deepspeed(cfg)
+    configured = read_deepspeed(cfg.deepspeed)
     config = DEFAULT if configured is None else configured
     use_deepspeed = world.size > 1 or configured is not None
     stage = stage_of(config)
@@ -295,7 +308,7 @@ def build_strategy(
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
     loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
     if not use_deepspeed:
-        return LocalStrategy([*draft.parameters(), *trained], optimizer, scheduler, cfg.max_grad_norm, loss_scale)
+        return LocalStrategy(optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
     if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))

@@ -23,8 +23,7 @@ from medusa_train.checkpoint.run_layout import (
     prepare_output_dir,
     write_config,
 )
-from medusa_train.config.load import load_config, stage_one_config
-from medusa_train.config.paths import resolve_path
+from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import CheckpointError, ConfigError
@@ -70,7 +69,7 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
 
         with LoadingProgress(progress) as shown:
             data = load_stages((first, cfg), console, world, shown)
-        for line in [*_plans((first, cfg), data, world), *_finished_elsewhere(cfg)]:
+        for line in _plans((first, cfg), data, world):
             console.print(line, highlight=False, soft_wrap=True)
         world.run_on_main(lambda: _begin(cfg))
         console.print(f"\n{TITLES[0]}", style="bold")
@@ -111,21 +110,6 @@ def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: W
     return lines
 
 
-def _finished_elsewhere(cfg: TrainConfig) -> list[str]:
-    """Name the heads that the file of stage one has already trained in its own run directory, if there are any."""
-    file = cfg.stage_one.get("config") if isinstance(cfg.stage_one, dict) else cfg.stage_one
-    if file is None:
-        return []
-    try:
-        other = load_config(TrainConfig, Path(file))
-        run = resolve_path(other.output_dir)
-    except ConfigError:  # the file is not complete without the keys of this run
-        return []
-    if run is None or heads_layout(run / HEADS) is None or other.heads_keys != cfg.heads_keys:
-        return []
-    return [f"note: {run} holds heads of {file}; lora_model_dir={run} starts from them, without stage one"]
-
-
 def _begin(cfg: TrainConfig) -> None:
     """Delete the run that this one overwrites, its stage one included, and write the configuration of both stages."""
     if cfg.resume_from_checkpoint is None:
@@ -148,7 +132,7 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
             f"resume_from_checkpoint: {named} is a checkpoint of stage one; resume_from_checkpoint=auto continues "
             "stage one from its newest checkpoint"
         )
-    if _has_checkpoint(cfg):
+    if _has_checkpoint(cfg.run_dir):
         return True
     # weights and config.json are written one after the other
     if heads_layout(run / HEADS) is None or not (run / HEADS / "config.json").is_file():
@@ -161,13 +145,13 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
     return True
 
 
-def _has_checkpoint(cfg: TrainConfig) -> bool:
-    return any((cfg.run_dir / CHECKPOINTS).glob("step-*"))
+def _has_checkpoint(run: Path) -> bool:
+    return any((run / CHECKPOINTS).glob("step-*"))
 
 
 def _as_started(cfg: TrainConfig) -> TrainConfig:
     """Let stage two begin in the directory that holds stage one, unless there is a checkpoint of it to resume from."""
-    if cfg.resume_from_checkpoint is not None and _has_checkpoint(cfg):
+    if cfg.resume_from_checkpoint is not None and _has_checkpoint(cfg.run_dir):
         return cfg
     return cfg.model_copy(update={"resume_from_checkpoint": None, "overwrite_output_dir": True})
 

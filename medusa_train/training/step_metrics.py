@@ -10,45 +10,32 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import Batch
-from medusa_train.losses.objective import LMSums, ObjectiveOutput
+from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.training.distributed import World
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatchResult:
     """The figures of one micro-batch, without its graph.
 
     Attributes:
         records: where its conversations come from, "file:line".
         loss: scalar, its share of the step's loss.
-        correct, counts, in_vocab: long [K], top-1 hits, valid targets, and those of them in the head's vocabulary.
-        tokens: tokens read, padding excluded.
-        lm: sums of the backbone's language-model loss; None where it is frozen.
+        row: float64 [5 + 3 K], the fields of `StepTotals` in their order, which can be summed.
     """
 
     records: list[str]
     loss: Tensor
-    correct: Tensor
-    counts: Tensor
-    in_vocab: Tensor
-    tokens: int
-    lm: LMSums | None
+    row: Tensor
 
     @classmethod
     def from_output(cls, batch: Batch, output: ObjectiveOutput) -> MicroBatchResult:
-        """Detach what the objective returned for `batch`."""
-        tokens = int((batch.segments >= 0).sum())
-        heads = (output.head_correct, output.head_counts, output.head_in_vocab)
-        return cls(batch.records, output.loss.detach(), *heads, tokens, output.lm)
-
-    def to_row(self) -> Tensor:
-        """Pack all numbers into one float64 tensor [5 + 3 K] on the CPU, which can be summed."""
-        lm = [] if self.lm is None else [self.lm.ce, self.lm.kl, self.lm.count]
-        measured = [self.loss, *lm, self.correct, self.counts, self.in_vocab]
-        # one transfer from the device
-        row = torch.cat([torch.as_tensor(one).detach().double().flatten() for one in measured]).cpu()
-        tokens = row.new_tensor([self.tokens] if lm else [self.tokens, 0.0, 0.0, 0.0])
-        return torch.cat([row[:1], tokens, row[1:]])
+        """Detach what the objective returned for `batch`; nothing is transferred from the device."""
+        loss, lm = output.loss.detach(), output.lm
+        backbone = [torch.zeros_like(loss)] * 3 if lm is None else [lm.ce, lm.kl, lm.count]
+        heads = [output.head_correct, output.head_counts, output.head_in_vocab]
+        figures = [loss, (batch.segments >= 0).sum(), *backbone, *heads]
+        return cls(batch.records, loss, torch.cat([figure.double().flatten() for figure in figures]))
 
 
 @dataclass(frozen=True)
@@ -73,11 +60,7 @@ class StepTotals:
     @classmethod
     def reduce(cls, results: Sequence[MicroBatchResult], world: World) -> StepTotals:
         """Sum this process's micro-batches, then all processes."""
-        return cls.from_row(world.sum(torch.stack([result.to_row() for result in results]).sum(dim=0)))
-
-    @classmethod
-    def from_row(cls, row: Tensor) -> StepTotals:
-        """Unpack a sum of `MicroBatchResult.to_row` tensors."""
+        row = world.sum(torch.stack([result.row for result in results]).sum(dim=0))
         loss, tokens, ce, kl, targets, *rest = row.tolist()
         heads = [int(number) for number in rest]
         count = len(heads) // 3

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
+from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
+from medusa_train.models.loading import bitsandbytes_obstacle
+from medusa_train.models.partitioned import full_shape
 
 T = TypeVar("T")
 
@@ -22,25 +28,43 @@ _NOT_RESTORED = ("initial_lr", "weight_decay")
 _MOMENTS = ("state1", "state2")
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """How a training step computes, reduces and applies gradients.
 
     The order is `forward_backward` for every micro-batch, then one `step` or `skip`. With several processes all of them
     call every method, in the same order.
+
+    Attributes:
+        found_inf: the last step's gradient overflowed float16 because of the loss scale, which was then halved.
     """
+
+    found_inf = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+        max_grad_norm: float,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """Train the optimizer's parameters; `max_grad_norm` 0 disables clipping, `loss_scale` is for float16."""
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.loss_scale = loss_scale
+        self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step (first parameter group)."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def partitioned(self) -> bool:
         """Whether no process holds all weights (see `models.partitioned`)."""
+        return False
 
-    @property
-    def found_inf(self) -> bool:
-        """Whether the last step's gradient overflowed float16 because of the loss scale, which was then halved."""
-
+    @abstractmethod
     def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
         """Compute the loss of one micro-batch, with all weights readable, and accumulate its gradients.
 
@@ -54,12 +78,14 @@ class Strategy(Protocol):
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function(*args)`, which computes without gradients, with all weights readable."""
+        return function(*args)
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: remove all hooks and the optimizer's state.
 
         All weights are whole then; with `partitioned` only the parameters `saved`, in rank 0 and in CPU memory.
         """
+        self.optimizer.state.clear()
 
     def step(self) -> float:
         """Clip the gradients, step optimizer and schedule, zero the gradients.
@@ -67,95 +93,88 @@ class Strategy(Protocol):
         Returns:
             The gradient norm before clipping. If it is not finite, neither weights nor schedule were changed.
         """
+        norm = self._update()
+        if self.loss_scale is not None:
+            self.found_inf = self.loss_scale.update(overflowed=not math.isfinite(norm))
+        if math.isfinite(norm):
+            self.scheduler.step()
+        return norm
 
     def skip(self) -> None:
         """Skip a step: drop the gradients and step the schedule alone.
 
         Called after a `step` that returned NaN/Inf, or instead of it where the loss is NaN/Inf.
         """
+        self._drop_gradients()
+        with warnings.catch_warnings():
+            # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run."""
-
-
-class LocalStrategy:
-    """Train in one process, on one device."""
-
-    partitioned = False
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        scheduler: LambdaLR,
-        max_grad_norm: float,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        """Train `parameters`.
-
-        Args:
-            parameters: all trained parameters.
-            optimizer, scheduler: over these parameters.
-            max_grad_norm: 0 disables clipping.
-            loss_scale: for float16.
-        """
-        self.parameters = list(parameters)
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
-        self.loss_scale = loss_scale
-        self.found_inf = False
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step (first parameter group)."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is computed."""
-        return compute(*args, grad_scale=1.0 if self.loss_scale is None else self.loss_scale.value)
-
-    def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function(*args)`."""
-        return function(*args)
-
-    def release(self, saved: Iterable[nn.Parameter]) -> None:
-        """Drop the optimizer's state."""
-        self.optimizer.state.clear()
-
-    def step(self) -> float:
-        """Clip, step optimizer and schedule, zero the gradients; return the norm before clipping."""
-        if self.loss_scale is not None:
-            for grad in [p.grad for p in self.parameters if p.grad is not None]:
-                grad.div_(self.loss_scale.value)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
-        if self.loss_scale is not None:
-            self.found_inf = self.loss_scale.update(overflowed=not math.isfinite(norm))
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def skip(self) -> None:
-        """Drop the gradients and step the schedule alone."""
-        self.optimizer.zero_grad(set_to_none=True)
-        skip_scheduler_step(self.scheduler)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and loss scale; its tensors are the optimizer's."""
-        return {"optimizer": self.optimizer.state_dict(), **schedule_state(self.scheduler, self.loss_scale)}
+        schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
+        state = {"optimizer": self._optimizer_state(), "scheduler": schedule}
+        return state if self.loss_scale is None else {**state, "loss_scale": asdict(self.loss_scale)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
 
         A run resumed with another learning rate uses it, at the step of the schedule that was reached.
+
+        Raises:
+            ValueError: it belongs to other parameters.
         """
-        load_optimizer(self.optimizer, state["optimizer"])
-        load_schedule_state(state, self.optimizer, self.scheduler, self.loss_scale)
+        self._load_optimizer(state["optimizer"])
+        scheduler = self.scheduler
+        done, peaks = int(state["scheduler"]["last_epoch"]), list(scheduler.base_lrs)
+        rates = [peak * factor(done) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        current = {"lr_lambdas": scheduler.state_dict()["lr_lambdas"], "base_lrs": peaks, "_last_lr": rates}
+        scheduler.load_state_dict({**state["scheduler"], **current})
+        if self.loss_scale is not None and "loss_scale" in state:  # absent if it was trained in another precision
+            self.loss_scale.value = float(state["loss_scale"]["value"])
+            self.loss_scale.good = int(state["loss_scale"]["good"])
+
+    @abstractmethod
+    def _update(self) -> float:
+        """Clip, step the optimizer if the norm is finite, and zero the gradients; return the norm before clipping."""
+
+    def _clip(self) -> float:
+        """Divide this process's gradients by the loss scale and clip them; return their norm before."""
+        if self.loss_scale is not None:
+            for grad in [p.grad for p in self.parameters if p.grad is not None]:
+                grad.div_(self.loss_scale.value)
+        return float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Zero the gradients."""
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        load_optimizer(self.optimizer, saved)
+
+
+class LocalStrategy(Strategy):
+    """Train in one process, on one device."""
+
+    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
+        """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is computed."""
+        return compute(*args, grad_scale=1.0 if self.loss_scale is None else self.loss_scale.value)
+
+    def _update(self) -> float:
+        norm = self._clip()
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self._drop_gradients()
+        return norm
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass
@@ -189,22 +208,6 @@ class LossScale:
         if self.good == self.WINDOW:
             self.value, self.good = self.value * 2.0, 0
         return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return `value` and `good`."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.value, self.good = float(state["value"]), int(state["good"])
-
-
-def skip_scheduler_step(scheduler: LambdaLR) -> None:
-    """Step the schedule without an optimizer step."""
-    with warnings.catch_warnings():
-        # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        scheduler.step()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -241,24 +244,114 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
             optimizer.state[parameter][name] = buffer.copy_(value)
 
 
-def schedule_state(scheduler: LambdaLR, loss_scale: LossScale | None) -> dict[str, Any]:
-    """Return the state of schedule and loss scale, saved beside the optimizer's."""
-    state: dict[str, Any] = {"scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}}
-    if loss_scale is not None:
-        state["loss_scale"] = loss_scale.state_dict()
-    return state
+# Optimizer and schedule
+
+ParameterGroup = dict[str, Any]
+
+TORCH = ("adamw_torch", "adamw_torch_fused")
+#: Optimizer name -> class in bitsandbytes.
+EIGHT_BIT = {
+    "adamw_bnb_8bit": "AdamW8bit",
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+}
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
-def load_schedule_state(
-    state: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: LambdaLR, loss_scale: LossScale | None
-) -> None:
-    """Restore `schedule_state`: the step that was reached in this run's schedule, and the loss scale."""
-    done = int(state["scheduler"]["last_epoch"])
-    peaks = list(scheduler.base_lrs)
-    rates = [peak * factor(done) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    current = {"lr_lambdas": scheduler.state_dict()["lr_lambdas"], "base_lrs": peaks, "_last_lr": rates}
-    scheduler.load_state_dict({**state["scheduler"], **current})
-    if loss_scale is not None and "loss_scale" in state:  # absent if the checkpoint was trained in another precision
-        loss_scale.load_state_dict(state["loss_scale"])
+def parameter_groups(
+    heads: Iterable[nn.Parameter],
+    heads_lr: float,
+    backbone: Iterable[nn.Parameter],
+    backbone_lr: float,
+    weight_decay: float,
+) -> list[ParameterGroup]:
+    """Group the trained parameters by learning rate, and matrices (weight decay) apart from biases and norms (none).
+
+    Heads train at `learning_rate * medusa_lr_multiplier`, the backbone's trained parameters at `learning_rate`
+    (Medusa, Joint Training, differential learning rates).
+    """
+    groups: list[ParameterGroup] = []
+    for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
+        trained = [p for p in parameters if p.requires_grad]
+        matrices = [len(full_shape(p)) >= 2 for p in trained]
+        for decay, wanted in ((weight_decay, True), (0.0, False)):
+            chosen = [p for p, matrix in zip(trained, matrices, strict=True) if matrix is wanted]
+            groups.append({"params": chosen, "lr": lr, "weight_decay": decay})
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped)), "a parameter is in two optimizer groups"
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    name: str, groups: list[ParameterGroup], device: torch.device
+) -> tuple[torch.optim.Optimizer, str | None]:
+    """Build the optimizer `name`, or adamw_torch where it cannot run.
+
+    Args:
+        name: `adamw_torch`, `adamw_torch_fused`, `adamw_bnb_8bit`, `adamw_8bit` or `paged_adamw_8bit`.
+        groups: parameter groups, each with its `lr` and `weight_decay`.
+        device: where the parameters live.
+
+    Returns:
+        The optimizer, and one line for the user if it is another than `name`.
+
+    Raises:
+        ConfigError: `name` is none of the above.
+    """
+    if name in TORCH:
+        return _adamw(groups), None
+    if name not in EIGHT_BIT:
+        names = ", ".join([*TORCH, *EIGHT_BIT])
+        raise ConfigError([f"optimizer: {name!r} is not one of {names}"])
+    if device.type != "cuda":
+        return _adamw(groups), f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
+    if (obstacle := bitsandbytes_obstacle(device)) is not None:
+        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({obstacle}); using adamw_torch"
+    optimizer: torch.optim.Optimizer = getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])(groups)
+    return optimizer, None
+
+
+def _adamw(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
+    """Build AdamW, fused where the device supports it."""
+    try:
+        return torch.optim.AdamW(groups, fused=True)
+    except RuntimeError:
+        return torch.optim.AdamW(groups)
+
+
+def count_warmup_steps(warmup_steps: int | None, warmup_ratio: float | None, total_steps: int) -> int:
+    """Return the linear warmup steps: `warmup_steps`, else `warmup_ratio` of the run, rounded up."""
+    if warmup_steps is not None:
+        return warmup_steps
+    return math.ceil((warmup_ratio or 0.0) * total_steps)
+
+
+def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None:
+    """Return a warning if a run with schedule `name` ends before its warmup does."""
+    if name == "constant" or warmup_steps < total_steps:
+        return None
+    return (
+        f"note: {warmup_steps:,} warmup steps in a run of {total_steps:,}: the learning rate never reaches its peak "
+        f"({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower warmup_steps or train longer"
+    )
+
+
+def build_scheduler(
+    name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, lowest: float = 0.0
+) -> LambdaLR:
+    """Build transformers' schedule `name`; as there, `constant` has no warmup.
+
+    Args:
+        lowest: final learning rate of `cosine`, as a fraction of the peak.
+
+    Raises:
+        ConfigError: `name` is none of `SCHEDULES`.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError([f"lr_scheduler: {name!r} is not one of {', '.join(SCHEDULES)}"])
+    if name == "cosine" and lowest:
+        name, options = "cosine_with_min_lr", {"min_lr_rate": lowest}
+    else:
+        options = None
+    scheduler: LambdaLR = get_scheduler(name, optimizer, warmup_steps, total_steps, options)
+    return scheduler

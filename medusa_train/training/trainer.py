@@ -309,12 +309,7 @@ def non_finite_reason(loss: float) -> str:
 def non_finite_error(
     step: int, loss: float, records: list[str], skipped: int, checkpoint: Path | None
 ) -> NonFiniteLossError:
-    """Build the error that aborts training at a NaN/Inf step.
-
-    Args:
-        step: number of the step. loss: its loss. records: of its data.
-        skipped: NaN/Inf steps skipped before it. checkpoint: the last one, if any.
-    """
+    """Build the error that aborts training at a NaN/Inf step, after `skipped` others."""
     where = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
     before = f" (max_nonfinite_steps: {skipped} were skipped before)" if skipped else ""
     return NonFiniteLossError(

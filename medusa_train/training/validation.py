@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy, pad
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.data.dataset import Batch
-from medusa_train.losses.fused_losses import linear_cross_entropy, linear_kl
+from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
@@ -279,11 +280,12 @@ class _BackboneSums:
         self._count += int((target != IGNORE_INDEX).sum())
         hidden = feats.hidden.flatten(0, 1)
         if recipe.adapter is None:
-            self._ce += float(linear_cross_entropy(hidden, recipe.lm_head(), target).ce_sum)
+            self._ce += float(linear_loss(hidden, recipe.lm_head(), target).ce_sum)
             return
         self._has_teacher = True
         teacher, teacher_lm_head = recipe.teacher(batch, feats)
-        sums = linear_kl(hidden, recipe.lm_head(), teacher.hidden.flatten(0, 1), teacher_lm_head, target)
+        theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
+        sums = linear_loss(hidden, recipe.lm_head(), target, theirs)
         self._ce += float(sums.ce_sum)
         self._kl += float(sums.kl_sum)
 

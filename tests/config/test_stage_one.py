@@ -11,7 +11,7 @@ from medusa_train.checkpoint.run_layout import write_config
 from medusa_train.cli.train import app
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, TrainConfig
+from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError
 
 ONE = """\
@@ -160,8 +160,3 @@ def test_shipped_configurations_of_joint_training_train_their_heads_first(path: 
         assert first.heads_keys == cfg.heads_keys
         batches = [c.micro_batch_size * c.gradient_accumulation_steps for c in (first, cfg)]
         assert batches[0] == batches[1]
-
-
-def test_keys_of_both_stages_exist() -> None:
-    assert {*SHARED_WITH_STAGE_ONE, *NOT_IN_STAGE_ONE} <= set(TrainConfig.model_fields)
-    assert not {*SHARED_WITH_STAGE_ONE} & {*NOT_IN_STAGE_ONE}

@@ -80,7 +80,3 @@ def test_refused(kind: Any, given: object, message: str) -> None:
 def test_braces_in_a_value_do_not_break_the_message() -> None:
     with pytest.raises(ValidationError, match=r"got '\{x\}'"):
         TypeAdapter(types.Int).validate_python("{x}")
-
-
-def test_long_values_are_shortened() -> None:
-    assert len(types.format_value("x" * 500)) == 60

@@ -76,16 +76,8 @@ def test_dates_stay_text() -> None:
     assert read_yaml("a: 2024-13-45\nb: 2024-01-02\n", "x.yaml").values == {"a": "2024-13-45", "b": "2024-01-02"}
 
 
-def test_tags_build_no_objects() -> None:
-    assert read_yaml("a: !!python/object:os.system {x: 1}\n", "x.yaml").values == {"a": {"x": 1}}
-
-
 def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ConfigError, match=r"x\.yaml: is not a text file in UTF-8"):
         read_yaml_file(path, "x.yaml")
-
-
-def test_key_paths_are_formatted_as_in_messages() -> None:
-    assert format_path(("datasets", 0, "path")) == "datasets[0].path"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data import cache
-from medusa_train.data.cache import cache_key
+from medusa_train.data import encode
 from medusa_train.data.dataset import load_datasets
+from medusa_train.data.encode import cache_key
 from medusa_train.data.examples import EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder
 
@@ -49,13 +49,13 @@ def config(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Every time that something is encoded."""
     calls: list[TrainConfig] = []
-    encode_datasets = cache.encode_datasets
+    encode_datasets = encode.encode_datasets
 
     def counted(cfg: TrainConfig, *args: Any) -> EncodedExamples:
         calls.append(cfg)
         return encode_datasets(cfg, *args)
 
-    monkeypatch.setattr(cache, "encode_datasets", counted)
+    monkeypatch.setattr(encode, "encode_datasets", counted)
     return calls
 
 
@@ -85,7 +85,7 @@ def test_what_shapes_the_tokens_makes_another_key(
     config: Callable[..., TrainConfig], data: Path, make_tokenizer: Callable[..., Any]
 ) -> None:
     def key(encoder: ChatEncoder, **changes: Any) -> str:
-        return cache_key(config(**changes), cache.open_datasets(config(**changes), encoder))
+        return cache_key(config(**changes), encode.open_datasets(config(**changes), encoder))
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]

@@ -158,18 +158,6 @@ def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEn
         load_datasets(config({"path": path, "conversation": "chatlm"}), encoder)
 
 
-def test_which_roles_are_supervised_follows_the_configuration(tmp_path: Path, encoder: ChatEncoder) -> None:
-    path = write(tmp_path / "d.jsonl", record("A", "B"))
-
-    def supervised(**keys: Any) -> str:
-        example = load_datasets(config(path, val_set_size=0, **keys), encoder)[0].examples[0]
-        return encoder.tokenizer.decode(example.tokens[example.supervised].tolist())
-
-    assert supervised() == "B</s>"
-    assert supervised(roles_to_train=["user"]) == "A"
-    assert supervised(train_on_inputs=True) == "<s><user>A</s><|assistant|>B</s>"
-
-
 # -- the loader -----------------------------------------------------------------------------------------------
 
 

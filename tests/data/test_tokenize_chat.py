@@ -174,11 +174,3 @@ def test_tokenizers_that_do_not_fit_are_refused(make_tokenizer: Make) -> None:
         ChatEncoder(plain, "chatml")
     with pytest.raises(DataError, match="'zephyr' ends answers with the EOS token, which the tokenizer does not have"):
         ChatEncoder(make_tokenizer(special=["<s>"]), "zephyr")
-
-
-def test_padding_token_is_the_best_there_is(make_tokenizer: Make) -> None:
-    tokenizer = make_tokenizer()
-    assert ChatEncoder(tokenizer).pad_id == tokenizer.pad_token_id
-    without = make_tokenizer(special=["<s>", "</s>"])
-    assert ChatEncoder(without).pad_id == without.eos_token_id
-    assert ChatEncoder(make_tokenizer(special=[])).pad_id == 0

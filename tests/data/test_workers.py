@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from medusa_train.data import workers
+from medusa_train.data import encode
 from medusa_train.data.conversation import Conversation, Message
+from medusa_train.data.encode import encode_conversations
 from medusa_train.data.examples import EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
-from medusa_train.data.workers import encode_conversations
 from medusa_train.errors import DataError
 
 #: Rejects what it is asked to, and keeps only the last answer: a chat of two answers becomes two rows.
@@ -39,8 +39,8 @@ def conversations(chat: Callable[..., Conversation]) -> list[Conversation]:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers for 40 conversations, in chunks that differ and of which one has no example."""
-    monkeypatch.setattr(workers, "CONVERSATIONS_PER_WORKER", 20)
-    monkeypatch.setattr(workers, "CHUNK", 3)
+    monkeypatch.setattr(encode, "CONVERSATIONS_PER_WORKER", 20)
+    monkeypatch.setattr(encode, "CHUNK", 3)
 
 
 def test_two_processes_return_what_one_does_to_the_byte(
@@ -65,8 +65,8 @@ def test_two_processes_return_what_one_does_to_the_byte(
 def test_few_conversations_start_no_process(
     conversations: list[Conversation], make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "CONVERSATIONS_PER_WORKER", 21)
-    monkeypatch.delattr(workers, "ProcessPoolExecutor")
+    monkeypatch.setattr(encode, "CONVERSATIONS_PER_WORKER", 21)
+    monkeypatch.delattr(encode, "ProcessPoolExecutor")
     assert len(encode_conversations(conversations, ChatEncoder(make_tokenizer(TEMPLATE)), 60, 8).examples) == 24
     assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples.empty(60)
 

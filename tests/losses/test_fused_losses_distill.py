@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.fused_losses import LossSums, linear_cross_entropy, linear_kl, linear_soft_cross_entropy
+from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.fused_losses import LossSums, linear_loss
 from medusa_train.models.lm_head import LMHead
 from tests.losses.plain import RANK, VARIANTS, Largest, Random, Rows, assert_gradients, leaves, name, plain_logits
 
@@ -28,12 +29,13 @@ class Case(NamedTuple):
     teacher: LMHead
     targets: Tensor
 
-    def kl(self, **options: Any) -> LossSums:
-        return linear_kl(self.hidden, self.head, self.teacher_hidden, self.teacher, self.targets, **options)
+    def kl(self, shift: int = 0, **options: Any) -> LossSums:
+        teacher = Teacher(self.teacher_hidden, self.teacher, shift, divergence=True)
+        return linear_loss(self.hidden, self.head, self.targets, teacher, **options)
 
-    def soft(self, rho: float, **options: Any) -> LossSums:
-        rows = (self.hidden, self.head, self.teacher_hidden, self.teacher, self.targets)
-        return linear_soft_cross_entropy(*rows, rho, **options)
+    def soft(self, rho: float, shift: int = 0, **options: Any) -> LossSums:
+        teacher = Teacher(self.teacher_hidden, self.teacher, shift, rho)
+        return linear_loss(self.hidden, self.head, self.targets, teacher, **options)
 
     def gradients(self, loss: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(loss, [self.hidden, *leaves(self.head)]))
@@ -111,22 +113,10 @@ def test_float32() -> None:
     assert_equal(case, partial(case.soft, 0.4, chunk=5), plain_soft(case, 0.4), 2e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, N, None])
-def test_chunks_change_nothing(chunk: int | None) -> None:
-    case = make(torch.float64, VARIANTS[-1], VARIANTS[-1])
-    for loss, wanted in ((case.kl, case.kl(chunk=3)), (lambda **o: case.soft(0.3, **o), case.soft(0.3, chunk=3))):
-        result = loss(chunk=chunk)
-        assert result.correct == wanted.correct
-        for mine, other in zip(result, wanted, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
-        for mine, other in zip(case.gradients(result.loss_sum), case.gradients(wanted.loss_sum), strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
-
-
 def test_side_figures_are_those_of_the_same_rows() -> None:
     """Whatever is minimised, cross-entropy against the labels, KL and hits are told as well."""
     case = make(torch.float64, {"rank": RANK})
-    wanted = linear_cross_entropy(case.hidden, case.head, case.targets)
+    wanted = linear_loss(case.hidden, case.head, case.targets)
     assert wanted.kl_sum.item() == 0.0
     for result in (case.kl(), case.soft(0.3)):
         assert result.ce_sum.item() == pytest.approx(wanted.loss_sum.item(), rel=1e-12)
@@ -172,15 +162,6 @@ def test_nothing_flows_into_the_teacher() -> None:
         assert tensor.requires_grad
         assert tensor.grad is None
     assert case.hidden.grad is not None
-
-
-def test_the_students_own_tensors_as_teacher_are_constants() -> None:
-    """The fork let gradients through the soft target; a matrix in both places gets the student's part only."""
-    case = make(torch.float64, {})
-    shared = case._replace(teacher_hidden=case.hidden, teacher=case.head)
-    rho = 0.5
-    wanted = plain_soft(shared, rho)  # detaches the teacher
-    assert_equal(shared, partial(shared.soft, rho), wanted, 1e-10)
 
 
 def test_rows_without_a_target_count_for_nothing() -> None:
@@ -255,14 +236,6 @@ def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None, rho: flo
     assert naive.numel == rows * vocab  # the instrument does see full logits
 
 
-def test_no_grad_gives_the_value_without_a_graph() -> None:
-    case = make(torch.float64, VARIANTS[-1])
-    with torch.no_grad():
-        result = case.kl()
-    assert not result.loss_sum.requires_grad
-    assert result.loss_sum.item() == pytest.approx(plain_kl(case).item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("shift", [N, -N])
 def test_a_row_beyond_the_teachers_is_refused(shift: int) -> None:
     with pytest.raises(IndexError, match="teacher"):
@@ -275,6 +248,3 @@ def test_a_teacher_that_does_not_fit_is_refused() -> None:
         case._replace(teacher_hidden=case.teacher_hidden[1:]).kl()
     with pytest.raises(ValueError, match=f"{V - 1} tokens, the student"):
         case._replace(teacher=LMHead(case.teacher.weight[1:])).kl()
-    for rho in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="rho"):
-            case.soft(rho)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch
-from medusa_train.losses.fused_losses import linear_cross_entropy, linear_soft_cross_entropy, linear_target_log_probs
+from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.fused_losses import linear_loss, linear_target_log_probs
 from medusa_train.losses.objective import Objective
 from medusa_train.losses.row_losses import RowLoss
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -51,9 +52,9 @@ def test_value_and_gradients_of_a_loss(transform: dict[str, Any], kind: str) -> 
     def fused(grad_scale: float | None) -> Tensor:
         common: dict[str, Any] = {"chunk": 5, "grad_scale": grad_scale}
         if kind == "teacher":
-            return linear_soft_cross_entropy(states, head, theirs, teacher, targets, 0.6, shift=1, **common).loss_sum
+            return linear_loss(states, head, targets, Teacher(theirs, teacher, 1, 0.6), **common).loss_sum
         row_loss = RowLoss(weights=weights) if kind == "weights" else None
-        return linear_cross_entropy(states, head, targets, row_loss=row_loss, **common).loss_sum
+        return linear_loss(states, head, targets, row_loss=row_loss, **common).loss_sum
 
     log_probs = log_softmax(plain_logits(states, head), dim=1)
     valid = (targets != IGNORE_INDEX).nonzero()[:, 0]
@@ -127,7 +128,9 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     counts = objective.target_counts(batch)
 
     def fused(grad_scale: float | None) -> Tensor:
-        return objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=grad_scale).loss
+        return objective.loss(
+            feats, batch, counts, teacher=feats.hidden, teacher_lm_head=teacher, grad_scale=grad_scale
+        ).loss
 
     wanted = acceptance.objective(Plain(draft), feats, batch, **keys)
     torch.testing.assert_close(fused(None), wanted, rtol=1e-10, atol=0)

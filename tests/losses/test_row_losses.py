@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.chunks import log_mass
-from medusa_train.losses.fused_losses import (
-    LossSums,
-    linear_cross_entropy,
-    linear_soft_cross_entropy,
-    linear_target_log_probs,
-)
+from medusa_train.losses.chunks import Teacher, log_mass
+from medusa_train.losses.fused_losses import LossSums, linear_loss, linear_target_log_probs
 from medusa_train.losses.row_losses import RowLoss
 from medusa_train.models.lm_head import LMHead
 from tests.losses.acceptance import lk, row
@@ -44,13 +39,13 @@ class Case:
     def compute(self, share: float, row_loss: RowLoss, grad_scale: float | None = None) -> LossSums:
         options: dict[str, Any] = {"row_loss": row_loss, "chunk": 5, "grad_scale": grad_scale}
         if not share:
-            return linear_cross_entropy(self.hidden, self.head, self.targets, **options)
+            return linear_loss(self.hidden, self.head, self.targets, **options)
         theirs, mass = self.teacher, None
         if self.kept is not None:
             theirs = self.teacher.restrict_to(self.kept)
             mass = log_mass(self.states, self.teacher, self.kept, self.rows + AHEAD, None)
-        options |= {"shift": AHEAD, "log_mass": mass}
-        return linear_soft_cross_entropy(self.hidden, self.head, self.states, theirs, self.targets, share, **options)
+        teacher = Teacher(self.states, theirs, AHEAD, share, log_mass=mass)
+        return linear_loss(self.hidden, self.head, self.targets, teacher, **options)
 
     def plain(self, share: float, row_loss: RowLoss) -> Tensor:
         q = plain_logits(self.hidden, self.head).softmax(1)
@@ -94,14 +89,6 @@ def test_float32(share: float) -> None:
     assert_equal(case, lambda **scale: case.compute(share, row_loss, **scale), case.plain(share, row_loss), 2e-6)
 
 
-def test_rows_without_options_are_the_plain_cross_entropies() -> None:
-    case = Case(VARIANTS[-1])
-    for share in (0.0, 0.4, 1.0):
-        ours, theirs = (case.compute(share, row_loss) for row_loss in (RowLoss(), None))
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["whole", "reduced"])
 def test_alpha_is_summed_over_the_rows(kept: Tensor | None) -> None:
     case = Case({}, kept)
@@ -116,9 +103,7 @@ def test_alpha_is_summed_over_the_rows(kept: Tensor | None) -> None:
 def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient() -> None:
     case = Case({})
     head = LMHead(case.head.weight)
-    sums = linear_soft_cross_entropy(
-        case.hidden, head, case.hidden.detach(), head, case.targets, 1.0, row_loss=RowLoss(3.0)
-    )
+    sums = linear_loss(case.hidden, head, case.targets, Teacher(case.hidden.detach(), head), row_loss=RowLoss(3.0))
     assert abs(sums.loss_sum.item()) < 1e-12
     assert sums.alpha_sum.item() == pytest.approx(len(case.rows))
     (grad,) = torch.autograd.grad(sums.loss_sum, case.hidden)
@@ -130,10 +115,8 @@ def test_extreme_logits_stay_finite() -> None:
     head = LMHead(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]], requires_grad=True))
     for targets in ([0, 1], [1, 2]):  # certain and right; certain and wrong
         for share in (0.0, 1.0):
-            rows: tuple[Any, ...] = (hidden, head) if not share else (hidden, head, hidden.detach().flip(0), head)
-            loss = linear_cross_entropy if not share else linear_soft_cross_entropy
-            options = (share,) if share else ()
-            sums = loss(*rows, torch.tensor(targets), *options, row_loss=RowLoss(3.0))
+            teacher = Teacher(hidden.detach().flip(0), head) if share else None
+            sums = linear_loss(hidden, head, torch.tensor(targets), teacher, row_loss=RowLoss(3.0))
             assert torch.isfinite(sums.loss_sum)
             assert all(torch.isfinite(g).all() for g in torch.autograd.grad(sums.loss_sum, [hidden, head.weight]))
 
@@ -156,6 +139,6 @@ def test_nothing_larger_than_one_chunk_of_logits() -> None:
     with Largest() as ours:
         mass = torch.zeros(rows)
         row_loss = RowLoss(3.0, torch.rand(rows))
-        options = {"row_loss": row_loss, "log_mass": mass, "chunk": chunk, "grad_scale": 1.0}
-        linear_soft_cross_entropy(hidden, head, states, teacher.restrict_to(tokens), targets, 1.0, **options)
+        theirs = Teacher(states, teacher.restrict_to(tokens), log_mass=mass)
+        linear_loss(hidden, head, targets, theirs, row_loss=row_loss, chunk=chunk, grad_scale=1.0)
     assert ours.numel == chunk * kept

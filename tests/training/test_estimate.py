@@ -14,13 +14,9 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.training.estimate import (
     _NF4,
-    UTILIZATION,
     Estimate,
     Memory,
-    StepBytes,
-    cheaper_settings,
     check_8bit_states,
-    estimate_hours,
 )
 from tests.families import random_backbone
 
@@ -248,10 +244,6 @@ def operations(epochs: float = 1.0, **keys: Any) -> float:
     return small(**keys).operations(tokens=1000, supervised=600, width=WIDTH, epochs=epochs)
 
 
-def step_bytes(dtype: torch.dtype, **keys: Any) -> StepBytes:
-    return small(**keys).step_bytes(dtype)
-
-
 def test_a_frozen_backbone_runs_forward_and_heads_both_ways() -> None:
     assert operations() == pytest.approx(PASS + 6 * 2 * HEAD * 600)
     assert operations(epochs=2.5) == pytest.approx(2.5 * operations())
@@ -288,10 +280,6 @@ def test_a_markov_bias_is_a_product_per_head_after_a_lookup() -> None:
     assert added == pytest.approx(6 * 2 * 4 * 20 * 600)
 
 
-def test_hours_are_operations_over_the_assumed_share_of_the_rate() -> None:
-    assert estimate_hours(3600 * UTILIZATION * 1e12, 1e12) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type)
 def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
     """Falcon's list of layers is called `h`."""
@@ -302,77 +290,3 @@ def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
     layers = sum(p.numel() for name, p in model.named_parameters() if ".h." in name or ".layers." in name)
     total = Estimate(config(), family).operations(tokens=10, supervised=0, width=8, epochs=1)
     assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_plain_step_reads_every_matrix_once_and_looks_tokens_up(tied: bool) -> None:
-    size = step_bytes(torch.bfloat16, tied=tied)
-    assert size.backbone == 2 * (BODY + VOCAB * HIDDEN)
-
-
-def test_a_quantized_backbone_makes_the_heads_larger_beside_it() -> None:
-    size = step_bytes(torch.bfloat16, load_in_4bit=True, tied=True)
-    linears, rest = LAYERS * PROJECTIONS, BODY - LAYERS * PROJECTIONS + VOCAB * HIDDEN
-    assert size.backbone == round(linears * _NF4 + 2 * rest)
-    assert size.draft == 2 * 2 * (BLOCK + VOCAB * HIDDEN)
-
-
-@pytest.mark.parametrize(
-    ("keys", "weights"),
-    [
-        ({}, 2 * (BLOCK + VOCAB * HIDDEN)),
-        ({"medusa_vocab_size": 20}, 2 * (BLOCK + 20 * HIDDEN)),
-        ({"medusa_share_lm_head": True}, 2 * BLOCK + VOCAB * HIDDEN),
-        ({"medusa_share_lm_head": True, "medusa_vocab_size": 20}, 2 * BLOCK + 20 * HIDDEN),
-        ({"medusa_markov_rank": 8}, 2 * (BLOCK + VOCAB * HIDDEN)),  # a few rows
-    ],
-)
-def test_heads_read_a_matrix_each_or_a_shared_one_once(keys: dict[str, Any], weights: int) -> None:
-    assert step_bytes(torch.float32, **keys).draft == 4 * weights
-
-
-def test_suggestions_are_smaller_than_what_is_configured() -> None:
-    def suggested(vocab_size: int, **keys: Any) -> list[str]:
-        return list(cheaper_settings(config(**keys), vocab_size))
-
-    sizes = [f"medusa_vocab_size: {size}" for size in (32768, 16384, 8192)]
-    shared = "medusa_share_lm_head: true"
-    assert suggested(49152) == [*sizes, shared]
-    assert suggested(32768) == [*sizes[1:], shared]
-    assert suggested(49152, medusa_vocab_size=16384) == [sizes[2], shared]
-    assert suggested(49152, medusa_share_lm_head=True) == sizes
-    assert suggested(4096) == [shared]
-    # heads without blocks would have no parameters left, and a trained lm_head cannot be shared
-    assert suggested(4096, medusa_num_layers=0) == []
-    assert suggested(4096, recipe="medusa2", adapter="lora", lora_target_linear=True) == []
-    assert suggested(4096, recipe="medusa2", adapter="lora", lora_target_modules=["q_proj"]) == [shared]
-
-
-@pytest.mark.parametrize("draft", ["hydra", "amphista"])
-def test_other_drafts_have_smaller_vocabularies_or_fewer_heads(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.training.estimate.VOCABULARIES", (1000, 40, 20))
-    cfg = config(draft=draft)
-    cheaper = cheaper_settings(cfg, VOCAB)
-    assert list(cheaper) == [f"{draft}.vocab_size: 40", f"{draft}.vocab_size: 20", f"{draft}.num_heads: 2"]
-    full, part, less, half = (
-        step_bytes(torch.float32, draft=draft, **{draft: getattr(one, draft)}).draft for one in (cfg, *cheaper.values())
-    )
-    assert full - part == 4 * 4 * 60 * HIDDEN
-    assert part - less == 4 * 4 * 20 * HIDDEN
-    assert half < full - 2 * 4 * VOCAB * HIDDEN
-    smallest = config(draft=draft, **{draft: {"num_heads": 1, "vocab_size": 20}})
-    assert cheaper_settings(smallest, VOCAB) == {}
-
-
-def test_kangaroo_has_nothing_to_suggest() -> None:
-    assert cheaper_settings(config(draft="kangaroo"), VOCAB) == {}
-
-
-def test_every_family_has_a_plain_step() -> None:
-    for family in ("llama", "llama-bias-tied", "gemma2"):
-        backbone = random_backbone(family)
-        size = Estimate(config(), backbone.config).step_bytes(torch.float32)
-        parameters = {id(p): p for p in backbone.model.parameters()}
-        tied = backbone.model.get_input_embeddings().weight is backbone.model.get_output_embeddings().weight
-        looked_up = 0 if tied else backbone.model.get_input_embeddings().weight.numel()
-        assert size.backbone == 4 * (sum(p.numel() for p in parameters.values()) - looked_up)

@@ -12,20 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.config.constraints import TRAIN_CONSTRAINTS
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.state_store import StateStore
 from medusa_train.errors import ConfigError
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
-from medusa_train.progress import RunProgress
 from medusa_train.training import hidden_states
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.hidden_states import HiddenStateCache, backbone_fingerprint, state_format
-from medusa_train.training.inspect import inspect_run
 from medusa_train.training.load_data import load_data
-from medusa_train.training.setup import build_trainer
 from tests.training.conftest import metrics
 from tests.training.mishap import Mishap, command, forks, medusa_train
 from tests.training.test_run import train
@@ -230,31 +226,6 @@ def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(make_runs, consol
     assert_same_weights(tmp_path / "cached", tmp_path / "plain")
 
 
-def test_a_backbone_that_learns_is_refused(make_config):
-    def problems(**keys: Any) -> list[str]:
-        cfg = make_config(**{"cache_hidden_states": True, "dataset_prepared_path": "prepared", **keys})
-        return [f"{c.keys[0]}: {c.message}" for c in TRAIN_CONSTRAINTS if c.violated(cfg)]
-
-    assert problems() == []
-    for keys in ({"recipe": "medusa2"}, {"adapter": "lora"}, {"medusa_num_unfreeze_layers": 1}):
-        (problem,) = problems(**keys)
-        assert problem.startswith("cache_hidden_states: the hidden states of a backbone that is trained change")
-    assert problems(dataset_prepared_path=None) == [
-        "cache_hidden_states: requires a directory for the hidden states; set dataset_prepared_path"
-    ]
-
-
-def test_the_page_of_inspect_has_the_size(make_config, console, tmp_path):
-    cfg = make_config(cache_hidden_states=True, dataset_prepared_path=str(tmp_path), **DRAFTS["kangaroo"])
-    tokens = sum(len(example) for part in load_both(cfg, console) for example in part)
-    inspect_run(cfg, console, console)
-    line = next(line for line in console.file.getvalue().splitlines() if line.startswith("hidden states"))
-    size = tokens * 2 * 32 * 4 / 2**20
-    assert line.split(maxsplit=2)[2].startswith(
-        f"{tokens:,} tokens x 32 values x 2 states x 4 bytes: {size:.1f} MiB in"
-    )
-
-
 def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(backbone_dir):
     backbone = load_backbone(str(backbone_dir))
     first = backbone_fingerprint(backbone, PLAIN)
@@ -317,8 +288,3 @@ def test_long_contexts_of_longrope_models_are_other_states(cache_and_batch):
         keys[switch] = [document.key for document in cache._documents(batch)]
     assert keys[None] == keys[width]
     assert not set(keys[None]) & set(keys[width - 1])
-
-
-def test_a_trainer_without_the_key_has_no_cache(make_config, console):
-    cfg = make_config()
-    assert build_trainer(cfg, load_data(cfg, console), RunProgress(console)).recipe.cache is None

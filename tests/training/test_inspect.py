@@ -103,16 +103,6 @@ def test_rows_of_a_template_that_changes_earlier_turns_are_counted(make_config, 
     assert rows_of(text)["rows"].startswith("one row of a conversation each; ")
 
 
-def test_packed_rows_are_counted(make_config, weightless, console):
-    cfg = make_config(base_model=weightless, sample_packing=True, sequence_len=128, micro_batch_size=2, max_steps=None)
-    rows = rows_of(page(cfg, console))
-    count, _, fill = rows["rows"].partition(" packed rows of 128 tokens per epoch, ")
-    assert 9 <= int(count) <= 11
-    assert 90 < float(fill.partition("% full; ")[0]) <= 100
-    assert fill.endswith("% of the computed positions are padding")
-    assert rows["steps"].startswith(f"{-(-int(count) // 2) / 2:.1f} per epoch")
-
-
 def test_the_command_writes_nothing_and_minds_no_earlier_run(make_config, weightless, tmp_path):
     (tmp_path / "run" / "heads").mkdir(parents=True)
     path = tmp_path / "config.yaml"
@@ -137,25 +127,3 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
     assert "2 checkpoints of " in rows_of(text)["disk"]
     text = page(make_config(base_model=weightless, save_total_limit=1), console)
     assert "1 checkpoint of " in rows_of(text)["disk"]
-
-
-def test_large_heads_are_compared_with_cheaper_settings(make_config, weightless, console, monkeypatch):
-    """3 heads of 32 x 32 + 32 + 300 x 32 numbers; the vocabulary has 300 tokens, so sizes of 64 and 100 stand in."""
-    cfg = make_config(base_model=weightless, max_steps=None)
-    monkeypatch.setattr("medusa_train.training.estimate.VOCABULARIES", (1000, 100))
-    text = page(cfg, console)
-    table = [line.split() for line in text[text.index("heads       a decoding") :].splitlines()]
-    full, reduced, shared = (3 * (32 * 32 + 32) + 32 * rows for rows in (3 * 300, 3 * 100, 300))
-    assert "Cheaper:" in table[0]
-    assert [line[:3] for line in table[2:]] == [
-        ["as", "configured", f"{full / 1e6:.1f}M"],
-        ["medusa_vocab_size:", "100", f"{reduced / 1e6:.1f}M"],
-        ["medusa_share_lm_head:", "true", "0.0M"],
-    ]
-    read = [re.search(r"\+([\d.]+) MiB", " ".join(line))[1] for line in table[2:]]
-    itemsize = 2 if cfg.bf16 is True else 4
-    assert [float(size) for size in read] == [round(n * itemsize / 2**20, 1) for n in (full, reduced, shared)]
-    assert [line[-1] for line in table[2::2]] == ["all", "all"]
-    assert 0 < float(table[3][-1].rstrip("%")) <= 100
-    monkeypatch.setattr("medusa_train.training.inspect.NOTABLE_SHARE", 100.0)
-    assert "Cheaper:" not in page(cfg, console)

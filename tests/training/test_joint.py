@@ -9,15 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.heads import load_heads
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
-from medusa_train.training.optim import parameter_groups
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after, train
 
@@ -131,13 +129,6 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_stage_one_is_found_below_the_project_and_recorded_as_such(make_config, console, tmp_path, monkeypatch):
-    train(make_config(output_dir=str(tmp_path / "m1"), max_steps=1), console)
-    monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
-    assert train(make_config(lora_model_dir="m1", max_steps=1), console) == 0
-    assert f"lora_model_dir: {tmp_path / 'm1'}" in (tmp_path / "run" / "config.yaml").read_text()
-
-
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
     """With a small lambda0 the heads' loss falls while the backbone drifts from its teacher."""
     keys = {**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2}
@@ -168,13 +159,6 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
 
-def test_full_joint_training_changes_everything(make_config, console, tmp_path, backbone_dir):
-    train(make_config(recipe="medusa2"), console)
-    before = load_file(backbone_dir / "model.safetensors")
-    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-
-
 def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, tmp_path):
     """With QLoRA that is not the form that decodes, which is merged: medusa-eval fits the tree again."""
     pytest.importorskip("bitsandbytes")
@@ -188,21 +172,6 @@ def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, t
     assert decoding.differences(fitted) == ["quantization nf4, now none", "merged no, now yes"]
 
 
-def test_medusa1_trains_no_backbone(make_config, console, tmp_path):
-    train(make_config(recipe="medusa1"), console)
-    assert not (tmp_path / "run" / "adapter").exists()
-    assert "lm_loss" not in metrics(tmp_path / "run")[0]
-
-
-def test_soft_targets_for_heads_alone(make_config, console, tmp_path, backbone_dir):
-    hard, soft = (tmp_path / name for name in ("hard", "soft"))
-    train(make_config(output_dir=str(hard)), console)
-    train(make_config(output_dir=str(soft), medusa_soft_targets=0.5), console)
-    backbone = load_backbone(str(backbone_dir))
-    one, other = load_heads(hard / "heads", backbone), load_heads(soft / "heads", backbone)
-    assert not torch.equal(one.lm_heads[0].weight, other.lm_heads[0].weight)
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 def test_heads_on_a_shared_lm_head_learn_and_decode(make_config, console, tmp_path, bf16):
     assert train(make_config(medusa_share_lm_head=True, bf16=bf16, calibration_tokens=80), console) == 0
@@ -213,17 +182,3 @@ def test_heads_on_a_shared_lm_head_learn_and_decode(make_config, console, tmp_pa
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
     assert Decoder(subject.backbone, subject.draft, subject.tree).generate([0, 2, 10, 3], 20).tokens == plain.tokens
-
-
-def test_a_wrong_target_is_named(make_config, console):
-    with pytest.raises(BackboneError, match="query: no such linear layer"):
-        train(make_config(recipe="medusa2", adapter="lora", lora_target_modules=["query"]), console)
-
-
-def test_differential_learning_rates_cover_everything_once() -> None:
-    heads = torch.nn.Linear(3, 3)
-    backbone = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
-    groups = parameter_groups(heads.parameters(), 4e-3, backbone.parameters(), 1e-3, 0.1)
-    assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups] == [
-        (1, 4e-3, 0.1), (1, 4e-3, 0.0), (1, 1e-3, 0.1), (3, 1e-3, 0.0),
-    ]  # fmt: skip

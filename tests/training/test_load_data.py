@@ -14,7 +14,7 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from medusa_train.data import cache
+from medusa_train.data import encode as encode_module
 from medusa_train.errors import BackboneError, ConfigError, DataError
 from medusa_train.training import load_data as prepare
 from medusa_train.training.distributed import World
@@ -127,7 +127,7 @@ def test_the_tokenizer_asks_no_hub_that_is_out_of_reach(make_config, monkeypatch
     asked = {}
     monkeypatch.setattr(prepare, "hub_is_unreachable", lambda: offline)
     monkeypatch.setattr(prepare.AutoTokenizer, "from_pretrained", lambda where, **keys: asked.update(keys))
-    load_tokenizer(make_config(), "owner/name")
+    load_tokenizer("owner/name", trust_remote_code=False)
     assert asked["local_files_only"] is offline
 
 
@@ -140,7 +140,7 @@ def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_pat
     )  # fmt: skip
     LlamaConfig(vocab_size=320).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    tokenizer = load_tokenizer(make_config(base_model=str(tmp_path)), str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
     assert tokenizer.is_fast
     tokens = tokenizer("three large", add_special_tokens=False)["input_ids"]
     reference = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
@@ -169,7 +169,7 @@ class ThreadWorld(World):
 @pytest.mark.parametrize(("prepared", "is_full"), [(False, False), (True, False), (False, True)])
 def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, monkeypatch, prepared, is_full):
     encoded, directories = [], []
-    encode, replace = cache.encode_datasets, cache.replace_bytes
+    encode, replace = encode_module.encode_datasets, encode_module.replace_bytes
 
     def write(path, chunks):
         directories.append(path.parent)
@@ -177,8 +177,8 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(path, chunks)
 
-    monkeypatch.setattr(cache, "encode_datasets", lambda *args: encoded.append(args[0]) or encode(*args))
-    monkeypatch.setattr(cache, "replace_bytes", write)
+    monkeypatch.setattr(encode_module, "encode_datasets", lambda *args: encoded.append(args[0]) or encode(*args))
+    monkeypatch.setattr(encode_module, "replace_bytes", write)
     cfg = make_config(dataset_prepared_path=str(tmp_path / "prepared") if prepared else None)
     barrier, values = threading.Barrier(3), {}
     with ThreadPoolExecutor(3) as pool:

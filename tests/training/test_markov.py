@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -53,31 +53,3 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
         with pytest.raises(CheckpointError, match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store"):
             export_run(resolve_model(str(out), None, None), to)
     assert not (out / "export").exists()
-
-
-def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path) -> None:
-    keys = {**MARKOV, "save_steps": 3, "lr_scheduler": "constant"}
-    train(make_config(**keys, output_dir=str(tmp_path / "whole")), console, console)
-    train(make_config(**keys, output_dir=str(tmp_path / "part"), max_steps=3), console, console)
-    train(make_config(**keys, output_dir=str(tmp_path / "part"), resume_from_checkpoint="auto"), console, console)
-    first, second = (load_file(tmp_path / name / HEADS) for name in ("whole", "part"))
-    assert set(first) == set(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_stage_two_goes_on_with_the_bias_of_stage_one(make_config, console, tmp_path) -> None:
-    train(make_config(**MARKOV, output_dir=str(tmp_path / "one")), console, console)
-    start = {
-        "lora_model_dir": str(tmp_path / "one"),
-        "recipe": "medusa2",
-        "adapter": "lora",
-        "lora_target_linear": True,
-        "medusa_self_distillation": True,
-        "output_dir": str(tmp_path / "two"),
-    }
-    with pytest.raises(ConfigError, match="medusa_markov_rank: 4, the configuration sets medusa_markov_rank: 0"):
-        train(make_config(**start), console, console)
-    train(make_config(**start, **MARKOV, max_steps=1, learning_rate=1e-6), console, console)
-    first, second = (load_file(tmp_path / name / HEADS) for name in ("one", "two"))
-    for name in ("markov.embedding.weight", "markov.output.weight"):
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)

@@ -87,7 +87,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # checkpoint 4 has its name, wherever training is by now
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 1), [4]),
         # in the middle of the evaluation of step 6, its training line is written
-        (Mishap("medusa_train.training.validation:linear_kl", 1), [4]),
+        (Mishap("medusa_train.training.validation:linear_loss", 1), [4]),
         # the evaluation of step 6 is logged, its weights not begun
         (Mishap("medusa_train.checkpoint.store:split_tensors", 1), [4]),
         # half of checkpoint 8 is written
@@ -156,7 +156,7 @@ def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Pat
     run = tmp_path / "run"
     for place, saved, words in (
         ("medusa_train.training.load_data:load_datasets", [], "error: terminated\n"),
-        ("medusa_train.training.validation:linear_kl", [3], "stopped after step 3, saved"),
+        ("medusa_train.training.validation:linear_loss", [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
         (TRAINER + "BackgroundWriter.write", [3, 4], "stopped after step 4, saved"),
         (TRAINER + "Trainer.compute_loss", [4, 5], "stopped after step 5, saved"),
@@ -177,7 +177,8 @@ def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(
     cfg: TrainConfig, whole: Path, tmp_path: Path
 ) -> None:
     """Stopped in the evaluation of step 3, and killed after it was made up for and before that was saved."""
-    stopped, _ = medusa_train(command(cfg, RESUME), Mishap("medusa_train.training.validation:linear_kl", 1, terminate))
+    evaluation = Mishap("medusa_train.training.validation:linear_loss", 1, terminate)
+    stopped, _ = medusa_train(command(cfg, RESUME), evaluation)
     killed, _ = medusa_train(command(cfg, RESUME), Mishap("medusa_train.checkpoint.store:split_tensors"))
     assert (stopped, killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
     evaluated = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]

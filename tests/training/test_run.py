@@ -10,13 +10,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.heads import load_heads
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
-from medusa_train.inference.generate import Decoder
-from medusa_train.models.loading import load_backbone
 from medusa_train.training import run as run_module
 from medusa_train.training.distributed import World
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
@@ -134,15 +131,6 @@ def test_the_tree_of_the_latest_evaluation_lies_in_every_checkpoint(make_config,
     assert f"{lengths[8]:.2f} tokens per step: teacher-forced on held-out text" in console.file.getvalue()
 
 
-def test_trained_heads_decode_to_the_same_text(make_config, console, tmp_path, backbone_dir):
-    train(make_config(), console)
-    backbone = load_backbone(str(backbone_dir))
-    draft = load_heads(tmp_path / "run" / "heads", backbone)
-    plain = Decoder(backbone).generate([0, 2, 10, 3], 20)
-    drafted = Decoder(backbone, draft, Tree.cartesian([2, 2])).generate([0, 2, 10, 3], 20)
-    assert drafted.tokens == plain.tokens
-
-
 def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path, monkeypatch):
     keys = {"logging_steps": 2, "eval_steps": 4, "max_steps": 8}
     train(make_config(output_dir=str(tmp_path / "whole"), **keys), console)
@@ -169,19 +157,6 @@ def test_resumed_from_an_older_checkpoint_drops_what_came_after(make_config, con
     train(cfg.model_copy(update={"resume_from_checkpoint": str(checkpoints / "step-2")}), console)
     assert losses(tmp_path / "run") == before
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
-
-
-def test_sigterm_saves_too(make_config, console, tmp_path, monkeypatch):
-    stop_after(monkeypatch, 2, signal.SIGTERM)
-    assert train(make_config(), console) == 143
-    assert CheckpointStore(tmp_path / "run").steps() == [2]
-
-
-def test_a_finished_run_can_be_made_longer(make_config, console, tmp_path):
-    train(make_config(lr_scheduler="constant"), console)
-    longer = make_config(lr_scheduler="constant", max_steps=8, resume_from_checkpoint="latest")
-    assert train(longer, console) == 0
-    assert [step for step, *_ in losses(tmp_path / "run")] == list(range(1, 9))
 
 
 def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_path):
@@ -292,21 +267,6 @@ def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(make_config, c
         assert result.read_text() == "mine"
 
 
-def test_a_resume_without_results_starts_a_new_run(make_config, console, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    assert train(make_config(resume_from_checkpoint="auto", max_steps=1), console) == 0
-    assert "no checkpoint in" in " ".join(console.file.getvalue().split())
-
-
-def test_a_resumed_run_takes_the_learning_rate_it_is_given(make_config, console, tmp_path):
-    cfg = make_config(lr_scheduler="constant", max_steps=2)
-    train(cfg, console)
-    more = {"max_steps": 3, "learning_rate": 3e-3, "resume_from_checkpoint": "latest"}
-    train(cfg.model_copy(update=more), console)
-    assert [lr for *_, lr in losses(tmp_path / "run")] == pytest.approx([1e-2, 1e-2, 3e-3])
-
-
 def test_a_checkpoint_is_found_below_the_project_too(make_config, console, tmp_path, monkeypatch):
     train(make_config(save_steps=2, save_total_limit=9), console)
     monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
@@ -358,13 +318,6 @@ def test_other_heads_cannot_resume(make_config, console):
         train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
 
 
-def test_a_deepspeed_configuration_that_contradicts_the_keys_is_refused_before_data_are_read(make_config, console):
-    deepspeed = {"gradient_clipping": 3.0, "fp16": {"enabled": True}}
-    with pytest.raises(ConfigError) as caught:
-        train(make_config(deepspeed=deepspeed, datasets=[{"path": "absent.jsonl"}]), console)
-    assert len(caught.value.problems) == 2
-
-
 def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(make_config, console, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MedusaError, match=r"C\+\+ compiler"):
@@ -385,21 +338,10 @@ def test_bf16_trains_and_saves_heads_in_bf16(make_config, console, tmp_path):
     assert losses(tmp_path / "run")[-1][1] < losses(tmp_path / "run")[0][1]
 
 
-def test_every_word_supervised_still_finds_prompts_for_the_tree(make_config, console, tmp_path):
-    assert train(make_config(train_on_inputs=True, calibration_tokens=80), console) == 0
-    assert (tmp_path / "run" / "tree.json").exists()
-
-
 def test_medusa_logging_adds_top_k_to_the_log(make_config, console, tmp_path):
     train(make_config(medusa_logging=True, max_steps=1), console)
     record = next(r for r in metrics(tmp_path / "run") if r["kind"] == "train")
     assert [len(shares) for shares in record["head_top"]] == [10, 10, 10]
-
-
-def test_the_logged_learning_rate_is_the_one_of_the_step(make_config, console, tmp_path):
-    train(make_config(lr_scheduler="linear", max_steps=4), console)
-    rates = [lr for *_, lr in losses(tmp_path / "run")]
-    assert rates == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])
 
 
 def test_a_finished_run_is_finished_again_without_training(make_config, console, tmp_path):
@@ -411,14 +353,3 @@ def test_a_finished_run_is_finished_again_without_training(make_config, console,
     assert losses(tmp_path / "run") == before
     assert (tmp_path / "run" / "tree.json").exists()
     assert "held-out text" in console.file.getvalue()
-
-
-def test_the_closing_table_tells_the_tokens_per_step_apart_and_names_a_bench_that_fits(make_config, console, tmp_path):
-    assert train(make_config(calibration_tokens=80), console) == 0
-    text = " ".join(console.file.getvalue().split())
-    assert "tokens per step: teacher-forced on held-out text, with a fixed tree of" in text
-    assert "tokens per step (simulated on" in text or "no tree is clearly faster here" in text
-    for phase in ("loading data", "loading the model", "training", "validation", "checkpoints", "timing steps"):
-        assert f"{phase} " in text.partition(" time ")[2]
-    assert "medusa-eval --bench mtbench" in text
-    assert run_module._is_embedded("data/tiny")

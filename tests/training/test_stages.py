@@ -18,7 +18,6 @@ from medusa_train.training import run as run_module
 from medusa_train.training import stages
 from medusa_train.training.inspect import inspect_run
 from tests.training.conftest import metrics
-from tests.training.mishap import Mishap, command, forks, medusa_train
 from tests.training.test_joint import LORA
 from tests.training.test_run import stop_after
 
@@ -95,19 +94,6 @@ def test_stopped_in_either_stage_and_resumed_is_uninterrupted(
     assert train(resumed, console) == 0
     assert_equal(out, whole)
     assert train(resumed, console) == 0  # nothing is left to do
-    assert_equal(out, whole)
-
-
-@forks
-def test_killed_in_stage_one_and_resumed_is_uninterrupted(two_stages, tmp_path):
-    out, whole = tmp_path / "parts", tmp_path / "whole"
-    assert medusa_train(command(two_stages(output_dir=str(whole))))[0] == 0
-    before_step_4_is_saved = Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 2)
-    code, text = medusa_train(command(two_stages(output_dir=str(out))), before_step_4_is_saved)
-    assert code == -signal.SIGKILL, text
-    assert CheckpointStore(out / "stage_one").steps() == [2]
-    code, text = medusa_train([f"{out}/config.yaml", "resume_from_checkpoint=auto"])
-    assert code == 0, text
     assert_equal(out, whole)
 
 
@@ -193,15 +179,6 @@ def test_the_model_of_stage_one_is_freed(two_stages, console, monkeypatch):
     finally:
         gc.enable()
     assert len(models) == 6
-
-
-def test_heads_that_are_trained_already_are_named(make_config, two_stages, console, tmp_path):
-    file = tmp_path / "m1.yaml"
-    keys = {**FIRST, "base_model": make_config().base_model, "medusa_num_heads": 3, "output_dir": str(tmp_path / "m1")}
-    run_module.train(make_config(**keys), console, console)
-    (tmp_path / "m1" / "config.yaml").rename(file)
-    assert train(two_stages(stage_one={"config": str(file), "max_steps": 1}), console) == 0
-    assert f"lora_model_dir={tmp_path / 'm1'} starts from them" in console.file.getvalue()
 
 
 def test_inspect_adds_both_up(two_stages, console):

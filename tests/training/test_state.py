@@ -118,8 +118,3 @@ def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumul
     plan = Plan(1000, micro / accumulation, evals_per_epoch=1)
     ends = [step for step in range(1, 100) if step * accumulation // micro > (step - 1) * accumulation // micro]
     assert due(plan.evaluates, 99) == ends
-
-
-def test_silent_plan_acts_at_the_end():
-    plan = Plan(6, 3.0)
-    assert due(plan.evaluates, 6) == due(plan.saves, 6) == [6]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from medusa_train.losses.objective import LMSums
+from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 
 
 def micro(loss, correct, counts, lm=None):
     counts = torch.tensor(counts)
-    return MicroBatchResult(["a"], torch.tensor(loss), torch.tensor(correct), counts, counts - 1, 7, lm)
+    heads = {"head_correct": torch.tensor(correct), "head_counts": counts, "head_in_vocab": counts - 1}
+    output = SimpleNamespace(loss=torch.tensor(loss), lm=lm, **heads)
+    return MicroBatchResult.from_output(SimpleNamespace(segments=torch.zeros(1, 7), records=["a"]), output)
 
 
 def test_rows_add_up_to_the_step():
     ce, kl, count = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(4)
-    rows = [micro(0.25, [1, 0], [3, 2]).to_row(), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count)).to_row()]
-    sums = StepTotals.from_row(torch.stack(rows).sum(dim=0))
+    results = [micro(0.25, [1, 0], [3, 2]), micro(0.5, [2, 2], [4, 3], LMSums(ce, ce, kl, count, count))]
+    sums = StepTotals.reduce(results, SINGLE_PROCESS)
     assert sums == StepTotals(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
 
 
 def test_counts_beyond_float32_stay_whole():
-    row = micro(1.0, [2**40 + 1], [2**41 + 1]).to_row()
-    assert StepTotals.from_row(row).counts == [2**41 + 1]
+    totals = StepTotals.reduce([micro(1.0, [2**40 + 1], [2**41 + 1])], SINGLE_PROCESS)
+    assert totals.counts == [2**41 + 1]
 
 
 def test_window_adds_per_head():

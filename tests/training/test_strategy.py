@@ -7,15 +7,22 @@ import pytest
 import torch
 from torch import nn
 
-from medusa_train.training.optim import build_scheduler
-from medusa_train.training.strategy import LocalStrategy, LossScale
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.models.loading import quantized_loading
+from medusa_train.training.strategy import (
+    LocalStrategy,
+    LossScale,
+    build_optimizer,
+    build_scheduler,
+    count_warmup_steps,
+    parameter_groups,
+    warmup_warning,
+)
 
 
 def make_strategy(model, max_grad_norm=1.0, momentum=0.9):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    return LocalStrategy(
-        list(model.parameters()), optimizer, build_scheduler("cosine", optimizer, 2, 10), max_grad_norm
-    )
+    return LocalStrategy(optimizer, build_scheduler("cosine", optimizer, 2, 10), max_grad_norm)
 
 
 def accumulate(strategy, loss):
@@ -109,9 +116,7 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
         model = linear()
         groups = [{"params": [model.weight], "lr": lr, "weight_decay": decay}, {"params": [model.bias], "lr": 2 * lr}]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-        strategy = LocalStrategy(
-            list(model.parameters()), optimizer, build_scheduler("linear", optimizer, 0, total), 1.0
-        )
+        strategy = LocalStrategy(optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
         for _ in range(steps):
             accumulate(strategy, model(torch.ones(1, 3)).square().sum())
             strategy.step()
@@ -135,18 +140,6 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     assert torch.equal(*moments)
 
 
-def test_state_holds_no_functions():
-    def plain(value):
-        if isinstance(value, dict):
-            return all(plain(v) for v in value.values())
-        if isinstance(value, (list, tuple)):
-            return all(plain(v) for v in value)
-        return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
-
-    model = linear()
-    assert plain(make_strategy(model).state_dict())
-
-
 def test_the_scale_falls_at_an_overflow_and_grows_after_a_while():
     scale = LossScale(8.0)
     assert scale.update(overflowed=True)
@@ -164,19 +157,12 @@ def test_an_overflow_without_scaling_is_not_the_scales_fault():
     assert scale.value == 1.0
 
 
-def test_its_state_goes_on():
-    scale = LossScale(4.0, 17)
-    other = LossScale()
-    other.load_state_dict(scale.state_dict())
-    assert other == scale
-
-
 def make_scaled(loss_scale):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = build_scheduler("constant", optimizer, 0, 10)
-    return model, LocalStrategy(list(model.parameters()), optimizer, scheduler, 0.5, loss_scale)
+    return model, LocalStrategy(optimizer, scheduler, 0.5, loss_scale)
 
 
 def test_scaled_steps_are_the_plain_ones_to_the_bit():
@@ -201,6 +187,9 @@ def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
     assert math.isfinite(strategy.step())
     assert not strategy.found_inf
     assert strategy.state_dict()["loss_scale"] == {"value": 32768.0, "good": 1}
+    resumed = make_scaled(LossScale())[1]
+    resumed.load_state_dict(strategy.state_dict())
+    assert resumed.loss_scale == strategy.loss_scale
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -220,7 +209,7 @@ def test_a_resumed_paged_optimizer_is_paged_and_goes_on_as_before(monkeypatch):
     first = nn.Linear(128, 64)  # its bias keeps float32 states
     second = copy.deepcopy(first)
     strategies = [
-        LocalStrategy(list(model.parameters()), optimizer, build_scheduler("constant", optimizer, 0, 10), 0.0)
+        LocalStrategy(optimizer, build_scheduler("constant", optimizer, 0, 10), 0.0)
         for model in (first, second)
         for optimizer in [optim.PagedAdamW8bit(model.parameters(), lr=0.01)]
     ]
@@ -241,3 +230,106 @@ def test_a_resumed_paged_optimizer_is_paged_and_goes_on_as_before(monkeypatch):
     train(0, 2)
     train(1, 2)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+# Optimizer and schedule
+
+CPU = torch.device("cpu")
+
+
+def heads():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+
+
+def test_every_parameter_is_in_one_group_and_only_matrices_decay():
+    draft = heads()
+    groups = parameter_groups(draft.parameters(), 0.01, [], 1.0, weight_decay=0.1)
+    by_decay = {group["weight_decay"]: group["params"] for group in groups}
+    assert {p.ndim for p in by_decay[0.1]} == {2}
+    assert {p.ndim for p in by_decay[0.0]} == {1}
+    assert sum(len(group["params"]) for group in groups) == len(list(draft.parameters()))
+    assert {group["lr"] for group in groups} == {0.01}
+    optimizer, notice = build_optimizer("adamw_torch", groups, CPU)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["fused"]
+    assert notice is None
+    with pytest.raises(AssertionError, match="two optimizer groups"):
+        parameter_groups(draft.parameters(), 0.01, draft.parameters(), 1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"])
+def test_eight_bits_on_a_cpu_fall_back_with_one_line(name):
+    optimizer, notice = build_optimizer(name, parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0), CPU)
+    assert type(optimizer) is torch.optim.AdamW
+    assert name in notice
+    assert "adamw_torch" in notice
+    assert "\n" not in notice
+
+
+def test_eight_bits_without_a_library_for_this_cuda_fall_back(monkeypatch):
+    """bitsandbytes itself raises in the first step."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    monkeypatch.setattr(functional.lib, "compiled_with_cuda", False)
+    groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
+    optimizer, notice = build_optimizer("adamw_bnb_8bit", groups, torch.device("cuda"))
+    assert type(optimizer) is torch.optim.AdamW
+    assert "has no library for CUDA" in notice
+    with pytest.raises(BackboneError, match=r"load_in_4bit.*has no library for CUDA"):
+        quantized_loading("nf4", torch.bfloat16, "cuda")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"adafactor.*adamw_torch"):
+        build_optimizer("adafactor", parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0), CPU)
+
+
+def rates(name, warmup, total, lowest=0.0):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = build_scheduler(name, optimizer, warmup, total, lowest)
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (("cosine", 2, 10), [0.0, 0.5, 1.0, None, None, None, 0.5, None, None, None, 0.0]),
+        (("cosine", 2, 10, 1 / 3), [0.0, 0.5, 1.0, None, None, None, 2 / 3, None, None, None, 1 / 3]),
+        (("linear", 0, 4), [1.0, 0.75, 0.5, 0.25, 0.0]),
+        (("constant", 2, 4), [1.0] * 5),
+        (("constant_with_warmup", 2, 4), [0.0, 0.5, 1.0, 1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_schedules(schedule, expected):
+    found = [None if wanted is None else rate for rate, wanted in zip(rates(*schedule), expected, strict=True)]
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio", "expected"), [(40, None, 40), (0, None, 0), (None, 0.05, 6), (None, None, 0)]
+)
+def test_warmup_from_steps_or_ratio(steps, ratio, expected):
+    assert count_warmup_steps(steps, ratio, 101) == expected
+
+
+def test_a_warmup_that_outlasts_the_run_is_told():
+    for name in ("cosine", "linear", "constant_with_warmup"):
+        assert warmup_warning(name, 9, 10) is None
+        assert max(rates(name, 9, 10)) == 1.0
+        warning = warmup_warning(name, 20, 11)
+        assert warning is not None
+        assert "20 warmup steps in a run of 11" in warning
+        assert "50% of it at the end" in warning
+        assert max(rates(name, 20, 11)[:-1]) == 0.5
+    assert warmup_warning("constant", 20, 10) is None
+
+
+def test_an_unknown_schedule_lists_the_known_ones():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=r"polynomial.*cosine"):
+        build_scheduler("polynomial", optimizer, 0, 10)

@@ -18,7 +18,7 @@ from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.strategy import LocalStrategy
-from medusa_train.training.trainer import NonFiniteLossError, Trainer, non_finite_error
+from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from tests.training.conftest import metrics
 from tests.training.test_run import stop_after, train
 
@@ -130,14 +130,6 @@ def test_a_window_of_skipped_steps_has_no_line(make_config, console, tmp_path, m
     assert train(make_config(max_nonfinite_steps=3, logging_steps=2), console) == 0
     assert [record["step"] for record in of_kind(tmp_path / "run", "train")] == [2, 6]
     assert "6 steps, 3 of them skipped" in console.file.getvalue()
-
-
-def test_the_message_tells_loss_from_gradient() -> None:
-    for loss, reason in ((float("inf"), "the loss is inf"), (2.5, "the loss is 2.5, its gradient is not finite")):
-        message = str(non_finite_error(7, loss, ["a:1", "b:2"], 0, None))
-        assert message.startswith(f"step 7: {reason}; the weights are those before this step.\n")
-        assert "Records in this step: a:1, b:2.\nThere is no checkpoint yet." in message
-        assert "skipped before" not in message
 
 
 def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):

@@ -37,12 +37,11 @@ from medusa_train.training.deepspeed import partitioned_loading
 from medusa_train.training.deepspeed_config import complete_config, loading_config
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.load_data import load_data, validation_batches
-from medusa_train.training.optim import build_scheduler, parameter_groups
 from medusa_train.training.process_info import process_info_from_env
 from medusa_train.training.setup import build_heads
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.state import Plan, TrainState, take_weights
-from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy
+from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy, build_scheduler, parameter_groups
 from medusa_train.training.trainer import Trainer
 
 STEPS = 4
@@ -102,8 +101,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
             group["lr"] *= 0.1
         optimizer = torch.optim.AdamW(groups)
     scheduler = build_scheduler("linear", optimizer, 0, STEPS)
-    trained = [*draft.parameters(), *recipe.parameters.values()]
-    strategy: Strategy = LocalStrategy(trained, optimizer, scheduler, cfg.max_grad_norm)
+    strategy: Strategy = LocalStrategy(optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
         strategy = _deepspeed(case, cfg, draft, recipe, optimizer, scheduler, world)
     loss = cfg.heads_loss
