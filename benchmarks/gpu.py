@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from decode_steps import GRAPHS  # noqa: E402
-from gpu_plan import ALL_SECONDS, BUILT, IMAGE, PART_SECONDS, Step, installed, plan, problems_of, wheels  # noqa: E402
+from gpu_plan import ALL_SECONDS, BUILT, PART_SECONDS, Step, plan, problems_of, wheels  # noqa: E402
 from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
@@ -40,19 +41,17 @@ OVERALL += ("baseline_tokens_per_s", "generate_tokens_per_s", "equal_answers", "
 GOALS_NOTE = "Goals are those of one H200: 7B shape, bfloat16, random weights."
 
 Record = dict[str, Any]
+OPERATORS = {"<=": operator.le, ">=": operator.ge}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), metavar="DIR", help="of gpu.md, gpu.json"
-    )
+    out = Path("benchmarks/results")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="of gpu.md, gpu.json")
     parser.add_argument("--work", default="runs/gpu", metavar="DIR", help="logs, trained models (runs/gpu)")
     parser.add_argument("--part", type=int, choices=sorted({step.part for step in plan()}), help="default: all")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list and check the steps; exit code 1 if one cannot run"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="list and check steps; exit code 1 if one cannot run")
     return parser.parse_args(arguments)
 
 
@@ -93,12 +92,10 @@ def run_step(step: Step, log: Path) -> Record:
         finally:
             end_group(process)
     record: Record = {"status": status, "seconds": round(time.monotonic() - started)}
-    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if status != DONE:
         record["reason"] = f"exit code {code}" if code is not None else f"after {step.limit} s"
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         record["output"] = [line[:200] for line in last[-12:]]
-    elif step.figures is None and last:
-        record["last_line"] = last[-1][:200]
     return record
 
 
@@ -114,10 +111,13 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def results_of(step: Step) -> Record:
-    """Read the page and the figures that a step wrote until it ended; without what the report says once for all."""
+    """Read the page and the figures that a step wrote, without title and machine, which the report says once."""
     found: Record = {}
     if step.page is not None and (ROOT / step.page).exists():
-        found["page"] = shortened((ROOT / step.page).read_text(encoding="utf-8"))
+        lines = (ROOT / step.page).read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if not line.startswith("# ") and "Python 3." not in line]
+        last = max((number for number, line in enumerate(lines) if line.startswith("|")), default=len(lines))
+        found["page"] = "\n".join(lines[: last + 1]).strip().splitlines()  # up to its last table
     if step.figures is not None and step.figures.endswith(".xml") and (ROOT / step.figures).exists():
         found["figures"] = test_results(ROOT / step.figures)
     elif step.figures is not None and (ROOT / step.figures).exists():
@@ -146,13 +146,6 @@ def test_results(path: Path) -> Record:
 test_results.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
 
 
-def shortened(page: str) -> list[str]:
-    """Return the lines of a page up to its last table, without its title and the line of the machine."""
-    lines = [line for line in page.splitlines() if not line.startswith("# ") and "Python 3." not in line]
-    last = max((number for number, line in enumerate(lines) if line.startswith("|")), default=len(lines))
-    return "\n".join(lines[: last + 1]).strip().splitlines()
-
-
 def run(steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str] | None = None) -> bool:
     """Run what is pending and write the report after every step; returns whether all of it succeeded."""
     record = load_record(args.out)
@@ -169,7 +162,7 @@ def run(steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str
         print(f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True)
         record["steps"][step.name] = one
         record["goals"] = goals(record["steps"])
-        write_report(args.out, steps, record)
+        write_result(args.out, "gpu", record, markdown(steps, record))  # from which a later run continues
         succeeded = succeeded and one["status"] == DONE
     print(f"{args.out}/gpu.md, gpu.json: {progress(steps, record)}")
     return succeeded
@@ -193,7 +186,7 @@ def progress(steps: Sequence[Step], record: Record) -> str:
 
 def goals(steps: Mapping[str, Record]) -> list[Record]:
     """Compare the figures with the goals; a figure that was not measured is left out."""
-    found: list[tuple[str, float | None, str, float]] = []
+    found: list[tuple[str, float, str, float]] = []
     rows = [row for one in steps.values() for row in one.get("figures", {}).get("rows", [])]
     seven = [row for row in rows if row["shape"] == "7B" and "plain" in row.get("ms_and_floor", {})]
     if seven:
@@ -210,15 +203,9 @@ def goals(steps: Mapping[str, Record]) -> list[Record]:
         if case["what"] == "shape1" and case["method"] == "ours" and "mfu" in case:
             found.append(("Medusa-1 training over the measured matrix rate", case["mfu"], ">=", 0.45))
     return [
-        {"goal": name, "wanted": f"{sign} {limit}", "measured": round(value, 3), "met": met(value, sign, limit)}
+        {"goal": name, "wanted": f"{sign} {limit}", "measured": round(value, 3), "met": OPERATORS[sign](value, limit)}
         for name, value, sign, limit in found
-        if value is not None
     ]
-
-
-def met(value: float, sign: str, limit: float) -> bool:
-    """Compare a figure with its goal."""
-    return value <= limit if sign == "<=" else value >= limit
 
 
 def markdown(steps: Sequence[Step], record: Record) -> str:
@@ -227,7 +214,7 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
     rows = []
     for step in steps:
         one = record["steps"].get(step.name, {"status": "not run", "seconds": 0})
-        said = one.get("reason") or one.get("last_line", "")
+        said = one.get("reason", "")
         if "passed" in (figures := one.get("figures", {})):
             said = f"{figures['passed']} passed, {len(figures['failed'])} failed, {figures['skipped']} skipped {said}"
         rows.append([step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said])
@@ -247,11 +234,6 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
         if output := one.get("output"):
             parts += [f"## {step.name}: {one['status']}", "```\n" + "\n".join(output) + "\n```"]
     return "\n\n".join(parts) + "\n"
-
-
-def write_report(out: Path, steps: Sequence[Step], record: Record) -> None:
-    """Write gpu.md and gpu.json, from which a later run continues."""
-    write_result(out, "gpu", record, markdown(steps, record))
 
 
 # --- Without running --------------------------------------------------------------------------------------------------
@@ -286,12 +268,8 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
 def print_wheels() -> int:
     """Print the wheels that the steps need, and how to get them; returns the number of problems."""
     needed = wheels()
-    print(f"wheels beyond what {' and '.join(IMAGE)} require, for WHEELS=DIR:")
-    for name, pin in needed.items():
-        here = installed(name)
-        print(f"  {name}=={pin or '?'} ({'not installed here' if here is None else f'{here} is installed here'})")
     names = " ".join(f"{name}=={pin}" for name, pin in needed.items() if name not in BUILT)
-    print("with the GPU machine's version of Python:")
+    print("wheels beyond PyTorch's image, for WHEELS=DIR, with the GPU machine's version of Python:")
     print(f"  python -m pip download --no-deps --only-binary=:all: --dest DIR {names}")
     for name in BUILT:
         print(f"  DS_BUILD_OPS=0 python -m pip wheel --no-deps --no-build-isolation -w DIR {name}=={needed[name]}")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at most
@@ -21,11 +16,9 @@ PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at mos
 TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = 10, 8, 20, 20, 45, 20
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
-#: What PyTorch's image with transformers holds is what these two require.
-IMAGE = ("torch", "transformers")
-#: What the steps import. `datasets`, `wandb`, `sentencepiece` and `protobuf` are imported by no step.
-IMPORTED = ("accelerate", "bitsandbytes", "deepspeed", "httpx", "jinja2", "peft", "pydantic", "pytest", "pyyaml")
-IMPORTED += ("rich", "safetensors", "typer")
+#: What the steps import beyond PyTorch's image with transformers, and what that requires.
+WHEELS = ("accelerate", "bitsandbytes", "certifi", "deepspeed", "einops", "hjson", "httpcore", "httpx", "iniconfig")
+WHEELS += ("msgpack", "ninja", "peft", "pluggy", "psutil", "py-cpuinfo", "pytest")
 #: Packages that PyPI has as source only: their wheels are built, and need torch for that.
 BUILT = ("deepspeed",)
 COMMANDS = {"train": "medusa_train.cli.train", "eval": "medusa_train.cli.evaluate"}
@@ -101,7 +94,8 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         expected = START_SECONDS + cases * (CASE_SECONDS + PROCESS_SECONDS)
         return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
 
-    smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(_smollm2_data(), "part of the repository")}
+    data = ("data/selfdistill/smollm2_greedy.jsonl", "data/selfdistill/smollm2_t03.jsonl", SMOLLM2_BENCH)
+    smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     loops = ("tests/gpu/test_decoding.py", "tests/gpu/test_graphs.py")
     return [
         tests("tests-decoding", loops, "not compiled", 110, 180),
@@ -119,10 +113,6 @@ def plan(work: str = "runs/gpu") -> list[Step]:
     ]
 
 
-def _smollm2_data() -> tuple[str, ...]:
-    return ("data/selfdistill/smollm2_greedy.jsonl", "data/selfdistill/smollm2_t03.jsonl", SMOLLM2_BENCH)
-
-
 # --- Checks: `--dry-run` ----------------------------------------------------------------------------------------------
 
 
@@ -137,21 +127,15 @@ def problems_of(step: Step, makers: Iterable[Step]) -> list[str]:
     problems = [f"{path} is missing: {step.needs[path]}" for path in missing]
     program, *arguments = step.words
     if program.endswith(".py"):
-        problems += script_problems(program.removesuffix(".py"), arguments)
+        try:
+            importlib.import_module(program.removesuffix(".py")).parse_arguments(arguments)
+        except SystemExit:
+            problems.append(f"{program} does not accept {' '.join(arguments)}")
     elif program in COMMANDS:
         problems += command_problems(program, arguments, made | set(missing))
     else:
         problems += test_problems(step)
     return problems
-
-
-def script_problems(name: str, arguments: Sequence[str]) -> list[str]:
-    """Parse the arguments of a script of benchmarks/ with its own parser."""
-    try:
-        importlib.import_module(name).parse_arguments(arguments)
-    except SystemExit:
-        return [f"{name}.py does not accept {' '.join(arguments)}"]
-    return []
 
 
 def command_problems(program: str, arguments: Sequence[str], made: Iterable[str | None]) -> list[str]:
@@ -198,45 +182,8 @@ def test_problems(step: Step) -> list[str]:
 test_problems.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
 
 
-# --- Wheels -----------------------------------------------------------------------------------------------------------
-
-
 def wheels() -> dict[str, str | None]:
-    """Return the packages that the steps need beyond PyTorch's image, with their versions in constraints.txt.
-
-    What a package requires is read from its metadata, so the list is complete where all are installed. The version is
-    None for one that constraints.txt lacks.
-    """
-    pins = pinned()
-    image = closure(IMAGE)
-    return {name: pins.get(name) for name in sorted(closure(IMPORTED) - image)}
-
-
-def pinned() -> dict[str, str]:
-    """Read the versions in constraints.txt."""
+    """Return `WHEELS` with their versions in constraints.txt, None for one that it lacks."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return {canonicalize_name(m[1]): m[2] for line in lines if (m := re.match(r"([\w.-]+)==([\w.]+)", line))}
-
-
-def closure(names: Iterable[str]) -> set[str]:
-    """Return these packages and all that they require here; of packages that are not installed the name alone."""
-    todo, found = list(names), set[str]()
-    while todo:
-        name = canonicalize_name(todo.pop())
-        if name in found:
-            continue
-        found.add(name)
-        try:
-            required = map(Requirement, requires(name) or ())
-        except PackageNotFoundError:
-            continue
-        todo += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return found
-
-
-def installed(name: str) -> str | None:
-    """Return the version of a package here, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    pins = dict(line.split("==", 1) for line in lines if "==" in line)
+    return {name: pins[name].split()[0] if name in pins else None for name in WHEELS}

@@ -110,7 +110,7 @@ def fit_temperatures(traces: Sequence[Trace]) -> list[float]:
 
 
 def _best_temperature(log_probs: NDArray[Any], ranks: NDArray[Any]) -> float:
-    """Return the temperature with the least negative log-likelihood, which has one minimum, to 1 %.
+    """Return the temperature with the least negative log-likelihood, which has one minimum.
 
     Args:
         log_probs: [N, R]. ranks: [N], -1 for a token that is not among the guesses.
@@ -121,7 +121,7 @@ def _best_temperature(log_probs: NDArray[Any], ranks: NDArray[Any]) -> float:
         return -float(scaled[np.arange(len(ranks)), ranks].mean())  # -1 is the last class, all other tokens
 
     low, high = _LEAST_TEMPERATURE, _MOST_TEMPERATURE
-    for _ in range(4):  # a finer grid between the neighbours of the best point
+    for _ in range(6):  # a finer grid between the neighbours of the best point
         grid = np.geomspace(low, high, 9).tolist()
         best = min(range(9), key=lambda index, grid=grid: loss(grid[index]))  # type: ignore[misc]
         low, high = grid[max(best - 1, 0)], grid[min(best + 1, 8)]

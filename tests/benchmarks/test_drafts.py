@@ -13,10 +13,9 @@ import drafts
 import pytest
 import torch
 import yaml
-from draft_counts import Counted, count, count_answers, simulate
+from draft_counts import count_answers
 from drafts import benches_of, cases_of, parse_arguments, train
 from rich.console import Console
-from shared import cached
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.load_model import LoadedModel
@@ -30,7 +29,6 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.traces import AcceptedLength, Trace
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import backbone_dir, chats, sentence
 
@@ -63,29 +61,6 @@ def test_all_drafts_are_trained_on_the_same_tokens(prefix: str) -> None:
     quick = {case.name: case for case in cases_of(parse_arguments(["--quick"]))}
     steps = [stage.load().max_steps or 0 for stage in quick["medusa2"].stages]
     assert sum(steps) == quick["medusa1"].stages[0].load().max_steps
-
-
-def test_variants_have_the_settings_of_their_names() -> None:
-    cases = cases_of(parse_arguments(["--compare", *drafts.GROUPS]))
-    assert not set(drafts.GROUPS) & set(drafts.VARIANTS)
-    assert len({case.name for case in cases}) == len(cases)  # a draft of several comparisons is trained once
-    configs = {case.name: case.stages[-1].load() for case in cases}
-    settings = {name: cfg.draft_config.settings for name, cfg in configs.items()}
-    assert [settings[name]["prefix_layer"] for name in ("hydra", "hydra++")] == [False, True]
-    assert [configs[name].draft_config.heads_loss.soft_targets for name in ("hydra", "hydra++")] == [0.0, 1.0]
-    assert [settings[name]["mlp_size"] for name in ("kangaroo", "kangaroo-published")] == [1536, 0]
-    for name in ("hydra", "hydra++", "amphista"):
-        assert [settings[f"{name}{end}"]["normalize_embeddings"] for end in ("", "-plain")] == [True, False]
-    for name in ("medusa1", "hydra++"):
-        losses = {end: configs[f"{name}{end}"].heads_loss for end in ("", "-lk", "-dpace", "-lk-dpace")}
-        assert [loss.lk_eta for loss in losses.values()] == [None, 3.0, None, 3.0]
-        assert [loss.dpace for loss in losses.values()] == [False, False, True, True]
-
-
-@pytest.mark.parametrize("words", [["--epochs", "2", "--stage-one", "2"], ["--compare", "eagle"]])
-def test_impossible_arguments_are_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(words)
 
 
 def test_benches_have_n_questions_of_each_category_and_none_twice(tmp_path: Path) -> None:
@@ -213,37 +188,6 @@ def test_conversations_that_outgrow_the_context_are_left_out(backbone_dir: Path)
         RunProgress(Console()),
     )
     assert counted["answers"] == {"chain": 2}
-
-
-def test_counts_by_question_with_and_without_loops() -> None:
-    counted = count([
-        Counted(1, range(7), 6, (2, 1, 0)), Counted(2, [1] * 31, 30, (4,) * 6), Counted(1, range(3), 2, (0, 0))
-    ])  # fmt: skip
-    assert counted["questions"] == {"1": [8, 5], "2": [30, 6]}
-    assert counted["rate"] == pytest.approx(38 / 11)
-    assert counted["rate_without_loops"] == pytest.approx(8 / 5)
-    assert counted["ctar"] == pytest.approx([8 / 11, 7 / 11, 6 / 11, 6 / 11])
-
-
-def testrates_by_category() -> None:
-    questions = [Question(i, category, ("q",), f"b:{i}") for i, category in enumerate(["math", "rag", "math", "qa"])]
-    cell = {"trees": {"32": {"questions": {"0": [8, 5], "1": [30, 6], "2": [2, 5], "3": [0, 0]}}}}
-    rates = draft_tables.rates_by_category(cell, Bench("b", Path("b"), tuple(questions)), "32")
-    assert rates == {"math": 1.0, "rag": 5.0, "qa": None}  # qa: all from the prefill
-
-
-def test_simulated_steps_are_counted_from_where_they_start() -> None:
-    trace = Trace([[0, 0], [-1, -1], [0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
-    counted = simulate(7, range(6), trace, AcceptedLength(Tree.chain(2)))
-    assert (counted.accepted, counted.tokens) == ([2, 1], 5)
-
-
-def test_results_of_other_settings_are_measured_again(tmp_path: Path) -> None:
-    path, called = tmp_path / "a" / "one.json", []
-    for settings in ({"n": (1, 2)}, {"n": [1, 2]}, {"n": [1]}):
-        cached(path, settings, lambda: called.append(1) or {"value": len(called)})
-    assert len(called) == 2
-    assert read(path) == {"settings": {"n": [1]}, "value": 2}
 
 
 @pytest.mark.slow

@@ -35,16 +35,6 @@ def test_parts_take_eight_minutes_and_all_of_them_25() -> None:
     assert sum(parts.values()) <= ALL_SECONDS
 
 
-def test_files_come_from_the_repository_a_command_or_an_earlier_step_of_the_same_part() -> None:
-    made: dict[str, int] = {}
-    for one in plan():
-        for path in one.needs:
-            assert path == SMOLLM2 or (ROOT / path).exists() or made.get(path) == one.part
-        if one.makes is not None:
-            made[one.makes] = one.part
-    assert len({one.name for one in plan()}) == len(plan())
-
-
 @pytest.mark.parametrize("one", plan(), ids=[one.name for one in plan()])
 def test_every_step_can_run_but_for_the_model_that_is_fetched(one: Step) -> None:
     expected = [] if (ROOT / SMOLLM2).exists() or SMOLLM2 not in one.needs else [SMOLLM2]
@@ -72,13 +62,6 @@ def test_a_mistake_in_a_step_is_found(name: str, word: str, wrong: str, said: st
     problems = problems_of(changed, plan())
     assert problems
     assert said in " ".join(problems)
-
-
-def test_a_missing_file_is_found_with_the_command_that_makes_it() -> None:
-    (one,) = [one for one in plan() if one.name == "decode-1b"]
-    assert problems_of(replace(one, needs={"models/none": "make none"}), plan()) == [
-        "models/none is missing: make none"
-    ]
 
 
 def test_wheels_are_pinned_and_not_in_the_image() -> None:
@@ -123,22 +106,6 @@ def test_what_a_later_step_needs_is_made_again_on_another_machine(tmp_path: Path
     assert gpu.pending([makes, reads], 2, record) == [makes, reads]
     assert gpu.pending([makes], None, record) == []
     assert gpu.run_step(reads, tmp_path / "log")["status"] == "skipped"
-
-
-def test_results_of_stopped_tests_are_read(tmp_path: Path) -> None:
-    """pytest writes its report when it is interrupted at the step's limit."""
-    tests, report = tmp_path / "test_three.py", tmp_path / "report.xml"
-    tests.write_text(
-        "import time\ndef test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): time.sleep(60)\n", encoding="utf-8"
-    )
-    words = ("pytest", "-v", "-c", "/dev/null", "-p", "no:cacheprovider", str(tests), f"--junitxml={report}")
-    stopped = Step("tests", 1, words, expected=1, limit=20, figures=str(report))
-    assert not gpu.run([stopped], arguments(tmp_path), [])
-    record = json.loads((tmp_path / "gpu.json").read_text())["steps"]["tests"]
-    assert record["status"] == "stopped at its limit"
-    assert record["figures"]["passed"] == 1
-    assert record["figures"]["failed"][0].startswith("test_b: ")
-    assert "1 passed, 1 failed, 0 skipped after 20 s" in (tmp_path / "gpu.md").read_text()
 
 
 def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:

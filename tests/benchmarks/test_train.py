@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import train
-from shapes import Sizes
-from train import Case, Result, Step, measure_loss, measure_step, naive_loss, needed_operations
+from train import Case, Result, Step, measure_loss, measure_step
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX, Batch
@@ -28,14 +27,6 @@ def test_both_methods_compute_one_loss(dtype: str, masked: float) -> None:
     ours = measure_loss(replace(SMALL, dtype=dtype, masked=masked, method="ours"))
     assert ours.loss == pytest.approx(naive.loss, rel=1e-6 if dtype == "float32" else 5e-3)
     assert len(ours.seconds) == 1
-
-
-def test_the_naive_loss_by_hand() -> None:
-    logits = [torch.tensor([[[0.0, 0.0], [2.0, 0.0], [0.0, 0.0], [9.0, 9.0]]])] * 2
-    labels = torch.tensor([[0, IGNORE_INDEX, 0, 1]])
-    first = (torch.tensor([2.0, 0.0]).log_softmax(0)[0] + torch.tensor(0.5).log()) / 2  # t = 1 -> 0, t = 2 -> 1
-    second = (torch.tensor(0.5).log() + torch.tensor([2.0, 0.0]).log_softmax(0)[1]) / 2  # t = 0 -> 0, t = 1 -> 1
-    assert naive_loss(logits, labels, [1.0, 0.5]).item() == pytest.approx(-(first + 0.5 * second).item())
 
 
 @pytest.mark.parametrize("keys", [{}, {"recipe": "medusa2", "adapter": "lora", "lora_dropout": 0.0}])
@@ -63,32 +54,12 @@ def test_the_small_stand_in_for_7b_is_measured(what: str) -> None:
     assert one.estimate
 
 
-def test_operations_of_a_step_by_hand() -> None:
-    shape = Sizes(layers=2, hidden=3, vocab=5, body=100, norms=15, queries=4, keys=2)
-    head = 2 * (3 * 3 + 3) + 2 * 5 * 3  # two heads: W1, b1 and W2
-    attention = 4 * 2 * 4 * 10 // 2  # scores and values, two layers, half of ten positions
-    assert needed_operations(shape, 2, 10, trained=0) == 2 * 100 + attention + 6 * head - 2 * 2 * 9
-    assert needed_operations(shape, 2, 10, trained=7) == 4 * (100 + 15) + 3 * attention + 6 * head + 6 * 7
-
-
 @pytest.mark.slow
 def test_a_case_runs_in_its_own_process_and_need_not_fit() -> None:
     result = train.measure_in_process(replace(SMALL, method="ours"), 1)
     assert result.fits
     assert result.loss == pytest.approx(measure_loss(SMALL).loss, rel=1e-6)
     assert not train.measure_in_process(replace(SMALL, vocab=10**12), 1).fits
-
-
-def test_cases_that_are_compared_differ_in_the_method_alone() -> None:
-    cases = train.case_pairs(train.parse_arguments([]))
-    assert {case.what for (case,) in (one for one in cases if len(one) == 1)} >= {"shape1"}
-    pairs = [pair for pair in cases if len(pair) == 2]
-    assert all([case.method for case in pair] == ["naive", "ours"] for pair in pairs)
-    assert all(replace(naive, method="") == replace(ours, method="") for naive, ours in pairs)
-    losses = [ours for _, ours in pairs if ours.dtype == "float32"]
-    shapes = {(tokens, vocab) for tokens in (512, 2048) for vocab in (32000, 128000)}
-    assert {(case.tokens, case.vocab) for case in losses} == shapes
-    assert {(case.heads, case.masked) for case in losses} == {(1, 0.0), (5, 0.0), (5, 0.5)}
 
 
 def test_the_report_has_every_case(tmp_path: Path) -> None:

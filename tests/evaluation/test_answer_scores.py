@@ -6,7 +6,6 @@ import pytest
 from medusa_train.evaluation import answer_scores
 from medusa_train.evaluation.answer_scores import (
     build_program,
-    extract_function,
     extract_number,
     score_answers,
     summarize_scores,
@@ -77,10 +76,6 @@ def test_the_function_of_an_answer_passes_its_test(answer: str) -> None:
 def test_a_wrong_function_does_not_pass(answer: str) -> None:
     with pytest.raises((AssertionError, SyntaxError)):
         exec(build_program(TEST, answer), {"__name__": "__main__"})
-
-
-def test_a_function_keeps_the_imports_and_helpers_of_its_prompt() -> None:
-    assert extract_function(TEST, f"```python\n{WHOLE}```") == PROMPT[: PROMPT.index("def root")] + WHOLE
 
 
 class Words:

@@ -6,7 +6,7 @@ import pytest
 from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.answerers import GenerateAnswerer, describe_baseline, extra_baselines
+from medusa_train.evaluation.answerers import GenerateAnswerer, extra_baselines
 from medusa_train.evaluation.metrics import acceleration_rate
 from medusa_train.inference.generate import Decoder
 from tests.evaluation.tiny_model import write_backbone
@@ -66,10 +66,6 @@ def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backb
     assert (len(whole.tokens), whole.steps) == (answer.prefill_tokens, 0)
 
 
-def test_no_extra_baselines_without_draft_model_and_prompt_lookup(subject: LoadedModel) -> None:
-    assert extra_baselines(subject.backbone, None, prompt_lookup=False, note=print) == {}
-
-
 def test_an_unsupported_baseline_is_left_out_with_a_note(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*args: object, **how: object) -> None:
         raise ValueError("this cache can't be cut back")
@@ -87,11 +83,3 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, 
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(BackboneError, match="its tokenizer differs"):
         extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
-
-
-def test_descriptions_of_baselines() -> None:
-    assert (
-        describe_baseline("assisted", "5.0", "small/one")
-        == "transformers 5.0 assisted generation, greedy, with small/one"
-    )
-    assert "copied per step" in describe_baseline("prompt_lookup", "5.0", None)

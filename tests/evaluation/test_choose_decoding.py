@@ -70,14 +70,6 @@ def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callab
     return load
 
 
-def test_the_chosen_dtype_and_the_measurements_are_printed(run_dir: Path) -> None:
-    chosen, lines = choose(resolve_model(str(run_dir), None, None))
-    assert chosen in ("float32", "bfloat16", "float16")
-    assert lines[0].startswith(f"dtype: {chosen}, the ")
-    assert "float32" in lines[0]
-    assert "bfloat16" in lines[0]
-
-
 def test_a_dtype_without_enough_memory_is_left_out_and_named(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

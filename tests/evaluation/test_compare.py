@@ -48,22 +48,6 @@ def test_correct_answers_have_a_column_where_they_were_counted(tmp_path: Path) -
     assert runs_table(load_reports([str(old), str(new)], None)).column("correct") == ["-", "50.0% (15.0%-85.0%)"]
 
 
-def test_grades_have_a_column_where_there_are_any_and_intervals_stay_whole(tmp_path: Path) -> None:
-    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new")
-    evaluated = load_reports([str(old), str(new)], None)
-    intervals = [cell.split(" ")[1] for cell in runs_table(evaluated).rows[0] if " (" in cell]
-    console = Console(file=io.StringIO(), width=120)
-    console.print(show(evaluated))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert len(intervals) >= 3
-    assert all(interval in shown for interval in intervals)
-    assert "…" not in shown
-    path = new / "eval" / "tiny" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**report, "judge": {"score": 7.5, "model": "judge"}}), encoding="utf-8")
-    assert runs_table(load_reports([str(old), str(new)], None)).column("grade") == ["-", "7.50"]
-
-
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
     evaluated = load_reports([str(a), str(b)], None)

@@ -106,13 +106,6 @@ def test_judgements_are_reused_unless_the_answer_changed(server: FakeServer, tmp
     assert len(server.bodies) == 5  # the first answer changed, and it is part of the second turn's conversation
 
 
-def test_a_reply_without_text_has_no_grade(server: FakeServer) -> None:
-    nothing = json.dumps({"choices": [{"message": {"role": "assistant", "content": None}}]}).encode()
-    server.script = lambda number, body: error(503, "busy") if number == 0 else (200, {}, nothing)
-    assert judge(server).ask([{"role": "user", "content": "?"}]) == ""
-    assert len(server.bodies) == 2
-
-
 def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server: FakeServer, tmp_path: Path) -> None:
     server.script = lambda number, body: error(400, "no") if "2 + 2" in str(body) else says("[[6]]")
     path = tmp_path / "j.jsonl"

@@ -8,7 +8,6 @@ from medusa_train.evaluation.metrics import (
     Counts,
     acceleration_rate,
     accepted_lengths,
-    by_category,
     chain_rates,
     compare_rates,
     ctar,
@@ -22,7 +21,7 @@ from medusa_train.evaluation.metrics import (
     tokens_per_second,
 )
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.tree_search.traces import Trace, head_accuracy, node_acceptance
+from medusa_train.tree_search.traces import Trace, node_acceptance
 from medusa_train.trees.tree import Tree
 
 
@@ -55,11 +54,6 @@ def test_acceleration_rate_leaves_the_prefills_token_out_and_divides_sums() -> N
     assert acceleration_rate([timed(11, 1.0, steps=10)]) == 1.0
 
 
-def test_an_answer_without_steps_has_no_rate() -> None:
-    assert acceleration_rate([timed(1, 1.0, prefill=1.0, steps=0)]) is None
-    assert acceleration_rate([timed(1, 1.0, steps=0), timed(7, 1.0, steps=3)]) == 2.0
-
-
 def test_overhead_compares_step_latencies_without_prefill() -> None:
     tree = [timed(9, 5.0, prefill=2.0, steps=2)]  # 1.5 s a step
     plain = [timed(9, 10.0, prefill=2.0, steps=8)]  # 1.0 s a step
@@ -74,11 +68,6 @@ def test_a_batch_counts_its_passes_once() -> None:
     assert acceleration_rate(tree) == 2.0
     assert tokens_per_second(plain) == 14 / 10
     assert time_to_first_token(plain) == 2.0
-
-
-def test_tokens_per_second_includes_the_prefill() -> None:
-    assert tokens_per_second([timed(10, 2.0, prefill=1.0), timed(20, 4.0)]) == 5.0
-    assert tokens_per_second([]) is None
 
 
 def test_summary_gives_every_ratio_and_count() -> None:
@@ -125,12 +114,6 @@ def test_speedup_without_loops_leaves_looping_answers_out() -> None:
     assert summarize(records[:1])["speedup_without_loops"] is None
 
 
-def test_time_to_first_token_is_the_prefills_where_it_is_known() -> None:
-    figures = summarize([record(tree=timed(5, 2.0, prefill=0.5, steps=2)), record(tree=timed(5, 2.0, prefill=1.0))])
-    assert figures["time_to_first_token_s"] == pytest.approx(0.75)
-    assert summarize([record()])["time_to_first_token_s"] is None
-
-
 def test_further_baselines_are_compared_by_name() -> None:
     records = [record(tree=timed(10, 1.0, steps=4), plain=timed(10, 2.0), generate=timed(10, 4.0)) for _ in range(2)]
     records[0].others["prompt_lookup"] = timed(10, 1.0)
@@ -145,17 +128,6 @@ def test_further_baselines_are_compared_by_name() -> None:
     for answers in records:
         answers.others["prompt_lookup"] = TimedAnswer((1,) * 10, 1.0, steps=3, prefill_tokens=4)
     assert summarize(records)["baselines"]["prompt_lookup"]["tokens_per_step"] == pytest.approx(2.0)
-
-
-def test_categories_keep_their_order_and_their_own_records() -> None:
-    categories = by_category([record("b"), record("a"), record("b")])
-    assert {name: figures["answers"] for name, figures in categories.items()} == {"b": 2, "a": 1}
-    assert list(categories) == ["b", "a"]
-
-
-def test_loops_are_counted_in_the_trees_answers() -> None:
-    loop = TimedAnswer((1,) * 30, 1.0, steps=3)
-    assert summarize([record(tree=loop), record(tree=timed(30, 1.0, steps=3))])["looping_answers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -195,12 +167,6 @@ def test_the_chain_takes_first_guesses_only() -> None:
     # the first guesses of both heads are right at 0
     assert chain_rates([Trace([[0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 1, 0])]) == pytest.approx([3 / 2, 3])
     assert chain_rates([]) == []
-
-
-def test_accuracy_is_per_head_and_rank() -> None:
-    accuracy = head_accuracy([TRACE])
-    assert accuracy is not None
-    assert accuracy[0][:2] == [3 / 5, 4 / 5]
 
 
 # Intervals
@@ -245,16 +211,6 @@ def turn(question: int, tree_seconds: float, turn: int = 1) -> TurnRecord:
     tokens = tuple(range(11))
     tree = TimedAnswer(tokens, tree_seconds, tree_seconds / 2, 4)
     return TurnRecord(question, "a", turn, (1,), tree, TimedAnswer(tokens, 2.0, 1.0, 10), TimedAnswer(tokens, 2.0))
-
-
-def test_a_sample_draws_as_many_rows_as_there_are() -> None:
-    sums = resample(torch.tensor([[1.0, 10.0], [1.0, 20.0], [1.0, 30.0]], dtype=torch.float64), resamples=500)
-    assert sums.shape == (500, 2)
-    assert (sums[:, 0] == 3).all()
-    assert sums[:, 1].min() >= 30
-    assert sums[:, 1].max() <= 90
-    assert len(sums[:, 1].unique()) > 5
-    assert torch.equal(sums, resample(torch.tensor([[1.0, 10.0], [1.0, 20.0], [1.0, 30.0]]).double(), resamples=500))
 
 
 def test_the_interval_is_the_middle_95_percent() -> None:

@@ -66,11 +66,6 @@ def test_a_question_that_cannot_be_scored_is_an_error(tmp_path: Path, record: ob
     assert f"{path}:2: {reason}" in str(caught.value)
 
 
-def test_a_json_array_of_questions_is_read_with_the_line_of_each(tmp_path: Path) -> None:
-    path = write(tmp_path / "questions.json", "[", json.dumps(GOOD), ",", json.dumps({**GOOD, "question_id": 82}), "]")
-    assert [question.source for question in read_questions(path)] == [f"{path}:2", f"{path}:4"]
-
-
 def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write(json.dumps(HUMANEVAL) + "\n")
@@ -83,16 +78,6 @@ def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(DataError, match="cannot be read"):
         read_questions(tmp_path / "broken.jsonl.gz")
-
-
-@pytest.mark.parametrize("file", ["question.jsonl", "HumanEval.jsonl", "test.jsonl"])
-def test_a_bench_folder_may_hold_the_original_file_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
-    path = write(tmp_path / "humaneval" / file, HUMANEVAL)
-    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
-    bench = load_bench("humaneval")
-    assert (bench.path, len(bench.questions)) == (path, 1)
 
 
 @pytest.fixture
@@ -131,12 +116,6 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
     assert read_questions(path)[0].turns == ("One?", "Two?")
 
 
-def test_a_line_separator_inside_a_text_does_not_break_the_line(tmp_path: Path) -> None:
-    record = {"question_id": 1, "turns": ["one\u2028two"]}
-    path = write(tmp_path / "q.jsonl", json.dumps(record, ensure_ascii=False))
-    assert read_questions(path)[0].turns == ("one\u2028two",)
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -160,29 +139,6 @@ def test_an_invalid_line_is_reported_with_file_line_and_reason(tmp_path: Path, l
     assert reason in str(caught.value)
 
 
-def test_five_invalid_lines_are_shown_and_the_others_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", GOOD, *["{"] * 8)
-    with pytest.raises(DataError) as caught:
-        read_questions(path)
-    message = str(caught.value)
-    assert f"{path}:6: " in message
-    assert f"{path}:7: " not in message
-    assert "3 more" in message
-    assert message.splitlines()[-1].startswith("Expected: question_id and turns")
-
-
-def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no questions"):
-        read_questions(write(tmp_path / "q.jsonl", ""))
-
-
-def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="UTF-8"):
-        read_questions(path)
-
-
 @pytest.mark.parametrize("place", ["mtbench/question.jsonl", "mt_bench/question.jsonl", "mtbench.jsonl"])
 def test_the_users_bench_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     path = write(tmp_path / place, GOOD)
@@ -197,14 +153,6 @@ def test_a_users_bench_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.M
     assert load_bench("mine").name == "mine"
     assert load_bench(str(path)).name == "mine"
     assert load_bench(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
-
-
-def test_question_files_of_several_versions_have_names_of_their_own(tmp_path: Path) -> None:
-    files = ("a.v1.jsonl", "a.v2.jsonl", "a.v3.json", "a.v4", "a.v5")
-    names = [load_bench(str(write(tmp_path / file, GOOD))).name for file in files]
-    assert names == ["a.v1", "a.v2", "a.v3", "a.v4", "a.v5"]
-    (tmp_path / "a.v6.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
-    assert load_bench(str(tmp_path / "a.v6.jsonl.gz")).name == "a.v6"
 
 
 def test_a_directory_named_like_a_bench_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,10 +70,3 @@ def test_a_file_that_is_no_log_is_ignored(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     log = TurnLog(path, SETTINGS)
     assert (log.entries, log.differing) == ([], [])
-
-
-def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:
-    log = TurnLog(tmp_path / "turns.jsonl", SETTINGS)
-    with pytest.raises(ValueError, match="not started"):
-        log.append(turn(1, 1))
-    assert not (tmp_path / "turns.jsonl").exists()

@@ -1,6 +1,5 @@
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ from rich.console import Console
 
 from medusa_train.evaluation.records import Score, SkippedTurn, TimedAnswer, TurnRecord, Verdict
 from medusa_train.evaluation.report import Report, markdown, terminal_report, write_report
-from medusa_train.tree_search.traces import Trace
 
 
 def meta(**changes: Any) -> dict[str, Any]:
@@ -61,29 +59,6 @@ def test_answers_are_kept_with_their_accepted_lengths_and_the_skipped_turns(tmp_
     assert (lines[0]["question_id"], lines[0]["turn"], lines[0]["tokens"]) == (7, 1, 11)
     assert lines[0]["exact"] == {"float32": "tie", "bfloat16": "equal"}
     assert lines[2] == {"question_id": 9, "turn": 2, "prompt_tokens": 5000, "skipped": True}
-
-
-def test_a_second_report_replaces_the_first_and_leaves_nothing_else(tmp_path: Path) -> None:
-    for bench in ("first", "second"):
-        write_report(Report.from_records(records(), meta(bench=bench)), records(), [], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "answers.jsonl",
-        "model_answer",
-        "report.html",
-        "report.json",
-        "report.md",
-    ]
-    assert json.loads((tmp_path / "report.json").read_text())["meta"]["bench"] == "second"
-
-
-def test_markdown_holds_the_figures_that_have_no_column() -> None:
-    traced = records()
-    traced[0].trace = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
-    text = markdown(Report.from_records(traced, meta()))
-    assert "| plain | 4 | 1.00 | 1.50x | 2 |" in text
-    assert "CTAR(w), steps that accepted at least w draft tokens: 1: 50.0%, 2: 50.0%, 3: 50.0%" in text
-    assert "head 1: 60.0% / 80.0%, head 2: 75.0% / 100.0%" in text
-    assert "chain of the first k heads' top-1 guesses (simulated), k = 1: 1.25, 2: 1.25" in text
 
 
 def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
@@ -146,34 +121,7 @@ def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> 
     assert content["categories"]["code"]["scores"] is None
 
 
-def test_markdown_holds_a_table_with_the_overall_row_last() -> None:
-    text = markdown(Report.from_records(records(), meta()))
-    rows = text.split("\n\n| category")[1].split("\n\n")[0].splitlines()
-    assert [row.split("|")[1].strip() for row in rows[2:]] == ["math", "code", "**overall**"]
-    assert "| **2.50** |" in rows[-1]  # (11 - 1) tokens in 4 steps
-    assert "| **1.50x** |" in rows[-1]
-    assert "| **0+2/2** |" in rows[-1]
-    assert "1.10x the speed of the faster baseline" in text
-
-
 def shown(report: Report) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(terminal_report(report))
     return console.export_text()
-
-
-def test_long_names_of_categories_do_not_cut_off_the_figures() -> None:
-    long = [replace(record, category="mathematical_reasoning") for record in records()]
-    console = Console(width=80, file=io.StringIO())
-    console.print(terminal_report(Report.from_records(long, meta())))
-    assert isinstance(console.file, io.StringIO)
-    assert "…" not in console.file.getvalue()
-
-
-def test_a_baseline_only_report_shows_no_tree_columns() -> None:
-    report = Report.from_records(records(with_tree=False), meta(model=None, heads=None, tree_nodes=None))
-    text = shown(report)
-    assert "data/tiny in bfloat16" in text
-    assert "speedup" not in text
-    assert "Baselines only" in text
-    assert "speedup" not in next(line for line in markdown(report).splitlines() if line.startswith("|"))

@@ -103,30 +103,6 @@ def test_it_compares_the_decoders() -> None:
     assert "<th>decoder</th>" in page([record(1, "math", with_tree=False)])
 
 
-def test_it_shows_speed_per_category_lengths_ctar_heads_tree_and_answers() -> None:
-    html = page([record(1, "math"), record(2, "code")])
-    for title in (
-        "Speedup per category",
-        "Accepted length",
-        "CTAR(w)",
-        "Head accuracy",
-        "The tree",
-        "Tokens per second",
-    ):
-        assert f"<h3>{title}</h3>" in html
-    assert "Tokens per step over tree size" not in html
-    assert html.count("What is &lt;b&gt;?") == 2
-    assert "95 % interval" in html
-    assert "not judged" in html
-
-
-def test_a_calibrated_tree_has_its_size_curve() -> None:
-    sizes = [{"nodes": n, "tokens_per_step": 1 + n / 10, "step_ms": 3 + n / 8, "tokens_per_s": 300 + n} for n in (0, 4)]
-    html = page([record(1, "math"), record(2, "code")], calibration={"nodes": 4, "sizes": sizes})
-    assert "Tokens per step over tree size" in html
-    assert "Speed over tree size" in html
-
-
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
     one = answer(record(1, "math"))
     # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1 space, backbone c

@@ -16,10 +16,9 @@ from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import calibrate
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
-from medusa_train.evaluation.records import TimedAnswer, TurnLog, TurnRecord
+from medusa_train.evaluation.records import TurnRecord
 from medusa_train.evaluation.run import evaluate
-from medusa_train.evaluation.run_metadata import measurement_settings
-from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
+from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.progress import RunProgress
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
@@ -98,19 +97,6 @@ def test_drafts_without_training_are_timed_like_heads(
         assert re.search(rf"^ {name.replace('_', ' ')} +\d", shown, re.MULTILINE)
 
 
-def test_turns_that_lack_the_parts_of_a_merged_draft_are_not_resumed(
-    run_dir: Path, bench_file: Path, tmp_path: Path
-) -> None:
-    """As a version wrote them that did not measure the parts."""
-    cfg = EvalConfig(bench=str(bench_file), draft="medusa+prompt_lookup")
-    paths = resolve_model(str(run_dir), None, None, lookup=cfg.lookup_choice)
-    settings = measurement_settings(cfg, load_bench(str(bench_file)), paths)
-    log = TurnLog(tmp_path / "turns.jsonl", {name: settings[name] for name in settings if name != "list of decoders"})
-    log.start("float32", {}, compiled=False)
-    log.close()
-    assert TurnLog(tmp_path / "turns.jsonl", settings).differing == ["list of decoders"]
-
-
 @pytest.mark.parametrize(("batch_size", "draft"), [(1, None), (2, None), (1, "medusa+prompt_lookup")])
 def test_dynamic_trees_are_timed_beside_fixed_ones(
     batch_size: int, draft: str | None, run_dir: Path, bench_file: Path, tmp_path: Path
@@ -146,13 +132,6 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
     assert "| fixed tree |" in summary
 
 
-def test_without_exactness_only_the_timed_dtype_is_compared(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
-    overall = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)[0]["overall"]
-    assert isinstance(overall, dict)
-    assert overall["equal_answers"] + overall["tie_answers"] == 4
-    assert overall["equal_answers_bf16"] is None
-
-
 def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path, tmp_path: Path) -> None:
     problems = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
     bench = tmp_path / "sums.jsonl"
@@ -173,19 +152,6 @@ def test_code_is_not_run_without_permission(run_dir: Path, tmp_path: Path, monke
     monkeypatch.setattr(module, "load_model", lambda *args, **keys: pytest.fail("loaded nevertheless"))
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         run(bench, run_dir, tmp_path / "out")
-
-
-def test_a_slow_moment_is_noted_in_the_report(
-    backbone_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def observe(self: SlowStepDetector, plain: TimedAnswer) -> str | None:
-        self.notes[:] = ["steps are slow"]
-        return "steps are slow"
-
-    monkeypatch.setattr(SlowStepDetector, "observe", observe)
-    report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
-    assert report["meta"]["notes"] == ["steps are slow"]  # type: ignore[index]
-    assert "note: steps are slow" in shown
 
 
 def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
@@ -213,12 +179,6 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     assert "equal to plain" not in text
 
 
-def test_a_batched_greedy_run_still_compares_answers(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
-    overall = run(bench_file, run_dir, tmp_path, dtype="bfloat16", batch_size=2)[0]["overall"]
-    assert isinstance(overall, dict)
-    assert overall["equal_answers"] + overall["tie_answers"] == 4
-
-
 def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
     report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
     overall, meta = report["overall"], report["meta"]
@@ -229,15 +189,6 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert meta["model"] is None
     assert meta["plain_equal_generate"] == 4
     assert "Baselines only" in shown
-
-
-def test_the_report_on_another_question_file_is_not_replaced_silently(
-    backbone_dir: Path, bench_file: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "report.json").write_text('{"meta": {"bench_file": "elsewhere/small.jsonl"}}')
-    note = f"note: replaces the report on elsewhere/small.jsonl in {tmp_path}; set output_dir to keep it"
-    assert note in run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")[1]
-    assert "replaces" not in run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")[1]
 
 
 def test_an_interrupted_evaluation_is_resumed(
@@ -262,23 +213,6 @@ def test_an_interrupted_evaluation_is_resumed(
     assert report["overall"]["answers"] == 4  # type: ignore[index]
     assert report["meta"]["resumed_turns"] == 2  # type: ignore[index]
     assert not (tmp_path / "turns.jsonl").exists()
-
-
-def test_different_settings_start_over(
-    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    trace_records = module.trace_records
-    monkeypatch.setattr(module, "trace_records", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(bench_file, run_dir, tmp_path, dtype="float32")
-    monkeypatch.setattr(module, "trace_records", trace_records)
-    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False)
-    assert "had a different prompt_lookup: starting over" in shown
-    assert report["meta"]["resumed_turns"] == 0  # type: ignore[index]
-    assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
 
 
 def no_memory(*args: object, **options: object) -> None:

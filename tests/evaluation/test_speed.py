@@ -9,7 +9,6 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
-from medusa_train.evaluation.answerers import GenerateAnswerer
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
@@ -104,14 +103,6 @@ def test_if_no_question_fits_the_error_says_why() -> None:
         stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
 
 
-def test_without_a_draft_only_the_baselines_answer(subject: LoadedModel, bench_file: Path) -> None:
-    test = speed_test(LoadedModel(subject.backbone, None, None), 4)
-    record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]
-    assert record.tree is None
-    assert record.answer is record.plain
-    assert record.plain.tokens == record.generate.tokens
-
-
 def test_completed_questions_are_not_asked_again() -> None:
     order: list[str] = []
     questions = [Question(number, "a", ("q",), "") for number in (1, 2, 3)]
@@ -126,15 +117,6 @@ def test_completed_questions_are_not_asked_again() -> None:
     assert skipped == [SkippedTurn(3, 1, 50)]
     assert len(order) == 2
     assert turns_seen == records[:1]
-
-
-def test_extra_baselines_take_turns_too(subject: LoadedModel, bench_file: Path) -> None:
-    lookup = GenerateAnswerer(subject.backbone, prompt_lookup_num_tokens=3)
-    test = SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), 12, {"prompt_lookup": lookup})
-    record = test.run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0][0]
-    assert record.others["prompt_lookup"].tokens == record.plain.tokens
-    assert list(record.baselines) == ["plain", "generate", "prompt_lookup"]
-    assert record.asked == "1+1?"
 
 
 def bench_questions(count: int) -> list[Question]:
@@ -263,9 +245,3 @@ def test_answers_of_the_same_batch_count_once() -> None:
     detector = SlowStepDetector("cpu")
     fast, slow = (TimedAnswer((1,) * 21, 1.0 + ms, 1.0, 20, rows=2, batch_passes=20) for ms in (0.1, 1.0))
     assert [detector.observe(answer) for answer in (fast, fast, slow, slow, fast)] == [None] * 5
-
-
-def test_answers_of_a_few_steps_do_not_count() -> None:
-    detector = SlowStepDetector("cuda")
-    for ms in (10, 11, 90, 95):
-        assert detector.observe(plain(ms, steps=3)) is None

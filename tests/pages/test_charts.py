@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from medusa_train.pages.charts import Bar, Curve, bars, curves, element, scale, ticks, tree_drawing
+from medusa_train.pages.charts import Bar, Curve, bars, curves, ticks, tree_drawing
 
 
 @pytest.mark.parametrize(
@@ -17,15 +17,6 @@ from medusa_train.pages.charts import Bar, Curve, bars, curves, element, scale, 
 )
 def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == expected
-
-
-def test_a_scale_maps_both_ends() -> None:
-    assert [scale(1.0, 3.0, 100.0, 0.0)(value) for value in (1.0, 2.0, 3.0)] == [100.0, 50.0, 0.0]
-    assert scale(2.0, 2.0, 7.0, 9.0)(2.0) == 7.0
-
-
-def test_attributes_are_escaped() -> None:
-    assert element("rect", class_='a"b', x=1.25) == '<rect class="a&quot;b" x="1.2"/>'
 
 
 def parsed(svg: str) -> ET.Element:

@@ -19,7 +19,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.progress import RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
-from medusa_train.server_bench.measure import BlockFault, BlockLog, RequestOptions, ServerBench, Target, plan_blocks
+from medusa_train.server_bench.measure import BlockFault, RequestOptions, ServerBench, Target, plan_blocks
 from medusa_train.server_bench.run import measure_servers
 from tests.fake_server import FakeServer, Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -95,14 +95,6 @@ def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) ->
     assert "accepted" not in (tmp_path / "out" / "served.md").read_text().splitlines()[2]
     assert "cache_salt" not in server.fake.bodies[0]
     assert server.fake.bodies[0]["temperature"] == 0.7
-
-
-def test_heads_that_lose_are_off(tmp_path: Path) -> None:
-    with bench_server(heads=True, seconds=0.03) as heads, bench_server() as plain:
-        report, printed = measure(tmp_path, *against(heads, plain), "concurrency=1")
-    assert [(one["use"], one["verdict"]) for one in report["recommendation"]] == [(False, "loses")]
-    assert "concurrency 1: off; the best, num_speculative_tokens 2, is slower: 0." in printed
-    assert "<b>off</b>" in (tmp_path / "out" / "served.html").read_text()
 
 
 def test_a_block_with_failed_requests_is_measured_again(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
@@ -202,20 +194,6 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
     assert len(plain.fake.bodies) - asked < 8 + 16 + 4  # answers in all, and the warm-up
     assert not log.exists()
-
-
-def test_complete_cells_are_reported_before_an_error(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
-    heads, plain = pair
-
-    def dead(number: int, body: dict[str, Any]) -> Reply:
-        return error(502, "bad gateway") if heads.fake.busiest > 1 else None
-
-    heads.script = dead
-    with pytest.raises(ServerError):
-        measure(tmp_path, *against(heads, plain), "retry_seconds=0.5")
-    report = json.loads((tmp_path / "out" / "served.json").read_text())
-    assert {cell["concurrency"] for cell in report["cells"]} == {1}
-    assert any("incomplete" in note for note in report["meta"]["notes"])
 
 
 def test_a_restarted_server_is_noticed_and_waited_for(tmp_path: Path) -> None:
@@ -374,15 +352,3 @@ def test_turns_that_do_not_fit_are_skipped_on_both(tmp_path: Path, pair: tuple[B
     cells = {cell["server"]: cell for cell in report["cells"]}
     assert (cells["heads"]["skipped_turns"], cells["heads"]["answers"]) == (1, 7)
     assert cells["heads"]["compared_answers"] == 7
-
-
-def test_a_log_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "blocks.jsonl"
-    log = BlockLog(path, {"seed": 1, "servers": ("a", 1)})
-    log.start()
-    log.note("kept")
-    log.close()
-    path.write_bytes(path.read_bytes() + b'{"block": ["s", 1')
-    same = BlockLog(path, {"seed": 1, "servers": ("a", 1)})
-    assert (same.notes, same.differing) == (["kept"], [])
-    assert BlockLog(path, {"seed": 2, "servers": ("a", 1)}).differing == ["seed"]
