@@ -14,11 +14,10 @@ from rich.text import Text
 from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.report import equal_cell
-from medusa_train.evaluation.report_page import ctar_figure, speedup_figure
+from medusa_train.evaluation.report_page import speedup_figure
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.io import replace_text
-from medusa_train.pages.charts import Curve, curves
-from medusa_train.pages.page import Figure, Section, Table, number, percent, render_page
+from medusa_train.pages.page import Section, Table, number, render_page
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
@@ -159,30 +158,14 @@ def show(evaluated: Sequence[Evaluated]) -> Group:
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
     """Write compare.html and compare.json to `directory`, created if it does not exist; returns their paths."""
-    page, data = directory / "compare.html", directory / "compare.json"
     reports = {one.name: one.report for one in evaluated}
-    replace_text(page, _page(evaluated, reports))
-    replace_text(data, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
-    return [page, data]
-
-
-def _page(evaluated: Sequence[Evaluated], reports: Mapping[str, Mapping[str, Any]]) -> str:
     sections = [
         Section(lines=[f"Not comparable as they stand: {line}" for line in differences(evaluated)]),
         Section(legend=list(reports), tables=[runs_table(evaluated)]),
-        Section("Speed", figures=[speedup_figure(reports), *_draft_figures(reports)]),
+        Section("Speed", figures=[speedup_figure(reports)]),
         Section(tables=[categories_table(evaluated)]),
     ]
-    return render_page("Comparison of runs", f"{len(reports)} evaluations", sections)
-
-
-def _draft_figures(reports: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
-    """Draw CTAR and top-1 accuracy where every run has them."""
-    shares = {name: report["overall"].get("ctar") or [] for name, report in reports.items()}
-    accuracy = {name: report["overall"].get("head_accuracy") or [] for name, report in reports.items()}
-    figures = [ctar_figure(shares)] if all(shares.values()) else []
-    if all(accuracy.values()):
-        drawn = [Curve(name, [(k, row[0]) for k, row in enumerate(rows, 1)]) for name, rows in accuracy.items()]
-        drawing = curves(drawn, "top-1 accuracy of every run", "head", y_text=percent)
-        figures.append(Figure("Top-1 accuracy per head", drawing, "On the answers of the bench."))
-    return figures
+    page, data = directory / "compare.html", directory / "compare.json"
+    replace_text(page, render_page("Comparison of runs", f"{len(reports)} evaluations", sections))
+    replace_text(data, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
+    return [page, data]

@@ -16,7 +16,6 @@ SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
     "Whiskers: 95 % bootstrap intervals over questions."
 )
-CTAR_CAPTION = "Share of decoding steps that accepted at least w draft tokens."
 
 
 def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], notes: Sequence[str]) -> str:
@@ -119,12 +118,6 @@ def speedup_figure(reports: Mapping[str, Json]) -> Figure:
     return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
 
 
-def ctar_figure(shares: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw CTAR(w) by name of the run."""
-    drawn = [Curve(name, list(enumerate(values, start=1))) for name, values in shares.items()]
-    return Figure("CTAR(w)", curves(drawn, "CTAR", "w", y_text=percent), CTAR_CAPTION)
-
-
 def _draft_figures(report: Json) -> list[Figure]:
     overall, figures = report["overall"], []
     if lengths := overall["accepted_lengths"]:
@@ -134,7 +127,9 @@ def _draft_figures(report: Json) -> list[Figure]:
         caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
         figures.append(Figure("Accepted length", drawing, caption))
     if shares := overall["ctar"]:
-        figures.append(ctar_figure({"CTAR": shares}))
+        drawing = curves([Curve("CTAR", list(enumerate(shares, start=1)))], "CTAR", "w", y_text=percent)
+        caption = "Share of decoding steps that accepted at least w draft tokens."
+        figures.append(Figure("CTAR(w)", drawing, caption))
     if table := overall["head_accuracy"]:
         heads = [Curve(f"head {k}", list(enumerate(row, start=1))) for k, row in enumerate(table, start=1)]
         drawing = curves(heads, "head accuracy", "k", y_text=percent)

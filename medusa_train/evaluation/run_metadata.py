@@ -102,8 +102,6 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "tree": None if paths.tree is None else paths.tree.read_text(encoding="utf-8"),
         **({"dynamic": True} if paths.dynamic else {}),
-        # earlier versions did not measure the parts of a merged draft: their logs have no figures of these
-        **({"list of decoders": "with both parts"} if paths.lookup is not None and paths.heads is not None else {}),
         "backbone": paths.backbone_form,
         "chat_template": paths.chat_template,
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,

@@ -36,7 +36,7 @@ from medusa_train.server_bench.measure import (
     plan_blocks,
 )
 from medusa_train.server_bench.report import terminal_report, write_report
-from medusa_train.server_bench.serve import ServedModel, ServerPool, Session, prepare_model
+from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_model
 
 ATTEMPTS = 3  # at a block in which requests fail
 REMOTE = "running servers"  # name of the session of servers that are not started here
@@ -256,8 +256,7 @@ def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
     """Check the servers of `server_url` and `against`, and find their models' names; the plain one comes first.
 
     Raises:
-        ConfigError: a server does not list the model, or lists several and none was named.
-        ServerError: it cannot be reached.
+        ConfigError, ServerError: a server does not list the model, or several and none was named; or does not answer.
     """
     assert cfg.server_url is not None
     if cfg.against is None:
@@ -291,8 +290,7 @@ def _target(name: str, url: str, model: str | None, options: RequestOptions, *, 
 def model_notes(targets: Sequence[Target], paths: ModelPaths | None) -> list[str]:
     """Note servers that may serve different models, or another one than the run in whose directory they report.
 
-    Servers report only a name, vLLM also what it loaded. The same model may have another path on another machine, so
-    this is no error.
+    No error: servers report only a name, vLLM also a path, which may be another on another machine.
     """
     notes = []
     loaded = {target.name: target.root or target.model for target in targets}
@@ -302,18 +300,14 @@ def model_notes(targets: Sequence[Target], paths: ModelPaths | None) -> list[str
     if paths is not None and paths.adapter is None:  # a merged backbone has another name
         backbone = Path(paths.base_model).name
         known = {target.name: target.root for target in targets if target.root is not None}
-        others = [f"{name} serves {model}" for name, model in known.items() if not _same_name(model, backbone)]
+        wanted = backbone.casefold()
+        others = [f"{name} serves {one}" for name, one in known.items() if Path(one).name.casefold() != wanted]
         if others:
             notes.append(
                 f"{', '.join(others)}, and the backbone of the run is {backbone}: if that is another model, delete "
                 "this report, which the run's model card would quote"
             )
     return notes
-
-
-def _same_name(model: str, backbone: str) -> bool:
-    """Whether two paths or hub names end in the same name."""
-    return Path(model).name.casefold() == backbone.casefold()
 
 
 def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None) -> RequestOptions:
@@ -389,11 +383,10 @@ def metadata(
     else:
         meta |= {"model": short_path(str(paths.home)), "base_model": short_path(served.backbone)}
         meta |= {"heads": short_path(str(served.heads)), "server": served.version, "arguments": list(served.options)}
-        meta["turns"] = _describe_turns(served.sessions)
+        together = all(len(session.speculative_tokens) > 1 for session in served.sessions)
+        meta["turns"] = (
+            "the server without heads beside each one with heads, in turns, block by block"
+            if together
+            else "one server at a time; the one without heads first and last, of which the faster counts"
+        )
     return {**meta, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-
-
-def _describe_turns(sessions: Sequence[Session]) -> str:
-    if all(len(session.speculative_tokens) > 1 for session in sessions):
-        return "the server without heads beside each one with heads, in turns, block by block"
-    return "one server at a time; the one without heads first and last, of which the faster counts"
