@@ -65,9 +65,7 @@ class CheckpointStore:
         """Save the state after `step` optimizer steps, then delete the oldest checkpoints beyond the limit.
 
         Args:
-            step: names the checkpoint; an existing one is replaced.
-            state: by part, nested dicts, lists, tuples, tensors and plain values (see `split_tensors`), for instance
-                `{"draft": draft.state_dict(), "engine": engine.state_dict(), "rng": rng_state(), "run": {...}}`.
+            state: by part, nested dicts, lists, tuples, tensors and plain values (see `split_tensors`).
             best: step of the best evaluation, whose weights stay until another one is the best. If it is `step`, they
                 are saved as `best-STEP` too, which takes no further space where the file system has hard links.
             beside: by file name, JSON values to write into the checkpoint for other programs; `load` ignores them.

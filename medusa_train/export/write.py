@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import CONFIG, ModelPaths, heads_kind
+from medusa_train.checkpoint.resolve import ModelPaths, heads_kind
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import copy_lm_head, method_in_path
 from medusa_train.config.types import ExportTarget
@@ -211,10 +211,6 @@ def _write_reference_v2(paths: ModelPaths, heads: HeadTensors, exported: Exporte
     write_heads(heads, exported.target, pickled=True)
 
 
-def _write_tgi(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    write_heads(heads, exported.target, pickled=True)
-
-
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     write_vllm(heads, exported.target, _lm_head(paths, heads, exported)[0] if heads.shared else None)
     check_vllm_directory(exported.target, VLLM_WEIGHTS)
@@ -223,21 +219,12 @@ def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> No
         "measured on your server; it is fixed while the server runs"
     )
     if heads.token_map is not None:
-        vocab_size = read_json(exported.target / CONFIG)["vocab_size"]
-        exported.facts.append(_describe_expansion(heads, len(heads.token_map), vocab_size))
+        exported.facts.append(
+            "vLLM cannot load a reduced vocabulary: the other rows are filled in so that their tokens are never drafted; "
+            "a step reads whole lm_head matrices"
+        )
     if (warning := path_warning(str(exported.target.resolve()))) is not None:
         exported.warnings.append(warning)
-
-
-def _describe_expansion(heads: HeadTensors, rows: int, vocab_size: int) -> str:
-    """Say what a reduced vocabulary of `rows` tokens costs in vLLM, which loads only matrices of all tokens."""
-    element = heads.state["blocks.0.0.linear.weight"].element_size()
-    megabytes = heads.num_heads * heads.hidden_size * element / 1e6  # per row, of all heads
-    return (
-        f"vLLM cannot load a reduced vocabulary: the {vocab_size - rows:,} other rows are filled in so that their "
-        f"tokens are never drafted. A step reads {megabytes * vocab_size:,.1f} MB of lm_head matrices for "
-        f"{heads.num_heads} heads, instead of {megabytes * rows:,.1f} MB for {rows:,} tokens"
-    )
 
 
 def path_warning(path: str) -> str | None:
@@ -275,10 +262,10 @@ def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> 
     exported.facts.append(write_merged(paths, exported.target))
 
 
-_WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], None]] = {
+_WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], object]] = {
     "reference": _write_reference,
     "reference-v2": _write_reference_v2,
-    "tgi": _write_tgi,
+    "tgi": lambda paths, heads, exported: write_heads(heads, exported.target, pickled=True),
     "vllm": _write_vllm,
     "trtllm": _write_tensorrt,
     "transformers": _write_transformers,

@@ -134,27 +134,22 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
     generated = has_conversations(output)
     if generated and stored is None:
         raise ConfigError(f"output {output}: the file exists without its settings {path.name}; choose another output")
-    if stored is not None and (differing := _differing(stored, settings)):
-        if generated:
-            raise ConfigError(_differences(output, differing, stored, settings))
-        return False  # no conversation depends on them
-    return stored is not None
-
-
-def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings that differ; a missing one equals None."""
-    return [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
-
-
-def _differences(output: Path, differing: Sequence[str], stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    lines = [f"  {name}: {stored.get(name)!r} in the file, {settings.get(name)!r} now" for name in differing]
-    return "\n".join(
-        [
-            f"output {output}: it holds conversations generated with other settings",
-            *lines,
-            "Choose another output=FILE.jsonl, or delete this one with its settings and dropped files.",
-        ]
-    )
+    if stored is None:
+        return False
+    # a missing setting equals None
+    names = [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
+    if names and generated:
+        lines = [f"  {name}: {stored.get(name)!r} in the file, {settings.get(name)!r} now" for name in names]
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"output {output}: it holds conversations generated with other settings",
+                    *lines,
+                    "Choose another output=FILE.jsonl, or delete this one with its settings and dropped files.",
+                ]
+            )
+        )
+    return not names
 
 
 @dataclass(frozen=True)
