@@ -14,11 +14,6 @@ def test_importing_the_package_loads_no_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_other_attributes_do_not_exist() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'lood'"):
-        medusa_train.lood  # type: ignore[attr-defined]  # noqa: B018
-
-
 def test_drafts_without_training_decode_in_place_of_heads() -> None:
     options = {"base_model": "data/tiny", "dtype": "float32"}
     plain = medusa_train.load(**options).generate("Write the word yes three times.", 24)

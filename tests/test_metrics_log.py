@@ -97,13 +97,6 @@ def test_lines_that_could_not_be_written_are_counted(tmp_path):
     assert "the last 2 lines could not be written" in warnings[-1]
 
 
-def test_a_new_run_begins_with_an_empty_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    MetricsFile(path).close()
-    assert path.read_text() == ""
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bar_or_lines_show_the_metrics(tmp_path, terminal):
     shown = console_with(terminal)
@@ -117,16 +110,6 @@ def test_bar_or_lines_show_the_metrics(tmp_path, terminal):
         assert figure in text
     assert ("10/20" in text) == terminal
     assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == ["train", "eval"]
-
-
-def test_plain_lines_are_one_per_record(tmp_path):
-    shown = console_with(False)
-    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
-        for step in range(1, 21):
-            tracker.advance(step)
-            if step % 10 == 0:
-                tracker.log("train", step, TRAIN)
-    assert len(shown.file.getvalue().splitlines()) == 2
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -223,18 +206,6 @@ def test_a_failing_service_is_dropped_with_one_warning(
     sink.close()
     assert text_of(console).splitlines() == [f"{name}: {call} refused; continuing without {name}"]
     assert [done for done, _ in service.calls].count(call) == 1  # it is left alone from then on
-
-
-@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
-def test_a_service_that_is_not_installed_is_dropped_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, name: str, module: str
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    sink = OPENED[name](console, tmp_path)
-    sink.log(RECORD)
-    sink.close()
-    assert text_of(console).count(f"continuing without {name}") == 1
-    assert text_of(console).startswith(f"{name}: ")
 
 
 def test_wandb_offline_writes_only_to_the_run_directory(

@@ -39,16 +39,6 @@ def test_lines_come_at_most_every_ten_seconds(clock):
     ]
 
 
-def test_short_phases_print_a_line_only_when_it_is_due(clock):
-    progress = RunProgress(console(False))
-    for name in ("loading", "choosing the dtype"):
-        with progress.phase(name):
-            clock(6)
-    assert shown(progress) == ""
-    with progress.phase("timing", total=3, unit="turns"):
-        assert shown(progress) == "timing: 0/3 turns\n"
-
-
 def test_the_time_of_every_phase_is_kept(clock):
     progress = RunProgress(console(False), started=98.0)
     with progress.phase("loading"):

@@ -56,12 +56,6 @@ def test_a_mac_is_not_asked_for_what_it_cannot_have(system: str) -> None:
     assert {"torch", "transformers", "peft"} <= wanted
 
 
-def test_every_package_can_be_found_by_the_build() -> None:
-    """A folder without __init__.py would be left out in silence."""
-    for folder in (PROJECT_ROOT / "medusa_train").rglob("*.py"):
-        assert (folder.parent / "__init__.py").is_file(), folder
-
-
 @pytest.mark.slow
 def test_a_wheel_runs_the_demo_s_commands_from_any_directory(tmp_path: Path) -> None:
     """Built, installed without its dependencies into an empty environment that borrows them, and used elsewhere."""

@@ -220,7 +220,7 @@ def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> No
     )
     if heads.token_map is not None:
         exported.facts.append(
-            "vLLM cannot load a reduced vocabulary: the other rows are filled in so that their tokens are never drafted; "
+            "vLLM cannot load a reduced vocabulary: the other rows are filled in so that their tokens are not drafted; "
             "a step reads whole lm_head matrices"
         )
     if (warning := path_warning(str(exported.target.resolve()))) is not None:

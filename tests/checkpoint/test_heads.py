@@ -95,11 +95,6 @@ def test_heads_on_a_shared_lm_head_round_trip(tmp_path: Path, family: str) -> No
     assert not torch.equal(loaded.head_logits(hidden, 3), loaded.head_logits(hidden, 1))
 
 
-def test_dtype_defaults_to_the_backbone_s(tmp_path: Path, backbone: Backbone) -> None:
-    save_heads(trained(backbone).to(torch.bfloat16), tmp_path, "m")
-    assert next(load_heads(tmp_path, backbone).parameters()).dtype == backbone.dtype
-
-
 def test_soft_cap_and_bias_reach_the_loaded_heads(tmp_path: Path) -> None:
     gemma = random_backbone("gemma2", dtype=torch.float32)
     draft = trained(gemma)
@@ -137,14 +132,6 @@ def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, w
     assert read_heads(tmp_path).base_model == ("m" if with_config else None)
 
 
-def test_pt_and_safetensors_hold_the_same(tmp_path: Path, backbone: Backbone) -> None:
-    write_heads(read_heads(save_heads(trained(backbone), tmp_path, "m")), tmp_path, pickled=True)
-    pickled = torch.load(tmp_path / PICKLED, weights_only=True)
-    plain = load_file(tmp_path / SAFETENSORS)
-    assert sorted(pickled) == sorted(plain)
-    assert all(torch.equal(pickled[name], plain[name]) for name in plain)
-
-
 class Hostile:
     """What a pickle can do: run a command of its maker's choice on loading."""
 
@@ -172,12 +159,6 @@ def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
 def test_a_damaged_pt_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / PICKLED).write_bytes(content)
     with pytest.raises(CheckpointError, match=PICKLED):
-        read_heads(tmp_path)
-
-
-def test_a_pt_of_something_else_is_refused(tmp_path: Path) -> None:
-    torch.save({"epoch": 3}, tmp_path / PICKLED)
-    with pytest.raises(CheckpointError, match="something other than named tensors"):
         read_heads(tmp_path)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft
+from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -47,13 +47,6 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path, share: bool, reduced: b
     expected = original.state_dict()
     assert set(again.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
-
-
-def test_heads_without_it_are_written_as_before(tmp_path: Path) -> None:
-    save_draft(draft(rank=0), tmp_path, "m")
-    assert not any("markov" in name for name in load_file(tmp_path / "medusa_lm_head.safetensors"))
-    assert not any("markov" in key for key in json.loads((tmp_path / "config.json").read_text()))
-    assert read_heads(tmp_path).markov_rank == 0
 
 
 def tensors(**changed: Tensor | None) -> dict[str, Tensor]:

@@ -47,13 +47,6 @@ def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
     assert resolve_model(str(run), "other/model", None).base_model == "other/model"
 
 
-def test_the_chat_template_option_overrides_the_run(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", chat_template="chatml")
-    assert resolve_model(str(run), None, None, chat_template="zephyr").chat_template == "zephyr"
-    assert resolve_model(str(run / "heads"), None, None, chat_template="zephyr").chat_template == "zephyr"
-    assert resolve_model(None, "some/model", None, chat_template="zephyr").chat_template == "zephyr"
-
-
 def test_template_variables_are_the_runs_unless_given(tmp_path: Path) -> None:
     run = str(fake_run(tmp_path / "run", chat_template_kwargs={"enable_thinking": False}))
     assert resolve_model(run, None, None).chat_template_kwargs == {"enable_thinking": False}
@@ -110,12 +103,6 @@ def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "some/model"}))
     paths = resolve_model(str(tmp_path), None, None)
     assert (paths.base_model, paths.heads, paths.tree) == ("some/model", tmp_path, None)
-
-
-def test_a_backbone_alone_has_neither_heads_nor_tree() -> None:
-    paths = resolve_model(None, "some/model", None)
-    assert (paths.heads, paths.tree, paths.name) == (None, None, None)
-    assert paths.home.parts[-2:] == ("baselines", "model")
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -72,14 +72,6 @@ def test_latest_is_the_highest_step_not_the_last_name(tmp_path: Path) -> None:
     assert store.latest() == tmp_path / "checkpoints" / "step-100"
 
 
-def test_a_step_saved_twice_holds_the_second_state(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.save(3, state(1))
-    path = store.save(3, state(3))
-    assert_is(store.load(path), 3)
-    assert [p.name for p in path.parent.iterdir()] == ["step-3"]
-
-
 @pytest.mark.parametrize(("limit", "kept"), [(None, [1, 2, 3, 4]), (0, [1, 2, 3, 4]), (2, [3, 4]), (1, [4])])
 def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, limit)
@@ -239,15 +231,6 @@ def test_a_future_format_is_refused(tmp_path: Path) -> None:
     (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
     with pytest.raises(CheckpointError, match="format 2"):
         store.load(path)
-
-
-def test_files_are_readable_for_others(tmp_path: Path) -> None:
-    mask = os.umask(0o022)
-    try:
-        path = CheckpointStore(tmp_path).save(1, state(1))
-    finally:
-        os.umask(mask)
-    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o644"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="tells files by /proc")

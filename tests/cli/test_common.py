@@ -12,15 +12,12 @@ import torch
 from rich.table import Table
 
 from medusa_train.cli.common import (
-    join_lines,
     output_console,
     quiet_libraries,
-    read_arguments,
     run_command,
     split_arguments,
 )
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError, DataError, Terminated
 
 # A command as the real ones are, with nothing behind it; it reports what was imported.
@@ -85,13 +82,6 @@ def test_characters_that_the_output_cannot_encode_are_replaced() -> None:
     assert (done.returncode, done.stdout) == (0, "mod?le None\nheavy: []\n")
 
 
-def test_debugging_shows_the_trace() -> None:
-    done = run_program("absent.yaml", MEDUSA_DEBUG="1")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "ConfigError" in done.stderr
-
-
 # --- exit codes ---------------------------------------------------------------------------------------------------
 
 
@@ -140,10 +130,6 @@ def test_a_bug_keeps_its_trace(error: Exception) -> None:
         run_command(lambda: fail(error))()
 
 
-def test_the_lines_of_a_paragraph_are_joined() -> None:
-    assert join_lines("\none\ntwo\n\n  a command\n\nthree\nfour\n") == "\none two\n\n  a command\n\nthree four\n"
-
-
 def test_names_and_paths_are_printed_as_they_are() -> None:
     console = output_console(file=io.StringIO(), width=80)
     table = Table()
@@ -178,13 +164,6 @@ def test_arguments_are_a_file_and_overrides(arguments: list[str], path: Path | N
 def test_two_files_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected one configuration file, got a\.yaml and seed; overrides"):
         split_arguments(["a.yaml", "seed", "x=1"])
-
-
-def test_ignored_keys_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    read_arguments(TrainConfig, ["base_model=m", "datasets=[{path: a}]", "gptq=1", "debug=1"])
-    assert capsys.readouterr().err == "ignored keys (no effect): debug, gptq\n"
-    read_arguments(EvalConfig, [])
-    assert capsys.readouterr().err == ""
 
 
 def test_libraries_are_quiet_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

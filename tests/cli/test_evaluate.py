@@ -55,21 +55,6 @@ def test_flags_override_the_yaml(workplace: Path, monkeypatch: pytest.MonkeyPatc
     assert (report["meta"]["questions"], report["meta"]["max_new_tokens"]) == (1, 4)
 
 
-def test_a_missing_chat_template_names_the_key_to_set(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
-    bare = workplace / "bare"
-    shutil.copytree(workplace / "backbone", bare)
-    (bare / "chat_template.jinja").unlink()
-    flags = ["--bench", "small.jsonl", "--base-model", "bare", "--max-new-tokens", "4", "--limit", "1", "warmup=0"]
-    flags += ["--output-dir", "bare-out", "--dtype", "float32"]
-    result = runner.invoke(app, flags)
-    assert result.exit_code == 1
-    assert "set chat_template to one of vicuna_v1.1, zephyr" in " ".join(result.stderr.split())
-    for template in (["--chat-template", "zephyr"], ["chat_template=zephyr"]):
-        result = runner.invoke(app, [*flags, *template])
-        assert result.exit_code == 0, result.output
-
-
 def test_torn_weights_end_with_a_message(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     shutil.copytree(workplace / "backbone", workplace / "torn")
@@ -81,12 +66,6 @@ def test_torn_weights_end_with_a_message(workplace: Path, monkeypatch: pytest.Mo
     assert "error: base_model" in message
     assert "model.safetensors: incomplete or damaged" in message
     assert "Traceback" not in result.output
-
-
-def test_help_names_every_bench() -> None:
-    assert "tiny, mtbench, specbench, humaneval, gsm8k" in " ".join(
-        runner.invoke(app, ["--help"], terminal_width=200).output.split()
-    )
 
 
 def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,32 +71,6 @@ def test_keys_may_stand_for_flags(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == FILES
 
 
-def test_a_directory_of_heads_will_do(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "heads").rename(tmp_path / "alone")
-    code, output = call(str(tmp_path / "alone"), "--output-dir", str(tmp_path / "out"))
-    assert code == 0, output
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == FILES
-
-
-def test_limits_of_the_target_are_warned_of(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", 2, 2, bias=True)
-    code, output = call(str(run), "--to", "reference")
-    assert code == 0, output
-    assert output.count("warning:") == 3
-    for word in ("distinct blocks", "always builds 5 heads", "have a bias"):
-        assert word in output
-
-
-def test_vllm_s_directory_has_its_own_names(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    code, output = call(str(run), "--to", "vllm")
-    assert code == 0, output
-    assert sorted(p.name for p in (run / "export" / "vllm").iterdir()) == [
-        "README.md", "config.json", "model.safetensors",
-    ]  # fmt: skip
-
-
 def test_a_training_configuration_asks_for_several(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     console = Console(file=io.StringIO(), width=300)

@@ -67,15 +67,6 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     assert "chat_template: None in the file, 'zephyr' now" in result.output
 
 
-def test_nothing_is_loaded_for_a_set_that_is_complete(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--limit", "1", "--output", "whole.jsonl"]
-    assert runner.invoke(app, flags).exit_code == 0
-    monkeypatch.setattr("medusa_train.selfdistill.engines.open_engine", None)
-    result = runner.invoke(app, flags)
-    assert result.exit_code == 0, result.output
-    assert "whole.jsonl is complete, nothing to do" in result.output
-
-
 def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
     (at_work / "bad.jsonl").write_text('{"turns": ["Say it."]}\n{"turns": 5}\n', encoding="utf-8")
     flags = ["--seed", "bad.jsonl", "--model", "backbone", *SHORT]
@@ -197,30 +188,6 @@ def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
     assert not list(at_work.glob("dry*"))
 
 
-def test_self_talk_writes_both_roles(at_work: Path) -> None:
-    flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "talk.jsonl", "--mode", "selftalk", "limit=1"]
-    flags += ["dtype=float32"]
-    result = runner.invoke(app, [*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
-    assert result.exit_code == 0, result.output
-    record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
-    assert record["mode"] == "selftalk"
-    assert [message["role"] for message in record["messages"]][:2] == ["user", "assistant"]
-
-
-def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
-    flags = ["--mode", "questions", "--limit", "3", "--model", "backbone", "dtype=float32", "drop_truncated=false"]
-    asked = runner.invoke(app, [*flags, "--output", "asked.jsonl", "max_new_tokens=12"])
-    assert asked.exit_code == 0, asked.output
-    assert "prompts written by itself" in asked.output
-    records = [json.loads(line) for line in (at_work / "asked.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {record["sampling"]["temperature"] for record in records} == {1.0}
-    assert len({record["messages"][0]["content"] for record in records}) > 1
-    answered = runner.invoke(app, ["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
-    assert answered.exit_code == 0, answered.output
-    preview = runner.invoke(app, [*flags, "--dry-run"])
-    assert "question-000000 (by the model), 1 turn" in preview.output
-
-
 def test_a_run_s_backbone_answers_as_it_was_trained(at_work: Path) -> None:
     write_run(at_work / "run", at_work / "backbone")
     flags = ["--seed", "mine.jsonl", *SHORT]
@@ -247,16 +214,6 @@ def test_heads_of_a_run_speculate_over_its_own_backbone(at_work: Path) -> None:
     missing = runner.invoke(app, [*flags, "heads=nowhere"])
     assert missing.exit_code == 1
     assert "no such directory" in missing.output
-
-
-def test_batches_give_the_same_conversations(at_work: Path) -> None:
-    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "temperature=0.9", "top_k=40"]
-    for name, size in (("alone", 1), ("batched", 3)):
-        result = runner.invoke(app, [*flags, "--output", f"{name}.jsonl", f"batch_size={size}"])
-        assert result.exit_code == 0, result.output
-    alone, batched = (sorted((at_work / f"{name}.jsonl").read_text().splitlines()) for name in ("alone", "batched"))
-    assert alone == batched
-    assert json.loads(alone[0])["sampling"]["top_k"] == 40
 
 
 def test_help_and_config_errors_load_no_torch() -> None:

@@ -4,7 +4,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from medusa_train.cli.train import app, headline
+from medusa_train.cli.train import app
 from medusa_train.config.schema import TrainConfig
 
 
@@ -35,13 +35,6 @@ def config_file(tmp_path):
         "medusa_only_heads: true\n"
     )
     return path
-
-
-def test_help_names_keys_examples_and_exit_codes():
-    result = run("--help")
-    assert result.exit_code == 0
-    for word in ("base_model", "datasets", "key=value", "tree.json", "configs/tiny_m1.yaml", "Exit codes"):
-        assert word in result.output
 
 
 def test_mistakes_in_the_configuration_exit_2_and_load_no_torch(config_file):
@@ -76,15 +69,6 @@ def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_single_missing_input_is_reported(config_file, tmp_path):
-    (tmp_path / "absent.jsonl").touch()
-    result = run(config_file)
-    assert result.exit_code == 1
-    assert result.output.endswith(f"error: base_model: {tmp_path / 'absent-model'}: no such directory\n")
-    (tmp_path / "absent-model").mkdir()
-    assert "absent-model: not a model directory (no config.json)" in run(config_file).output
-
-
 def test_an_earlier_run_is_refused_before_anything_loads(config_file, tmp_path):
     (tmp_path / "run" / "heads").mkdir(parents=True)
     result = run(config_file)
@@ -101,14 +85,6 @@ def test_a_resume_with_nothing_to_go_on_from_is_refused_before_anything_loads(co
     assert "absent-model:" not in result.output
 
 
-def test_overwrite_and_resume_are_keys_too(config_file, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    for flag in ("--overwrite", "--resume", "resume_from_checkpoint=auto"):
-        assert "2 inputs are missing" in run(config_file, flag).output
-    assert run(config_file, "--overwrite", "--resume").exit_code == 2
-
-
 def test_no_such_checkpoint(config_file):
     result = run(config_file, "resume_from_checkpoint=runs/absent/step-3")
     assert result.exit_code == 1
@@ -117,7 +93,3 @@ def test_no_such_checkpoint(config_file):
 
 def config(**keys):
     return TrainConfig(base_model="m", datasets=[{"path": "d.jsonl"}], **keys).resolved()
-
-
-def test_headline_counts_layers():
-    assert "3 Medusa heads x 2 layers on m" in headline(config(medusa_num_heads=3, medusa_num_layers=2), "x")[0]

@@ -70,16 +70,6 @@ def test_other_drafts_and_trees_are_left_out(make_run: Callable[..., Path], othe
     assert "| mtbench |" not in card(run)[1]
 
 
-def test_the_chain_is_given_for_each_number_of_draft_tokens(make_run: Callable[..., Path]) -> None:
-    run = make_run(base_model="some/model")
-    path = run / "eval" / "mtbench" / "report.json"
-    report = json.loads(path.read_text())
-    report["overall"]["chain_rates"] = [1.5, 1.75, 1.81]
-    path.write_text(json.dumps(report))
-    body = card(run)[1]
-    assert "on mtbench 1.50 with N = 1, 1.75 with N = 2, 1.81 with N = 3 (the tree: 2.35)" in body
-
-
 def figures(server: str, concurrency: int, ratio: float | None = None, **more: object) -> dict[str, object]:
     """A cell of served.json; with a `ratio` one with heads."""
     cell: dict[str, object] = {"server": server, "concurrency": concurrency, "tokens_per_s": 40.0 * concurrency}
@@ -144,15 +134,6 @@ def make_run_without(run: Path) -> Path:
     """Remove the measurements of a run."""
     shutil.rmtree(run / "eval")
     return run
-
-
-def test_hub_names_are_in_the_card_header(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    run = make_run(base_model="some/model", datasets=[{"path": "some/chats"}, {"path": "own.jsonl"}])
-    header, body = card(run, licence="apache-2.0")
-    assert header["base_model"] == "some/model"
-    assert header["datasets"] == ["some/chats"]
-    assert header["license"] == "apache-2.0"
-    assert "## Licence\n\napache-2.0" in body
 
 
 @pytest.mark.parametrize(("text", "expected"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -192,24 +190,6 @@ def test_answers_end_at_any_end_token_inside_a_path(model: Any, directory: str) 
         assert direct(model, directory, **options) == plain(model, **options)[0].tolist()
 
 
-class Ends(StoppingCriteria):
-    """Ends at texts whose length is a multiple of `every`, and remembers the lengths that it saw."""
-
-    def __init__(self, every: int) -> None:
-        self.every, self.seen = every, list[int]()
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        self.seen.append(input_ids.shape[1])
-        return torch.tensor([input_ids.shape[1] % self.every == 0])
-
-
-def test_stopping_criteria_see_every_token(model: Any, directory: str) -> None:
-    ours, theirs = Ends(13), Ends(13)
-    ended = with_heads(model, directory, stopping_criteria=StoppingCriteriaList([ours]))
-    assert torch.equal(ended, plain(model, stopping_criteria=StoppingCriteriaList([theirs])))
-    assert ours.seen == theirs.seen == list(range(len(PROMPT) + 1, 14))
-
-
 def test_stop_strings(make_run: Callable[..., Path], backbone_dir: Path) -> None:
     directory = str(export_run(resolve_model(str(make_run()), None, None), "transformers").target)
     model = AutoModelForCausalLM.from_pretrained(backbone_dir, dtype=torch.float64)
@@ -299,16 +279,6 @@ def joint(model: Any, temperature: float) -> Tensor:
     return p.gather(-1, every[..., None]).double().prod(dim=1)[:, 0]
 
 
-def test_sampling_options_reach_the_loop(model: Any, directory: str) -> None:
-    """With the most probable token only, samples are greedy; the same seed gives the same text."""
-    assert torch.equal(with_heads(model, directory, do_sample=True, top_k=1, temperature=0.3), plain(model))
-    texts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        texts.append(with_heads(model, directory, do_sample=True, top_p=0.95, temperature=1.5)[0].tolist())
-    assert texts[0] == texts[1] != texts[2]
-
-
 # What is refused
 
 
@@ -353,12 +323,6 @@ def test_dynamic_rotary_embeddings_change_at_every_position_of_a_long_text(tmp_p
         with_heads(model_of(backbone), directory, prompt=list(range(1, 21)))
 
 
-def test_a_bare_list_of_paths_is_a_tree(model: Any, directory: str, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
-    (copy / "tree.json").write_text(json.dumps([list(path) for path in BUSHY.paths]))
-    assert direct(model, str(copy)) == direct(model, directory)
-
-
 def test_heads_of_another_model_are_refused(model: Any, tmp_path: Path) -> None:
     other = random_backbone("llama", vocab_size=50)
     with pytest.raises(ValueError, match=r"not the heads of this model, of hidden size 32 and 61 tokens"):
@@ -379,14 +343,6 @@ def test_an_empty_tree_is_not_exported(llama: Backbone, tmp_path: Path) -> None:
 
 
 # The file
-
-
-def test_the_function_can_be_called_itself(model: Any, directory: str) -> None:
-    prompt = torch.tensor([PROMPT])
-    out = custom_generate.generate(prompt, model=model, medusa_heads=directory, max_new_tokens=LENGTH, do_sample=False)
-    assert torch.equal(out, plain(model))
-    with pytest.raises(ValueError, match="medusa_heads=DIRECTORY"):
-        custom_generate.generate(prompt, model=model)
 
 
 def test_heads_are_loaded_once_per_model_and_dtype(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,13 +124,6 @@ def test_version_2_is_refused_for_heads_with_matrices_of_their_own(make_run: Cal
         export_run(resolve_model(str(make_run()), None, None), "reference-v2")
 
 
-def test_base_model_and_output_directory_can_be_set(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    target = tmp_path / "there"
-    done = export_run(resolve_model(str(make_run()), None, None), "vllm", target, base_model="me/llama")
-    assert done.target == target
-    assert json.loads((target / "config.json").read_text())["base_model_name_or_path"] == "me/llama"
-
-
 def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared: bool = False) -> HeadTensors:
     state = {}
     for i in range(num_heads):

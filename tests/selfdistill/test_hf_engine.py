@@ -176,18 +176,6 @@ def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
     assert ask(engine(backbone), Request(PROMPT, 2)) == answer
 
 
-def test_sampling_is_decided_by_the_seed(backbone: Backbone) -> None:
-    sampled = engine(backbone, temperature=1.5)
-    one = ask(sampled, Request(PROMPT, 1))
-    assert ask(sampled, Request(PROMPT, 2)).text != one.text
-    assert ask(sampled, Request(PROMPT, 1)) == one
-
-
-def test_sampling_at_a_vanishing_temperature_is_greedy(backbone: Backbone) -> None:
-    request = Request(PROMPT, 3)
-    assert ask(engine(backbone, 1e-6), request) == ask(engine(backbone), request)
-
-
 def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None:
     free = engine(backbone, max_new_tokens=8)
     third = Decoder(backbone).generate(free._prompting.prompt(Request(PROMPT, 0)), 8).tokens[2]
@@ -346,13 +334,6 @@ def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None
     assert 1 in order[:4]
 
 
-def test_batches_are_of_like_lengths_and_begin_with_the_oldest(backbone: Backbone) -> None:
-    batched = engine(backbone, max_new_tokens=1, batch_size=2)
-    for number, length in enumerate((3, 50, 4, 49)):
-        batched.submit(number, asks("x" * length))
-    assert [batched.next()[0] for _ in range(4)] == [0, 2, 1, 3]
-
-
 def mixed_lengths(directory: Path) -> Backbone:
     """A backbone whose answers to QUESTIONS end at different moments."""
     backbone = load_backbone(str(directory), dtype=torch.float64)
@@ -409,12 +390,6 @@ def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone,
     speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, batch_size=batch_size)
     assert all_answers(speculating) == plain
     assert float(speculating.stats()["tokens per step"]) >= 1.0
-
-
-def test_sampled_answers_with_heads_come_from_the_seed_alone(backbone: Backbone) -> None:
-    draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.chain(2)
-    one, two = (all_answers(engine(backbone, 0.8, 20, draft=draft, tree=tree)) for _ in range(2))
-    assert one == two
 
 
 @pytest.mark.parametrize(

@@ -97,21 +97,6 @@ def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
     assert (answer.text, answer.finish_reason, answer.completion_tokens) == ("half ?", reason, 0)
 
 
-def test_token_counts_that_are_no_numbers_are_zero() -> None:
-    usages = [[1], {"prompt_tokens": "many", "completion_tokens": None}, "x"]
-
-    def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
-        return 200, {}, json.dumps({**completion(body), "usage": usages[number]}).encode()
-
-    with serving(script) as server:
-        asking = engine(server.url, concurrency=1)
-        for request_id in range(len(usages)):
-            asking.submit(request_id, ask("hi"))
-            answer = asking.next()[1]
-            assert (answer.text, answer.prompt_tokens, answer.completion_tokens) == ("answer to hi", 0, 0)
-        asking.close()
-
-
 def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> None:
     replies = [
         ({"reasoning_content": "add", "content": "four"}, "<r>\nadd\n</r>\n\nfour"),

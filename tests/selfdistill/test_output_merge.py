@@ -45,15 +45,6 @@ def test_shards_become_one_file_in_the_order_of_the_seeds(tmp_path: Path) -> Non
     assert ids(out) == ["c0", "c1", "c4", "c5"]
 
 
-def test_merging_alone_is_the_file_of_one_process(tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    fill(whole, SEEDS)
-    fill(shard_output(out, Shard(1, 2)), SEEDS[::-2])
-    fill(shard_output(out, Shard(2, 2)), SEEDS[::2])
-    merge(out, SETTINGS, SEEDS)
-    assert out.read_bytes() == whole.read_bytes()
-
-
 def test_a_conversation_that_two_shards_hold_is_taken_once_and_one_that_is_no_seed_stays(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     fill(shard_output(out, Shard(1, 2)), ["c1", "old"], ("c2",))

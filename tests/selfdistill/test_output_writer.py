@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -66,13 +65,6 @@ def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path, cut: int)
     assert ids(out) == ["a", "b"]
 
 
-def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False, timeout=60)
-    with OutputWriter(out, SETTINGS) as writer:
-        assert writer.done == {"c0", "c1", "c2", "c3", "c4", "gone"}
-
-
 def test_changed_settings_are_refused_with_the_differences(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with OutputWriter(out, SETTINGS) as writer:
@@ -81,14 +73,6 @@ def test_changed_settings_are_refused_with_the_differences(tmp_path: Path) -> No
         OutputWriter(out, {"model": "m", "temperature": 0})
     assert "model:" not in str(caught.value)
     assert ids(out) == ["a"]
-
-
-def test_a_setting_that_is_not_there_says_no_more_than_none(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    with OutputWriter(out, SETTINGS) as writer:
-        writer.write({"id": "a"})
-    with OutputWriter(out, {**SETTINGS, "later": None}) as writer:
-        assert writer.done == {"a"}
 
 
 def test_a_file_of_unknown_origin_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:

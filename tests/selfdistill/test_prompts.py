@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.data.sources import HubSplit
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts
 
@@ -88,19 +87,6 @@ def test_a_file_without_seeds_is_refused(tmp_path: Path, text: str, message: str
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         read_prompts(path)
-
-
-def test_a_type_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'conversations' must be a list"):
-        read_prompts(jsonl(tmp_path / "s.jsonl", {"messages": [{"role": "user", "content": "x"}]}), "sharegpt")
-
-
-def test_rows_of_the_hub_are_read_like_records(tmp_path: Path) -> None:
-    rows = HubSplit("hub/name[train]", [{"instruction": "do", "output": ""}, {"instruction": " ", "output": "x"}])
-    (seed,) = read_prompts(rows)
-    assert (seed.turns, seed.source) == (("do",), "hub/name[train]:1")
-    with pytest.raises(DataError, match=r"hub/name:1: unknown record format"):
-        read_prompts(HubSplit("hub/name", [{"text": "x"}]))
 
 
 def test_an_id_that_comes_again_never_meets_one_of_the_file(tmp_path: Path) -> None:

@@ -81,17 +81,6 @@ def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> Non
     assert parts.read_bytes() == whole.read_bytes()
 
 
-def test_several_conversations_under_way_give_the_same_set(tmp_path: Path) -> None:
-    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
-    run(alone, SEEDS, FakeEngine(SCRIPT))
-    engine = FakeEngine(SCRIPT, capacity=3)
-    stats = run(together, SEEDS, engine)
-    assert engine.most == 3
-    assert sorted(together.read_text().splitlines()) == sorted(alone.read_text().splitlines())
-    assert together.read_text() != alone.read_text()  # each is written when it is finished
-    assert (stats.written, stats.turns, stats.empty) == (3, 4, 1)
-
-
 def test_figures_are_told() -> None:
     stats = RunStats(total=10, earlier=2, written=3, turns=5, tokens=100)
     stats.dropped["length"] += 2
