@@ -195,8 +195,6 @@ def write_heads(
     program reads them.
 
     Args:
-        heads: what to write.
-        directory: created if it does not exist.
         pickled: also write medusa_lm_head.pt, which the public code reads.
         config: further keys of config.json (TensorRT-LLM expects the backbone's there).
 
@@ -223,8 +221,6 @@ def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None
     """Write Medusa heads in vLLM's layout: model.safetensors and config.json.
 
     Args:
-        heads: what to write.
-        directory: created if it does not exist.
         lm_head: the backbone's lm_head weight [V, d], for heads that share it.
 
     Raises:
@@ -293,7 +289,7 @@ def read_heads(directory: Path | str) -> HeadTensors:
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
         heads = replace(heads, backbone_tokens=config["vocab_size"])
     base = str(directory) if layout == "model" else config.get("base_model_name_or_path")
-    return heads.with_base_model(base if isinstance(base, str) else None)
+    return replace(heads, base_model=base if isinstance(base, str) else None)
 
 
 def _read_file(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ class HeadTensors:
     """The weights of Medusa heads, without a backbone.
 
     Attributes:
-        num_heads: number of heads, K.
-        num_layers: residual blocks per head.
+        num_heads, num_layers: number of heads, K, and of residual blocks per head.
         state: `MedusaDraft`'s state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`,
             `token_map` if the vocabulary is reduced, and `markov.*` if there is a Markov bias.
         base_model: the backbone that they were trained on, as named in config.json.
@@ -81,10 +80,6 @@ class HeadTensors:
         """Rank of the Markov bias, 0 without one."""
         return self.state[_EMBEDDING].shape[-1] if _EMBEDDING in self.state else 0
 
-    def with_base_model(self, name: str | None) -> HeadTensors:
-        """Return the same heads with `name` as their backbone."""
-        return replace(self, base_model=name)
-
 
 def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """Rename the tensors of a `MedusaDraft`'s state dict to the public code's names.
@@ -113,10 +108,6 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
 
     A prefix `medusa_head.` or `medusa_heads.`, which some writers add, is removed.
 
-    Args:
-        tensors: by name, as read from the file.
-        source: name of the file for error messages.
-
     Raises:
         CheckpointError: unknown or missing tensors, or tensors of a wrong shape.
     """
@@ -143,8 +134,6 @@ def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None 
     """Build `HeadTensors` from a state dict, with heads and blocks counted and all weights checked.
 
     Args:
-        state: see `HeadTensors`.
-        source: name of the file for error messages.
         num_layers: blocks per head, if the file states it; defaults to the largest number that a head has.
 
     Raises:

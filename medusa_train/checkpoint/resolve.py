@@ -47,13 +47,10 @@ class ModelPaths:
     Attributes:
         home: directory that results are written under.
         base_model: directory or Hugging Face hub name of the backbone.
-        heads: directory of the draft heads.
-        tree: a tree.json.
+        heads, tree: directory of the draft heads, and a tree.json.
         chat_template: name of the chat template, where the run or the user names one.
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
-        trust_remote_code: whether Python code that ships with the backbone may run.
-        chat_template_kwargs: variables of the chat template.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
         dynamic: choose the tree of every step, by the entry `dynamic` of the tree.json.
     """
@@ -149,9 +146,6 @@ def resolve_model(
             given.
         base_model: directory or hub name; None: the backbone that the heads were trained with.
         tree: tree file; None or "fixed": tree.json beside the heads; "dynamic": a tree for every step.
-        chat_template: name of a chat template, or a Jinja file.
-        chat_template_kwargs: variables of the chat template.
-        trust_remote_code: allow Python code of the backbone's repository.
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
 

@@ -55,7 +55,6 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
     Biases of the lm_heads are dropped, since vLLM cannot store them. A reduced vocabulary is expanded.
 
     Args:
-        heads: what to convert.
         lm_head: the backbone's lm_head weight [V, d], for heads that share it.
 
     Raises:
@@ -121,11 +120,6 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
 
     Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros. A token_map is used only if `medusa_vocab_size`
     is set or `truncated_vocab_size` is less than `vocab_size`; its rows are then selected from full matrices.
-
-    Args:
-        tensors: by name, as read from the files.
-        config: content of config.json.
-        source: name of the file for error messages.
 
     Raises:
         CheckpointError: unknown or missing tensors, tensors of a wrong shape, or a token_map that is missing or has

@@ -60,11 +60,7 @@ _USE: dict[ExportTarget, str] = {
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
     """Return the card as Markdown with the hub's YAML header. Local paths are reduced to their last part.
 
-    Args:
-        paths: the exported model.
-        heads: its heads.
-        to: the layout that was written.
-        licence: licence to name; None: the base model's.
+    `licence` is the one to name; None: the base model's.
     """
     run = _read(paths.home / "config.yaml")
     reports = [report for path in sorted(paths.home.glob("eval/*/report.json")) if _is_default(report := _read(path))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,7 @@ CHOICES = "medusa_choices.json"
 
 @dataclass
 class Exported:
-    """The result of an export.
-
-    Attributes:
-        target: directory that was written.
-        facts: lines that describe its content.
-        warnings: what the target program will not do with it.
-    """
+    """The directory that was written, lines that describe it, and what the target program will not do with it."""
 
     target: Path
     facts: list[str] = field(default_factory=list)
@@ -71,8 +65,6 @@ def export_run(
     """Write the model at `paths` in the layout of `to`, with a model card.
 
     Args:
-        paths: from `resolve_model`.
-        to: the program to export to.
         target: output directory; defaults to export/TO beside the heads.
         base_model: backbone to name in config.json; defaults to its absolute path or hub name.
         licence: licence to name on the card; defaults to the base model's.
@@ -90,7 +82,7 @@ def export_run(
         return exported
     if to in ("sglang", "speculators"):
         raise CheckpointError(f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers")
-    heads = read_heads(paths.heads).with_base_model(base_model or _backbone_name(paths))
+    heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
     _WRITERS[to](paths, heads, exported)
     exported.warnings += warnings_for(to, heads)
@@ -280,7 +272,6 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
     """Upload `directory` as the model repository `repo`; returns its URL.
 
     Args:
-        directory: an exported directory.
         repo: repository name, OWNER/NAME.
         private: visibility of the repository if it has to be created.
         api: `huggingface_hub.HfApi` or a test double.

@@ -25,7 +25,6 @@ class ChatPrompting:
     assistant header in others (Vicuna). So it is split at these texts before special tokens are removed.
 
     Args:
-        tokenizer: of the model.
         template: name of a built-in chat template, or a Jinja file; None for the tokenizer's.
         template_kwargs: variables of the template.
         reasoning_tags: the tags around the reasoning part of an answer.

@@ -58,21 +58,14 @@ class HFEngine:
     (see `is_certain`) is generated again alone. Every request has its own random generator, seeded by the request.
 
     Args:
-        backbone: the model.
-        max_new_tokens: maximum length of an answer.
         temperature: 0 for greedy decoding.
         top_p, top_k: sampling filters; 1 and 0 disable them.
-        chat_template: name of a built-in template, or a Jinja file; None for the tokenizer's.
-        chat_template_kwargs: variables of the template.
-        reasoning_tags: the tags around the reasoning part of an answer.
+        chat_template, chat_template_kwargs, reasoning_tags: see `ChatPrompting`.
         batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
         draft, tree: heads for speculative decoding. Greedy answers equal the backbone's up to rounding; sampled ones
             follow its distribution, but differ from those without heads.
         exact: generate answers again that rounding may have changed, in batches without a draft.
         stop_looping: end answers in refilled batches soon after they begin to loop, as they will be dropped.
-
-    Attributes:
-        counts: what it has done so far.
 
     Raises:
         ConfigError: unknown template.
@@ -167,7 +160,7 @@ class HFEngine:
         return figures
 
     def close(self) -> None:
-        """Do nothing; there are no resources to release."""
+        """Do nothing."""
 
     def _pick(self, count: int) -> list[_Pending]:
         """Take the oldest request and those with the most similar prompt lengths from the queue, in order."""

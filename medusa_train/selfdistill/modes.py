@@ -21,13 +21,7 @@ AnswerFinishReason = Literal["stop", "length", "context", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for the next message of a chat.
-
-    Attributes:
-        messages: the chat so far.
-        seed: random seed for sampling.
-        speaker: who writes the message; "user" in self-talk only.
-    """
+    """A request for the next message of the chat `messages`, by its `speaker`; "user" in self-talk only."""
 
     messages: tuple[Message, ...]
     seed: int

@@ -53,8 +53,6 @@ class OpenAIEngine:
     """Generates answers with servers that have `/chat/completions`, in the order in which they respond.
 
     Args:
-        server: the client of all servers.
-        model: the model's name on the servers.
         reasoning_tags: joins reasoning and content where the server returns them apart.
 
     `next` raises ServerError if the server rejects all requests, or does not respond within the retry time.

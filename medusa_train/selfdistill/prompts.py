@@ -20,14 +20,7 @@ from medusa_train.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The user's side of one conversation.
-
-    Attributes:
-        id: unique within the seed data set.
-        turns: the user's messages in order.
-        system: the system message, or None.
-        source: where it was read, as `file:line`.
-    """
+    """The user's side of one conversation; `id` is unique within the data set, `source` is `file:line`."""
 
     id: str
     turns: tuple[str, ...]
@@ -43,8 +36,6 @@ def read_prompts(
     A repeated id gets a number (`id~2`).
 
     Args:
-        source: an opened data set, or a file.
-        type: record format.
         skipped: a list that receives `file:line: reason` of invalid records, which are skipped then.
 
     Raises:

@@ -250,16 +250,12 @@ def _message_record(message: Message) -> dict[str, Any]:
 
 @dataclass
 class RunStats:
-    """Statistics of a run.
+    """Statistics of a run: of `total` prompts, `earlier` ones are finished by an earlier run.
 
     Attributes:
-        total: prompts selected.
-        earlier: prompts finished by an earlier run.
-        written: conversations written by this run.
-        turns: answers in them.
-        cut: written conversations with dropped turns.
+        written, turns: conversations written by this run, and the answers in them.
+        cut, empty: written conversations with dropped turns, and those of which nothing is kept.
         looping: generated answers that loop, dropped ones included.
-        empty: conversations of which nothing is kept.
         dropped: dropped turns by `DropReason`.
         tokens: generated tokens, dropped answers included.
     """
@@ -308,7 +304,7 @@ class RunStats:
             self.cut += not chat.is_empty
 
     def line(self) -> str:
-        """Format tokens per second and dropped turns for the progress line."""
+        """Format the figures beside the bar."""
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
         return f"{self.tokens_per_s:,.0f} tokens/s" + (f", dropped turns: {dropped}" if dropped else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
 
 
 def test_names_and_config_are_vllm_s() -> None:
-    heads = from_reference(reference_tensors(3, 2)).with_base_model("some/model")
+    heads = replace(from_reference(reference_tensors(3, 2)), base_model="some/model")
     tensors, config = to_vllm(heads)
     assert same(tensors, vllm_tensors(3, 2))
     assert config == vllm_config(3, 2, base_model_name_or_path="some/model")
