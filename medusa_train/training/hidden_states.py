@@ -182,7 +182,9 @@ def open_hidden_states(
     """
     fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
-    spec = _computed_format(backbone, need)
+    with torch.no_grad():  # the states of one token have the dtype and width of all
+        states = _states_of(backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need))
+    spec = state_format(need, states[0].shape[-1], states[0].dtype)
     store = StateStore(directory, spec, world.rank)
 
     def check() -> str:
@@ -204,14 +206,6 @@ def open_hidden_states(
 def state_format(need: FeatureSpec, width: int, dtype: torch.dtype) -> StateFormat:
     """Return the format of the states that a draft needs."""
     return StateFormat(1 + len(need.early), width, dtype)
-
-
-@torch.no_grad()
-def _computed_format(backbone: Backbone, need: FeatureSpec) -> StateFormat:
-    """Return the format of the states that the backbone computes for one token."""
-    feats = backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need)
-    states = torch.stack(_states_of(feats))
-    return state_format(need, states.shape[-1], states.dtype)
 
 
 def describe_states(format: StateFormat, tokens: int) -> str:

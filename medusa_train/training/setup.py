@@ -71,15 +71,8 @@ def build_trainer(
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
         if cfg.cache_hidden_states:  # before the strategy partitions the weights
             documents = [*data.train, *data.validation]
-            recipe.cache = open_hidden_states(
-                expand_user(cfg.dataset_prepared_path or "."),
-                documents,
-                draft.needs,
-                recipe.backbone,
-                world,
-                console,
-                tf32=cfg.tf32,
-            )
+            prepared, backbone = expand_user(cfg.dataset_prepared_path or "."), recipe.backbone
+            recipe.cache = open_hidden_states(prepared, documents, draft.needs, backbone, world, console, tf32=cfg.tf32)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     warmup = 0

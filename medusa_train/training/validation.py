@@ -115,7 +115,7 @@ def validate(
     Returns:
         The result, or None if aborted.
     """
-    heads, backbone = _HeadSums(draft.num_heads), _BackboneSums()
+    heads, backbone = _HeadSums(draft.num_heads), _BackboneSums(recipe.adapter is not None)
     minimized = _MinimizedSums(objective) if objective.aims_at_acceptance else None
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
@@ -138,14 +138,16 @@ def validate(
         recipe.train()
         draft.train(was_training)
     heads.reduce(world)
-    backbone.reduce(world)
+    backbone.sums = world.sum(backbone.sums)
     counts = heads.in_vocab.clamp(min=1)
     head_loss = heads.loss / counts
     trained = head_loss[: draft.trained_heads]
     alpha: list[float] | None = None
     if minimized is not None:
-        minimized.reduce(world)
-        trained, alpha = minimized.means(counts[: draft.trained_heads])
+        loss_sum, alpha_sum = world.sum(minimized.sums) / counts[: draft.trained_heads]
+        trained = objective.weight * loss_sum
+        alpha = None if objective.lk_eta is None else alpha_sum.tolist()
+    turns = zip_longest(*world.gather(conversations), fillvalue=[])  # processes take turns with the batches
     loss = float(sum(objective.head_weight(k) * float(mean) for k, mean in enumerate(trained, start=1)))
     return ValidationResult(
         loss=loss,
@@ -157,7 +159,7 @@ def validate(
         lm_loss=backbone.ce,
         lm_kl=backbone.kl,
         head_alpha=alpha,
-        conversations=_in_data_order(world.gather(conversations)),
+        conversations=[one for turn in turns for of_batch in turn for one in of_batch],
     )
 
 
@@ -235,64 +237,52 @@ def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
 
 
 class _MinimizedSums:
-    """The heads' loss as training minimizes it, summed over the validation set, where it is not a cross-entropy."""
+    """The heads' loss as training minimizes it, where it is not a cross-entropy, without the objective's weight.
+
+    Attributes:
+        sums: float64 [2, K], over the validation set: loss in nats, alpha.
+    """
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
-        # float64 [2, K]: loss in nats, alpha
-        self._sums = torch.zeros(2, objective.draft.trained_heads, dtype=torch.float64)
+        self.sums = torch.zeros(2, objective.draft.trained_heads, dtype=torch.float64)
 
     def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
         teacher = recipe.teacher(batch, feats) if self._objective.soft_heads else (None, None)
         for i, sums in enumerate(self._objective.head_sums(feats, batch, *teacher)):
-            self._sums[:, i] += torch.stack([sums.loss_sum, sums.alpha_sum]).double().cpu()
-
-    def reduce(self, world: World) -> None:
-        """Sum over all processes."""
-        self._sums = world.sum(self._sums)
-
-    def means(self, counts: Tensor) -> tuple[Tensor, list[float] | None]:
-        """Return per head the mean loss, times the objective's weight, and the mean alpha; `counts`: targets, [K]."""
-        loss, alpha = self._sums / counts
-        return self._objective.weight * loss, None if self._objective.lk_eta is None else alpha.tolist()
+            self.sums[:, i] += torch.stack([sums.loss_sum, sums.alpha_sum]).double().cpu()
 
 
 class _BackboneSums:
-    """Cross-entropy of the trained backbone and its KL from its teacher, summed over the validation set."""
+    """The figures of the trained backbone.
 
-    def __init__(self) -> None:
-        self._ce = self._kl = 0.0
-        self._count = 0
-        self._has_teacher = False
+    Attributes:
+        sums: float64 [3], over the validation set: cross-entropy, KL from the teacher, number of targets.
+    """
+
+    def __init__(self, has_teacher: bool) -> None:
+        self._has_teacher = has_teacher
+        self.sums = torch.zeros(3, dtype=torch.float64)
 
     @property
     def ce(self) -> float | None:
         """Mean cross-entropy, nats per token; None if the backbone is frozen."""
-        return self._ce / self._count if self._count else None
+        return float(self.sums[0] / self.sums[2]) if self.sums[2] else None
 
     @property
     def kl(self) -> float | None:
         """Mean KL from the teacher, nats per token; None without one."""
-        return self._kl / self._count if self._count and self._has_teacher else None
+        return float(self.sums[1] / self.sums[2]) if self.sums[2] and self._has_teacher else None
 
     def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
         target = shift_labels(batch.labels, 0, batch.segments).flatten()
-        self._count += int((target != IGNORE_INDEX).sum())
-        hidden = feats.hidden.flatten(0, 1)
-        if recipe.adapter is None:
-            self._ce += float(linear_loss(hidden, recipe.lm_head(), target).ce_sum)
-            return
-        self._has_teacher = True
-        teacher, teacher_lm_head = recipe.teacher(batch, feats)
-        theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
-        sums = linear_loss(hidden, recipe.lm_head(), target, theirs)
-        self._ce += float(sums.ce_sum)
-        self._kl += float(sums.kl_sum)
-
-    def reduce(self, world: World) -> None:
-        """Sum over all processes."""
-        sums = world.sum(torch.tensor([self._ce, self._kl, self._count], dtype=torch.float64))
-        self._ce, self._kl, self._count = float(sums[0]), float(sums[1]), int(sums[2])
+        theirs = None
+        if self._has_teacher:
+            teacher, teacher_lm_head = recipe.teacher(batch, feats)
+            theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
+        sums = linear_loss(feats.hidden.flatten(0, 1), recipe.lm_head(), target, theirs)
+        count = (target != IGNORE_INDEX).sum()
+        self.sums += torch.stack([figure.double() for figure in (sums.ce_sum, sums.kl_sum, count)]).cpu()
 
 
 def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
@@ -311,12 +301,6 @@ def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
         yield turn[world.rank]
     elif turn:
         yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
-
-
-def _in_data_order(gathered: list[list[list[RankedConversation]]]) -> list[RankedConversation]:
-    """Merge the conversations of all processes' batches in the order of the validation set."""
-    rounds = zip_longest(*gathered, fillvalue=[])
-    return [conversation for batches in rounds for batch in batches for conversation in batch]
 
 
 # Simulated acceptance
