@@ -158,7 +158,7 @@ def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Pat
         ("medusa_train.training.load_data:load_datasets", [], "error: terminated\n"),
         ("medusa_train.training.validation:linear_loss", [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
-        (TRAINER + "BackgroundWriter.write", [3, 4], "stopped after step 4, saved"),
+        (TRAINER + "CheckpointStore.save", [3, 4], "stopped after step 4, saved"),
         (TRAINER + "Trainer.compute_loss", [4, 5], "stopped after step 5, saved"),
         ("medusa_train.training.run:write_heads", [8, 12], "stopped: the checkpoint is saved"),
         ("medusa_train.training.run:heads_table", [8, 12], f"{run / 'heads'} is saved, tree.json is not"),
