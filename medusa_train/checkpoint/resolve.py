@@ -201,7 +201,7 @@ def heads_layout(directory: Path) -> Layout | None:
         return "draft"
     if (directory / SAFETENSORS).is_file() or (directory / PICKLED).is_file():
         return "reference"
-    config = _json_mapping(directory / CONFIG)
+    config = read_mapping(directory / CONFIG)
     if config.get("model_type") == "medusa" and any(directory.glob("*.safetensors")):
         return "vllm"
     if EAGLE3 in (config.get("architectures") or ()) or config.get("speculators_model_type") == "eagle3":
@@ -214,7 +214,7 @@ def heads_kind(directory: Path) -> str:
     layout = heads_layout(directory)
     if layout != "draft":
         return "eagle3" if layout == "eagle3" else "medusa"
-    return str(_json_mapping(directory / CONFIG).get("draft"))
+    return str(read_mapping(directory / CONFIG).get("draft"))
 
 
 def _advice(kind: str, lookup: LookupChoice) -> str:
@@ -265,7 +265,7 @@ def _existing_directory(name: str) -> Path:
 
 
 def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    config = _read_mapping(run / "config.yaml")
+    config = _read_strictly(run / "config.yaml")
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
         raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
@@ -290,7 +290,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
 
 
 def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    base = base_model or _read_mapping(heads / CONFIG).get("base_model_name_or_path")
+    base = base_model or _read_strictly(heads / CONFIG).get("base_model_name_or_path")
     if base_model is None and heads_layout(heads) == "model":
         base = str(heads)  # a Medusa-2 full model holds its backbone
     if not isinstance(base, str) or not base:
@@ -315,7 +315,7 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
 def _shards_with_heads(directory: Path) -> Iterator[Path]:
     """Yield the weight files of a full model that hold heads, possibly several times each."""
     for name in MODEL_FILES:
-        if index := _json_mapping(directory / f"{name}.index.json").get("weight_map"):
+        if index := read_mapping(directory / f"{name}.index.json").get("weight_map"):
             yield from (directory / file for key, file in index.items() if key.startswith(PREFIXES))
             return
         path = directory / name
@@ -323,7 +323,7 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
             if path.suffix == ".safetensors":
                 has_heads = any(key.startswith(PREFIXES) for key in _safetensors_names(path))
             else:
-                has_heads = "medusa_num_heads" in _json_mapping(directory / CONFIG)  # pickles are not opened here
+                has_heads = "medusa_num_heads" in read_mapping(directory / CONFIG)  # pickles are not opened here
             if has_heads:
                 yield path
             return
@@ -338,17 +338,16 @@ def _safetensors_names(path: Path) -> list[str]:
         return []
 
 
-def _json_mapping(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing or anything else."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON mapping; empty if the file is missing or anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _read_strictly(path)
+    except CheckpointError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON mapping; empty if the file is missing, CheckpointError if it is anything else."""
+def _read_strictly(path: Path) -> dict[str, Any]:
+    """Likewise; raises CheckpointError for a file that is anything else."""
     if not path.is_file():
         return {}
     try:

@@ -28,6 +28,8 @@ P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
 
 EXIT_INTERRUPTED = 130
+#: Width of tables where the output is not a terminal.
+PIPE_WIDTH = 120
 
 #: Errors of a write to an open file, which names no file: no space, quota exceeded, file too large, device failed.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -50,6 +52,12 @@ def error_console() -> Console:
 def output_console(**options: Any) -> Console:
     """Return a console that prints names and paths as they are: `[x]` is no markup, and `:x:` no emoji."""
     return Console(markup=False, emoji=False, **options)
+
+
+def table_console() -> Console:
+    """Return a console for tables, which is wide in a log file or a pipe."""
+    console = output_console()
+    return console if console.is_terminal else output_console(width=PIPE_WIDTH)
 
 
 def join_lines(text: str) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_layout import check_writable
-from medusa_train.cli.common import error_console, join_lines, output_console, read_arguments, run_command
+from medusa_train.cli.common import error_console, join_lines, read_arguments, run_command, table_console
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
@@ -25,9 +25,6 @@ from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench
-
-#: Width of the tables in a log file or a pipe.
-PIPE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -160,14 +157,14 @@ def evaluate(
     if cfg.uses_server:
         if calibrate or interactive or questions is None:
             raise ConfigError("--calibrate and --interactive use no server; remove --serve, or server_url")
-        _measure_servers(cfg, questions, RunProgress(_console(), started))
+        _measure_servers(cfg, questions, RunProgress(table_console(), started))
         return
     if calibrate and cfg.draft is not None:
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
     if not interactive:
         check_writable(Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval")
-    console = _console()
+    console = table_console()
     progress = RunProgress(console, started)
     progress.print(_first_line(cfg, questions, paths))
     if questions is None:
@@ -236,18 +233,13 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
     from medusa_train.evaluation.compare import load_reports, show, write
 
     reports = load_reports(names, bench)
-    console = _console()
+    console = table_console()
     console.print(show(reports))
     _print_paths(console, write(reports, Path(output_dir) if output_dir else runs_directory() / "compare"))
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
     console.print(f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
-
-
-def _console() -> Console:
-    console = output_console()
-    return console if console.is_terminal else output_console(width=PIPE_WIDTH)
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:

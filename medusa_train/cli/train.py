@@ -10,19 +10,16 @@ import typer
 from medusa_train.cli.common import (
     error_console,
     join_lines,
-    output_console,
     read_arguments,
     run_command,
     split_arguments,
+    table_console,
 )
 from medusa_train.cli.launch import check_and_launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.process_info import process_info_from_env
-
-#: Width of tables in columns where the output is not a terminal.
-PIPE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -120,9 +117,7 @@ def train(
     for line in headline(cfg, str(path) if path else "command line"):
         console.print(line)
 
-    results = output_console()
-    if not results.is_terminal:
-        results = output_console(width=PIPE_WIDTH)
+    results = table_console()
     from medusa_train.checkpoint.run_layout import check_inputs, check_output_dir
 
     if process is None or inspect:  # of several processes, all check after joining, or the others would wait

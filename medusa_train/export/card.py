@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from medusa_train.checkpoint.reference_layout import HeadTensors
-from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.resolve import ModelPaths, read_mapping
 from medusa_train.config.types import ExportTarget
 from medusa_train.pages.page import Table, number
 
@@ -62,9 +61,10 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
 
     `licence` is the one to name; None: the base model's.
     """
-    run = _read(paths.home / "config.yaml")
-    reports = [report for path in sorted(paths.home.glob("eval/*/report.json")) if _is_default(report := _read(path))]
-    served = [_read(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
+    run = read_mapping(paths.home / "config.yaml")
+    reports = [read_mapping(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
+    reports = [report for report in reports if _is_default(report)]
+    served = [read_mapping(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
     served = [report for report in served if report.get("recommendation")]  # others measured one server alone
     base = str(run.get("base_model") or paths.base_model)
     what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
@@ -213,16 +213,6 @@ def _licence_of(base: str) -> str | None:
         return None
     licence = header.get("license") if isinstance(header, dict) else None
     return licence if isinstance(licence, str) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file; empty if it is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 # What heads give in a server, from the reports of `medusa-eval --serve`

@@ -95,29 +95,25 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None, answers: int, note: C
         ConfigError: the server's address is invalid.
     """
     if cfg.engine == "openai":
-        return _openai_engine(cfg, note)
+        from medusa_train.selfdistill.openai_engine import OpenAIEngine
+        from medusa_train.servers.client import OpenAIClient
+
+        assert cfg.server_url is not None  # checked with the configuration
+        server = OpenAIClient(
+            cfg.server_url,
+            key_variable=cfg.api_key_env,
+            timeout=cfg.request_timeout,
+            retry_seconds=cfg.retry_seconds,
+            concurrency=cfg.concurrency,
+            note=note,
+        )
+        return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
     import torch
 
     assert dtype is not None  # only a server has none
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     return open_hf_engine(cfg, resolve_model_paths(cfg), dtype, answers, note)
-
-
-def _openai_engine(cfg: SelfDistillConfig, note: Callable[[str], None]) -> Engine:
-    from medusa_train.selfdistill.openai_engine import OpenAIEngine
-    from medusa_train.servers.client import OpenAIClient
-
-    assert cfg.server_url is not None  # checked with the configuration
-    server = OpenAIClient(
-        cfg.server_url,
-        key_variable=cfg.api_key_env,
-        timeout=cfg.request_timeout,
-        retry_seconds=cfg.retry_seconds,
-        concurrency=cfg.concurrency,
-        note=note,
-    )
-    return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
 
 
 def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
