@@ -123,20 +123,13 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         lambda cfg: cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head,
         "heads without residual blocks that share the lm_head have no parameters to train; set 1 or more",
     ),
-    Constraint(
-        ("medusa_self_distillation", "adapter"),
-        lambda cfg: cfg.medusa_self_distillation and not cfg.adapter,
-        "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora",
-    ),
-    Constraint(
-        ("medusa_distillation_regularization", "adapter"),
-        lambda cfg: cfg.medusa_distillation_regularization > 0 and not cfg.adapter,
-        "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora, or 0",
-    ),
-    Constraint(
-        ("medusa_only_heads", "medusa_num_unfreeze_layers"),
-        lambda cfg: cfg.medusa_only_heads and cfg.medusa_num_unfreeze_layers > 0,
-        "only the heads are trained, so medusa_num_unfreeze_layers must be 0",
+    *(
+        Constraint(
+            (name, "adapter"),
+            lambda cfg, name=name: getattr(cfg, name) and not cfg.adapter,  # type: ignore[misc]
+            "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora, or remove it",
+        )
+        for name in ("medusa_self_distillation", "medusa_distillation_regularization")
     ),
     Constraint(
         ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
@@ -153,9 +146,9 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "medusa1 means medusa_only_heads: true, medusa2 means false; remove one of the two keys",
     ),
     Constraint(
-        ("recipe", "medusa_num_unfreeze_layers"),
-        lambda cfg: cfg.recipe == "medusa1" and cfg.medusa_num_unfreeze_layers > 0,
-        "medusa1 trains only the heads, so medusa_num_unfreeze_layers must be 0",
+        ("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
+        lambda cfg: (cfg.recipe == "medusa1" or cfg.medusa_only_heads) and cfg.medusa_num_unfreeze_layers > 0,
+        "only the heads are trained, so medusa_num_unfreeze_layers must be 0",
     ),
     Constraint(
         ("load_in_4bit", "load_in_8bit", *_RECIPE_KEYS),
@@ -435,20 +428,17 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         "greedy decoding would write one question again and again; set temperature: 1.0",
     ),
     *(_without_questions(key) for key in SEED_KEYS),
-    Constraint(
-        ("heads", "engine", "server_url"),
-        lambda cfg: _uses_server(cfg) and cfg.heads is not None,
-        "has no effect on a server, which does its own speculative decoding; remove heads, or use engine: local",
-    ),
-    Constraint(
-        ("batch_size", "engine", "server_url"),
-        lambda cfg: _uses_server(cfg) and cfg.batch_size is not None,
-        "a server does its own batching; set concurrency instead",
-    ),
-    Constraint(
-        ("chat_template", "engine", "server_url"),
-        lambda cfg: _uses_server(cfg) and cfg.chat_template is not None,
-        "the server applies its own chat template; remove chat_template",
+    *(
+        Constraint(
+            (name, "engine", "server_url"),
+            lambda cfg, name=name: _uses_server(cfg) and getattr(cfg, name) is not None,  # type: ignore[misc]
+            message,
+        )
+        for name, message in (
+            ("heads", "has no effect on a server, which does its own speculative decoding; use engine: local"),
+            ("batch_size", "a server does its own batching; set concurrency instead"),
+            ("chat_template", "the server applies its own chat template; remove chat_template"),
+        )
     ),
     Constraint(
         ("min_chars", "max_chars"),
