@@ -241,8 +241,7 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
 
 def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
     """Print and check every step that would run, and the wheels; returns whether all of them could run."""
-    record = load_record(args.out)
-    todo = pending(steps, args.part, record)
+    todo = pending(steps, args.part, load_record(args.out))
     total = sum(step.limit for step in steps)
     print(f"all parts: at most {total} s of {ALL_SECONDS} s")
     problems = int(total > ALL_SECONDS)

@@ -29,12 +29,10 @@ class Step:
     """One command of the plan.
 
     Attributes:
-        name: in messages and in gpu.json. part: from 1.
         words: `pytest`, `train`, `eval` or a script of benchmarks/, and its arguments.
         expected, limit: seconds that it should take on a data-centre GPU, and after which it is stopped.
         needs: files and directories that it reads, with the command that makes each.
-        makes: file or directory that later steps read. page, figures: files that it writes, for the report;
-            of tests JUnit's XML.
+        makes: what later steps read. page, figures: files that it writes for the report, of tests JUnit's XML.
     """
 
     name: str

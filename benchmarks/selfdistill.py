@@ -103,18 +103,6 @@ def own_rate(
     return generated / (time.perf_counter() - started), ready
 
 
-def prompt_ids(paths: ModelPaths, requests: Sequence[Request]) -> list[list[int]]:
-    """Return the token ids of the prompts, as the engine gets them."""
-    tokenizer = AutoTokenizer.from_pretrained(paths.base_model)
-    prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    return [prompting.prompt(request) for request in requests]
-
-
-def mt_bench() -> str:
-    """Return the path of MT-Bench's questions."""
-    return str(Path(os.environ.get("MEDUSA_BENCH_DIR", "bench")) / "mt_bench" / "question.jsonl")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (128)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (1 8 32)")
     parser.add_argument("--prompts", type=int, default=64, help="at most (64)")
-    parser.add_argument("--questions", default=mt_bench(), help="question file (MT-Bench)")
+    questions = Path(os.environ.get("MEDUSA_BENCH_DIR", "bench")) / "mt_bench" / "question.jsonl"
+    parser.add_argument("--questions", default=str(questions), help="question file (MT-Bench)")
     parser.add_argument("--compile", action="store_true", help="measure compiled passes too")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/selfdistill"), metavar="DIR")
@@ -140,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rates.setdefault(name, {})[batch] = rate
             print(f"batch {batch:3} {name:14} {rate:6.0f} tokens/s, ready after {ready:.0f} s", flush=True)
         if args.vllm is not None:
-            ids = prompt_ids(paths, requests)
+            tokenizer = AutoTokenizer.from_pretrained(paths.base_model)
+            prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
+            ids = [prompting.prompt(request) for request in requests]
             rate = vllm_rate(args.vllm, str(paths.base_model), ids, args.tokens, batch, machine["threads"])
             rates.setdefault("vLLM", {})[batch] = rate
             print(f"batch {batch:3} {'vLLM':14} {rate:6.0f} tokens/s", flush=True)

@@ -109,14 +109,13 @@ def to_json(record: Mapping[str, Any]) -> str:
     """Serialize with one line per entry of a top-level list or object, so that results can be read and compared."""
     parts = []
     for key, value in record.items():
-        nested = isinstance(value, dict | list) and bool(value)
-        if nested and isinstance(value, dict):
+        text = json.dumps(value)
+        if value and isinstance(value, dict):
             lines = [f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()]
-            parts.append(f" {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n }")
-        elif nested:
-            parts.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]")
-        else:
-            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+            text = "{\n" + ",\n".join(lines) + "\n }"
+        elif value and isinstance(value, list):
+            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
