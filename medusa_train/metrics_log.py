@@ -91,10 +91,7 @@ class MetricsFile(MetricLogger):
 
     Lines that cannot be written (disk full) are kept and written, in order, with the next record.
 
-    Args:
-        path: the file, created if absent.
-        step, evaluated: see `truncate_log`, which removes the lines that a resumed run will write again.
-        warn: called with warnings for the user.
+    `truncate_log` removes the lines that a run resumed after `step` will write again.
     """
 
     def __init__(

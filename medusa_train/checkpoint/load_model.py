@@ -67,7 +67,6 @@ def load_with_draft(
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
     Args:
-        paths: from `resolve_model`.
         dtype: "float32", "bfloat16" or "float16".
         prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where that is measured
             to be faster. Floating-point sums are then rounded in another order.
@@ -155,9 +154,6 @@ def require_dynamic_trees(model: LoadedModel, paths: ModelPaths) -> None:
 
 def compile_backbone(backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True) -> None:
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
-
-    Args:
-        rows, trees: what will be decoded, see `Backbone.compile_passes`.
 
     Raises:
         BackboneError: the passes of this model or on this machine can't be compiled.

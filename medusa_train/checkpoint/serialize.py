@@ -145,7 +145,7 @@ _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _TAGS = {_TENSOR, _TUPLE, _PAIRS}
 
 
-def split_tensors(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
+def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     """Split a nested state into named tensors and a JSON value that refers to them; `join_tensors` is the inverse.
 
     `{"lr": 0.1, "betas": (0.9, 0.95), 0: tensor}` becomes `{"0": tensor}` and
@@ -153,13 +153,12 @@ def split_tensors(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]
 
     Args:
         state: mappings (keys str, int, float, bool or None), lists, tuples, tensors, str, int, float, bool, None.
-        prefix: prefix of the tensors' names.
 
     Raises:
         TypeError: a value or key of another type; the message names its path.
     """
     tensors: dict[str, Tensor] = {}
-    return tensors, _split(state, prefix, tensors)
+    return tensors, _split(state, "", tensors)
 
 
 def join_tensors(tensors: Mapping[str, Tensor], value: Any) -> Any:

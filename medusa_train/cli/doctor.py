@@ -31,13 +31,7 @@ Line = tuple[str, str]
 
 
 def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
-    """Print the page, the choices of a configuration last.
-
-    Args:
-        read_config: reads it; None where none was given.
-
-    Returns:
-        0 if this machine can train, 1 if torch or transformers cannot be imported.
+    """Print the page, the choices of a configuration last; return 1 if torch or transformers cannot be imported.
 
     Raises:
         ConfigError: the configuration is invalid; the rest is printed before.

@@ -30,7 +30,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> int:
-    """Run `medusa-train ARGUMENTS` in several processes and wait for them.
+    """Run `medusa-train ARGUMENTS` in several processes, wait for them and return the exit code.
 
     The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and SIGTERM) to each
     training process once, so that they save a checkpoint together. Processes on other machines are ended through the
@@ -40,9 +40,6 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
         arguments: command-line arguments without `--num-gpus` and `--hostfile`.
         num_gpus: number of processes per machine, also on machines without GPUs.
         hostfile: file of `HOST slots=N` lines.
-
-    Returns:
-        The exit code.
 
     Raises:
         ConfigError: `num_gpus` is less than 1 or more than CUDA_VISIBLE_DEVICES names, or `hostfile` does not exist.

@@ -98,10 +98,7 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
 
 
 def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:
-    """Write the decoding code that transformers' `generate` loads, and the tree that it decodes with.
-
-    Returns:
-        How to use it, in words.
+    """Write the decoding code that transformers' `generate` loads, and its tree; return how to use it, in words.
 
     Raises:
         CheckpointError: the tree is empty or deeper than the number of heads, or files cannot be written.
@@ -152,10 +149,7 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
 
 
 def write_merged(paths: ModelPaths, target: Path) -> str:
-    """Write the trained backbone, adapter merged, and its tokenizer to `target`, atomically.
-
-    Returns:
-        What was written, in words.
+    """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was written, in words.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -230,8 +224,7 @@ def write_eagle3(
 ) -> list[str]:
     """Write the EAGLE-3 draft in `heads`, with a model card; return what was written, in lines.
 
-    Args:
-        paths: of the run. base_model: to name in config.json. licence: to name on the card.
+    `base_model` is named in config.json, `licence` on the card.
 
     Raises:
         CheckpointError: no program of that name reads EAGLE-3 drafts, or files cannot be read or written.

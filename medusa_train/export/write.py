@@ -274,7 +274,6 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
     Args:
         repo: repository name, OWNER/NAME.
         private: visibility of the repository if it has to be created.
-        api: `huggingface_hub.HfApi` or a test double.
 
     Raises:
         ConfigError: `repo` is not a valid repository name.

@@ -26,8 +26,6 @@ class ChatPrompting:
 
     Args:
         template: name of a built-in chat template, or a Jinja file; None for the tokenizer's.
-        template_kwargs: variables of the template.
-        reasoning_tags: the tags around the reasoning part of an answer.
 
     Raises:
         ConfigError: unknown template.

@@ -52,9 +52,7 @@ class ServerSampling:
 class OpenAIEngine:
     """Generates answers with servers that have `/chat/completions`, in the order in which they respond.
 
-    Args:
-        reasoning_tags: joins reasoning and content where the server returns them apart.
-
+    `reasoning_tags` join reasoning and content where the server returns them apart.
     `next` raises ServerError if the server rejects all requests, or does not respond within the retry time.
     """
 

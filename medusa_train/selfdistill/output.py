@@ -38,11 +38,7 @@ def _read_lines(path: Path) -> dict[str, bytes]:
 
 
 class OutputWriter:
-    """Appends conversations to an output file, and tracks those of earlier runs.
-
-    Args:
-        output: the JSONL file.
-        settings: everything that the conversations depend on.
+    """Appends conversations to an output file, and tracks those of earlier runs with the same `settings`.
 
     Attributes:
         done: ids of the finished conversations, dropped ones included.
