@@ -188,6 +188,30 @@ def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
     assert not list(at_work.glob("dry*"))
 
 
+def test_self_talk_writes_both_roles(at_work: Path) -> None:
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "talk.jsonl", "--mode", "selftalk", "limit=1"]
+    flags += ["dtype=float32"]
+    result = runner.invoke(app, [*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
+    assert result.exit_code == 0, result.output
+    record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
+    assert record["mode"] == "selftalk"
+    assert [message["role"] for message in record["messages"]][:2] == ["user", "assistant"]
+
+
+def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
+    flags = ["--mode", "questions", "--limit", "3", "--model", "backbone", "dtype=float32", "drop_truncated=false"]
+    asked = runner.invoke(app, [*flags, "--output", "asked.jsonl", "max_new_tokens=12"])
+    assert asked.exit_code == 0, asked.output
+    assert "prompts written by itself" in asked.output
+    records = [json.loads(line) for line in (at_work / "asked.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {record["sampling"]["temperature"] for record in records} == {1.0}
+    assert len({record["messages"][0]["content"] for record in records}) > 1
+    answered = runner.invoke(app, ["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
+    assert answered.exit_code == 0, answered.output
+    preview = runner.invoke(app, [*flags, "--dry-run"])
+    assert "question-000000 (by the model), 1 turn" in preview.output
+
+
 def test_a_run_s_backbone_answers_as_it_was_trained(at_work: Path) -> None:
     write_run(at_work / "run", at_work / "backbone")
     flags = ["--seed", "mine.jsonl", *SHORT]
