@@ -49,6 +49,8 @@ ROWS: list[tuple[str, PretrainedConfig, list[list[str]]]] = [
     ("llama31_8b_m1", LLAMA_8B, [[NF4, FEW_TOKENS, ONE_ROW], [NF4], []]),
     ("llama31_8b_m2", LLAMA_8B, [[FEW_TOKENS], [], []]),
     ("qwen3_8b_m1", QWEN3_8B, [[NF4, FEW_TOKENS, HALF_ROW], [NF4, HALF_ROW], []]),
+    ("llama31_8b_eagle3", LLAMA_8B, [[NF4, ONE_ROW], [NF4], []]),
+    ("qwen3_8b_eagle3", QWEN3_8B, [[NF4, ONE_ROW, HALF_ROW], [NF4], []]),
     ("qwen3_06b_m1", QWEN3_06B, [[]]),
 ]
 

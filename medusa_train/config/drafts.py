@@ -85,6 +85,11 @@ class DraftConfig(BaseModel):
         """Number of blocks in each head, for memory estimates."""
         return int(getattr(self, "num_layers", 1))
 
+    @property
+    def layer_passes(self) -> int:
+        """Passes through decoder layers of its own, whose activations a training step keeps."""
+        return 0
+
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the backbone's layers the draft reads states, besides the final ones."""
         return ()
@@ -173,6 +178,11 @@ class HydraConfig(DraftConfig):
         1.0, "weight of the backbone's distribution in the heads' targets; the data's token has the rest", ge=0, le=1
     )
 
+    @property
+    def layer_passes(self) -> int:
+        """One through the prefix layer."""
+        return int(self.prefix_layer)
+
     def describe(self) -> str:
         """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix layer."""
         heads = f"{self.num_heads} Hydra{'++' if self.prefix_layer else ''} heads"
@@ -209,6 +219,11 @@ class AmphistaConfig(DraftConfig):
         0.5, "lambda_2: weight of the cross-entropy against the data's tokens (default not from the paper)", ge=0
     )
     decay_coefficient: Float = _decay_key()
+
+    @property
+    def layer_passes(self) -> int:
+        """One through each adaptation layer."""
+        return self.adaptation_layers
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -276,6 +291,16 @@ class Eagle3Config(DraftConfig):
     soft_targets: Float = key(
         1.0, "weight of the backbone's distribution in the targets; the data's token has the rest", ge=0, le=1
     )
+
+    @property
+    def blocks_per_head(self) -> int:
+        """None: there is a decoder layer instead."""
+        return 0
+
+    @property
+    def layer_passes(self) -> int:
+        """One in each step of the training-time test."""
+        return min(self.train_steps, self.num_heads)
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""

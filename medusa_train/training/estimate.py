@@ -210,6 +210,7 @@ class Estimate:
         layer = tokens * self._layer_bytes(item, device)
         alive = 1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads  # heads at a time
         heads = alive * (3 * self._section.blocks_per_head + 1) * states
+        heads += self._section.layer_passes * tokens * self._layer_bytes(item, device, of_draft=True)
         if rank := self._settings.get("markov_rank"):
             heads += states + tokens * rank * item  # a head's states with the embeddings of its Markov bias
         capped = getattr(text, "attn_logit_softcapping", None) is not None
@@ -272,7 +273,7 @@ class Estimate:
             blocks -= item == _TRAINED  # these logits need no copy
         return logits + blocks * block + matrix
 
-    def _layer_bytes(self, item: int, device: str) -> int:
+    def _layer_bytes(self, item: int, device: str, *, of_draft: bool = False) -> int:
         """Count the bytes per token that a decoder layer keeps: norms, q, k, v, attention, gated MLP.
 
         In float32 several operations keep the same tensor. In half precision the norms keep float32 copies, every LoRA
@@ -284,16 +285,18 @@ class Estimate:
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
         adapted = 0
-        if cfg.adapter:  # input sizes of a layer's adapted linear layers; lm_head is not one of them
+        if cfg.adapter and not of_draft:  # input sizes of a layer's adapted linear layers; lm_head is not one of them
             modules = ((path.rpartition(".")[2], module) for path, module in self._model.named_modules())
             linear = (module for name, module in modules if name in self._adapted_names - {LM_HEAD})
             adapted = sum(m.in_features for m in linear if isinstance(m, nn.Linear)) // text.num_hidden_layers
         norms, inputs = 4 * hidden, 2 * hidden + inner
-        if item < _TRAINED and cfg.adapter:
+        if of_draft:  # also embeddings and their norm, and their values side by side with the states
+            norms, inputs = 12 * hidden, 8 * hidden + inner
+        elif item < _TRAINED and cfg.adapter:
             inputs = adapted
         elif item < _TRAINED and cfg.recipe == "medusa2":
             norms, inputs = 8 * hidden, 5 * hidden + inner
-        masks = adapted * (1 if device == "cuda" else _TRAINED) if cfg.lora_dropout else 0
+        masks = adapted * (1 if device == "cuda" else _TRAINED) if adapted and cfg.lora_dropout else 0
         return (norms + attention + 3 * inner + inputs) * item + masks
 
 

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoXConfig, Llam
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.training.estimate import (
     _NF4,
@@ -123,6 +125,31 @@ def test_activations_follow_the_settings() -> None:
     assert size(gradient_accumulation_steps=2) == size(medusa_num_heads=5) == frozen
     # the teacher's logits in bfloat16, and two more float32 blocks
     assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 500 * (2 + 2 * 4)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
+    backbone = random_backbone("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=224)
+    draft = Eagle3Draft.from_backbone(backbone, train_steps=steps, dtype=torch.float32)
+    tokens = torch.zeros(1, 512, dtype=torch.long)
+    feats = backbone.run(tokens, need=draft.needs)
+    known = {one.untyped_storage().data_ptr() for one in [*draft.parameters(), *backbone.model.parameters()]}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
+    copies = 2 * sum(one.numel() for one in draft.parameters() if one.dim() == 2 and one is not draft.lm_head(1).weight)
+    measured = sum(one.nbytes() for one in kept.values()) - copies
+    estimated = Estimate(config(draft="eagle3", eagle3={"train_steps": steps}), backbone.config)
+    layer = estimated._layer_bytes(2, "cpu", of_draft=True) * tokens.numel() * estimated._section.layer_passes
+    assert states
+    assert 0.8 * measured < layer < 1.2 * measured
 
 
 def test_a_lora_branch_keeps_its_input_in_half_precision_and_a_mask_of_its_dropout() -> None:

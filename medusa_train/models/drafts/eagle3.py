@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -341,7 +342,8 @@ class _StepAttention:
         x x x      . . x   . . x
 
     In the later steps most keys are masked for most positions. The positions are therefore computed in blocks, with
-    keys of step 1 up to the block's end, and of later steps of the block alone: about half of step 1's products.
+    keys of step 1 up to the block's end, and of later steps of the block alone: about half of step 1's products. Blocks
+    are computed again in the backward pass, since each would keep a copy of these keys.
 
     Args:
         mask: of step 1, additive [B, 1, T, T]; None: causal.
@@ -364,18 +366,29 @@ class _StepAttention:
         if len(self._keys) == 1:
             out = self._products(attention, query, self._keys[0], self._values[0], self._mask)
         else:
-            starts = range(0, query.shape[2], _BLOCK)
-            out = torch.cat([self._block(attention, query[:, :, s : s + _BLOCK], s) for s in starts], dim=2)
+            past = tuple(self._keys), tuple(self._values)
+            blocks = [
+                checkpoint(self._block, attention, part, start * _BLOCK, *past, use_reentrant=False)
+                for start, part in enumerate(query.split(_BLOCK, dim=2))
+            ]
+            out = torch.cat(blocks, dim=2)
         attended: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
         return attended
 
-    def _block(self, attention: LlamaAttention, query: Tensor, start: int) -> Tensor:
+    def _block(
+        self,
+        attention: LlamaAttention,
+        query: Tensor,
+        start: int,
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+    ) -> Tensor:
         """Attend from the positions `start` .. of a block [B, heads, q, head_dim], in a step after the first."""
         size = query.shape[2]
         end = start + size
         key, value = (
             torch.cat([first[:, :, :end], *(later[:, :, start:end] for later in rest)], dim=2)
-            for first, *rest in (self._keys, self._values)
+            for first, *rest in (keys, values)
         )
         if self._mask is None:
             ones = torch.ones(size, end, dtype=torch.bool, device=query.device)
@@ -383,7 +396,7 @@ class _StepAttention:
         else:
             mask = self._mask[:, :, start:end, :end]
         own = additive_mask(torch.eye(size, dtype=torch.bool, device=query.device), query.dtype)
-        own = own.repeat(1, len(self._keys) - 1).expand(len(mask), 1, -1, -1)
+        own = own.repeat(1, len(keys) - 1).expand(len(mask), 1, -1, -1)
         return self._products(attention, query, key, value, torch.cat([mask, own], dim=3))
 
     @staticmethod
