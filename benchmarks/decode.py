@@ -47,9 +47,9 @@ from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.errors import BackboneError  # noqa: E402
+from medusa_train.inference.static.graphs import StepRunner, graph_obstacle, graph_runner, use_cuda_graphs  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
-from medusa_train.models.graphs import StepRunner, graph_obstacle, graph_runner  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
 from medusa_train.models.precision import (  # noqa: E402
     free_memory,
@@ -160,7 +160,7 @@ class Shape:
             if backbone.step_runner is None:
                 raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")
         elif setting == "compiled":
-            backbone.use_cuda_graphs()
+            use_cuda_graphs(backbone)
             try:
                 backbone.compile_passes()
             except BackboneError as error:

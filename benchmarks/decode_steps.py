@@ -9,18 +9,17 @@ import torch
 
 from medusa_train.inference.accept import accept
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.static_steps import StaticSteps
+from medusa_train.inference.static.cache import SlotPass, StaticCache
+from medusa_train.inference.static.drafts import AcceptedNodes, FixedShapeDraft
+from medusa_train.inference.static.graphs import GraphRunner, Replayable, StepRunner
+from medusa_train.inference.static.steps import StaticSteps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.fixed_shape import AcceptedNodes, FixedShapeDraft
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.models.features import Features
-from medusa_train.models.graphs import GraphRunner, Replayable, StepRunner
-from medusa_train.models.slot_pass import SlotPass
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import TreeMask, additive_mask
-from medusa_train.trees.static_cache import StaticCache
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
@@ -97,7 +96,7 @@ class StaticContext:
     def __init__(self, backbone: Backbone, runner: StepRunner, length: int, max_nodes: int) -> None:
         self.backbone, self.length = backbone, length
         self._runner = runner
-        self.cache = backbone.new_static_cache(length + max_nodes + 1)
+        self.cache = StaticCache.for_backbone(backbone, length + max_nodes + 1)
         write_random(backbone, self.cache.prompt_cache(0, 1), length)
 
     @torch.inference_mode()

@@ -14,6 +14,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import has_compiler
 from medusa_train.models.loading import resolve_backbone
@@ -107,7 +108,7 @@ def _probe(question: str, paths: ModelPaths, dtype: str, progress: RunProgress) 
     with progress.phase(PHASE, ticking=True):
         backbone = load_base_model(paths, dtype)
         prepacked = backbone.prepack_weights()
-        backbone.use_cuda_graphs()
+        use_cuda_graphs(backbone)
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     prompt = chat.prompt([Message("user", question)])
     with progress.phase(PHASE):  # not ticking: steps are timed

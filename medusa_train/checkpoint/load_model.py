@@ -13,6 +13,7 @@ from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import resolve_path
 from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import CheckpointError
+from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposer
 from medusa_train.models.drafts.dynamic import DynamicDraft
@@ -84,7 +85,7 @@ def load_with_draft(
         backbone = _load_merged(paths, paths.adapter, dtype)
     if prepack:
         backbone.prepack_weights()
-    backbone.use_cuda_graphs()
+    use_cuda_graphs(backbone)
     draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
     if draft is not None:
         backbone.decoding_need = draft.needs

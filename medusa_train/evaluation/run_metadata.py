@@ -23,7 +23,7 @@ from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.inference.decoding_settings import DecodingMode
-from medusa_train.models.drafts.fixed_shape import has_fixed_shape
+from medusa_train.inference.static.drafts import has_fixed_shape
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked

@@ -28,7 +28,7 @@ from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.generate import Decoder
-from medusa_train.trees.static_cache import KEY_BLOCK
+from medusa_train.inference.static.cache import KEY_BLOCK
 
 WARM_UP_TOKENS = 64
 #: Plain decoding steps that take so many times longer than others mean that the machine is busy. Longer prompts and

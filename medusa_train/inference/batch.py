@@ -20,7 +20,8 @@ from medusa_train.inference.generate import (
     proposal_limits,
     truncate_at_stop,
 )
-from medusa_train.inference.static_steps import StaticSteps, new_static_steps, supports_static_steps
+from medusa_train.inference.static.cache import StaticCache
+from medusa_train.inference.static.steps import StaticSteps, new_static_steps, supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import compiled_capacity
 from medusa_train.models.drafts.base import Limits, Proposer
@@ -154,7 +155,7 @@ class BatchDecoder:
         steps, self._idle_steps = self._idle_steps, None
         if steps is None:
             # the last token of an answer may lie one position past the context, see `max_answer_length`
-            cache = self.backbone.new_static_cache(self.backbone.max_context + self.limits.size + 2)
+            cache = StaticCache.for_backbone(self.backbone, self.backbone.max_context + self.limits.size + 2)
             return new_static_steps(self.backbone, draft, self.tree, cache)
         steps.reset()
         return steps

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule, accept
-from medusa_train.inference.static_steps import StaticSteps, new_static_steps, supports_static_steps
+from medusa_train.inference.static.cache import StaticCache
+from medusa_train.inference.static.steps import StaticSteps, new_static_steps, supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledPass, round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
@@ -21,7 +22,6 @@ from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
 from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.side_rows import PassRows
-from medusa_train.trees.static_cache import StaticCache
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
@@ -176,7 +176,9 @@ class Decoder:
             if self._static is None:  # asked once, since it warns
                 self._static = supports_static_steps(self.backbone, draft)
             static = self._static
-            self._cache = self.backbone.new_static_cache(capacity) if static else self.backbone.new_cache(capacity)
+            self._cache = (
+                StaticCache.for_backbone(self.backbone, capacity) if static else self.backbone.new_cache(capacity)
+            )
         if not isinstance(self._cache, StaticCache):
             self._cache.reset()
             return DecodingSession(self.backbone, self.draft, self.tree, self._cache, rule)

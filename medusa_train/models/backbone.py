@@ -15,7 +15,6 @@ from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, compiled_capacity, has_compiler, needed_forms
 from medusa_train.models.document_attention import document_bounds, separates_documents
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, capture_inputs, capture_outputs
-from medusa_train.models.graphs import StepRunner, graph_runner
 from medusa_train.models.hf_config import (
     context_length,
     eos_ids,
@@ -31,7 +30,6 @@ from medusa_train.models.precision import exact_buffers, parse_dtype
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import TreeMask, additive_mask, document_mask, layer_masks
-from medusa_train.trees.static_cache import KEY_BLOCK, StaticCache
 from medusa_train.trees.tree import Tree
 
 
@@ -59,7 +57,7 @@ class Backbone:
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
         decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
-        step_runner: runs steps on static buffers, as CUDA graphs after `use_cuda_graphs` on a GPU; None: no such steps.
+        step_runner: runs steps on fixed memory, see `inference.static.graphs.use_cuda_graphs`; None: no such steps.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -90,7 +88,7 @@ class Backbone:
         self._splits: dict[int, LayerSplit] = {}
         self.decoding_need = PLAIN
         self.compiled: CompiledPass | None = None
-        self.step_runner: StepRunner | None = None
+        self.step_runner: Any = None
         model.eval().requires_grad_(False)
 
     def run(
@@ -227,10 +225,6 @@ class Backbone:
         """Return an empty cache for at least `capacity` positions of a single row."""
         return TreeCache(self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity))
 
-    def new_static_cache(self, capacity: int) -> StaticCache:
-        """Return an empty cache for static steps of at least `capacity` positions."""
-        return StaticCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
-
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
         """Convert the weights in place and return the model as a new backbone."""
         with exact_buffers(self.model):
@@ -357,10 +351,6 @@ class Backbone:
         if self.layer_types != {"full_attention"} and self.window is not None:
             return "has sliding windows"
         return None if self.rope_switch is None else "uses longrope"
-
-    def use_cuda_graphs(self) -> None:
-        """Decode in steps that are captured as CUDA graphs, on a GPU and where they can be captured."""
-        self.step_runner = self.step_runner or graph_runner(self.device, self.model)
 
     def compile_passes(self, rows: int = 1, *, trees: bool = True) -> None:
         """Decode with passes compiled by torch.compile, which takes up to a minute.

@@ -18,6 +18,7 @@ from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, TRE
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
+from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
@@ -238,7 +239,7 @@ def fit_tree(
         recipe.adapter.merge()
     with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
         recipe.backbone.prepack_weights()
-        recipe.backbone.use_cuda_graphs()
+        use_cuda_graphs(recipe.backbone)
         draft.prepack_weights()
     try:
         with progress.phase("answering for the tree", token_budget, "tokens") as phase:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.static_steps import supports_static_steps
+from medusa_train.inference.static.cache import StaticCache
+from medusa_train.inference.static.steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
@@ -253,7 +254,7 @@ def time_steps(
         )
     capacity = len(prompt) + TIMED_TOKENS + max(tree.size for tree in trees) + 1
     static = supports_static_steps(backbone, draft)
-    cache = backbone.new_static_cache(capacity) if static else backbone.new_cache(capacity)
+    cache = StaticCache.for_backbone(backbone, capacity) if static else backbone.new_cache(capacity)
     decoders = {tree: Decoder(backbone, draft, tree, cache) for tree in trees}
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     # not ticking: no thread beside the decoder

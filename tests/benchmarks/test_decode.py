@@ -19,11 +19,11 @@ from shapes import (
 )
 
 from medusa_train.inference.accept import accept
+from medusa_train.inference.static.graphs import StepRunner
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.graphs import StepRunner
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
 from tests.inference.tape import TapeRunner

@@ -18,14 +18,14 @@ from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder, DecodingSession, Generation
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models import graphs
+from medusa_train.inference.static import graphs
+from medusa_train.inference.static.cache import StaticCache
+from medusa_train.inference.static.graphs import Replayable, Step, StepRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.graphs import Replayable, Step, StepRunner
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose
 from medusa_train.tree_search.traces import trace_conversations
-from medusa_train.trees.static_cache import StaticCache
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft

@@ -8,6 +8,7 @@ from shapes import Sizes, llama_config, random_model
 
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
+from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
@@ -53,7 +54,7 @@ def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> 
     with cuda:
         draft = random_draft("medusa", backbone)
     expected = [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS]
-    backbone.use_cuda_graphs()
+    use_cuda_graphs(backbone)
     backbone.compile_passes()
     assert [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS] == expected
 

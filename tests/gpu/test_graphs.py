@@ -10,8 +10,8 @@ from shapes import Rates, Sizes, llama_config
 
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
+from medusa_train.inference.static.graphs import CudaGraphRunner, StepRunner, use_cuda_graphs
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.graphs import CudaGraphRunner, StepRunner
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.test_batch import streamed
@@ -69,7 +69,7 @@ def test_compiled_batches_are_captured(tree: Tree) -> None:
     backbone = backbone_on_gpu("llama")
     draft = random_draft("medusa", backbone)
     expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
-    backbone.use_cuda_graphs()
+    use_cuda_graphs(backbone)
     backbone.compile_passes(rows=4)
     assert isinstance(backbone.step_runner, CudaGraphRunner)
     decoder = BatchDecoder(backbone, draft, tree)
@@ -84,7 +84,7 @@ def test_compiled_passes_are_captured(tree: Tree) -> None:
     backbone = backbone_on_gpu("llama")
     draft = random_draft("medusa", backbone)
     expected = Decoder(backbone, draft, tree).generate(PROMPTS[0], 40, ()).tokens
-    backbone.use_cuda_graphs()
+    use_cuda_graphs(backbone)
     backbone.compile_passes()
     assert isinstance(backbone.step_runner, CudaGraphRunner)
     decoder = Decoder(backbone, draft, tree)

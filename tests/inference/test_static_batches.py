@@ -15,10 +15,11 @@ from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
+from medusa_train.inference.static.cache import StaticCache
+from medusa_train.inference.static.graphs import Replayable, Step, StepRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.graphs import Replayable, Step, StepRunner
-from medusa_train.trees.static_cache import SlotCache, StaticCache
+from medusa_train.trees.slot_cache import SlotCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner
@@ -55,10 +56,10 @@ class CountingRunner(StepRunner):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def new_static_cache(self: Backbone, capacity: int) -> StaticCache:
-        return StaticCache(self.num_layers, capacity, BLOCK)
+    def for_backbone(backbone: Backbone, capacity: int) -> StaticCache:
+        return StaticCache(backbone.num_layers, capacity, BLOCK)
 
-    monkeypatch.setattr(Backbone, "new_static_cache", new_static_cache)
+    monkeypatch.setattr(StaticCache, "for_backbone", for_backbone)
 
 
 def draft_of(kind: str, backbone: Backbone) -> tuple[Proposer | None, Tree | None]:

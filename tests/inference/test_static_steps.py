@@ -14,11 +14,8 @@ from torch import Tensor
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.drafts.dynamic import DynamicDraft
-from medusa_train.models.drafts.lookup import PromptLookupDraft
-from medusa_train.models.graphs import (
+from medusa_train.inference.static.cache import KEY_BLOCK, StaticCache
+from medusa_train.inference.static.graphs import (
     CudaGraphRunner,
     GraphRunner,
     Replayable,
@@ -27,8 +24,11 @@ from medusa_train.models.graphs import (
     graph_obstacle,
     graph_runner,
 )
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
-from medusa_train.trees.static_cache import KEY_BLOCK, StaticCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner

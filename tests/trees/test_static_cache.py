@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
+from medusa_train.inference.static.cache import StaticCache, move_columns
 from medusa_train.trees.masks import MaskTable, TreeMask, additive_mask, apply_sliding_window
-from medusa_train.trees.static_cache import StaticCache, move_columns
 from medusa_train.trees.tree import Tree
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])

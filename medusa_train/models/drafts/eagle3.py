@@ -32,7 +32,7 @@ from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.masks import additive_mask, document_mask, mask_with_prefix
-from medusa_train.trees.static_cache import SlotCache
+from medusa_train.trees.slot_cache import SlotCache
 from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.

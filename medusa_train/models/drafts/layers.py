@@ -17,7 +17,7 @@ from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import additive_mask, apply_sliding_window, document_mask, mask_with_prefix
-from medusa_train.trees.static_cache import SlotCache
+from medusa_train.trees.slot_cache import SlotCache
 
 
 class DraftLayer(nn.Module):

@@ -8,15 +8,16 @@ beyond the text are masked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa_train.errors import MedusaError
+from medusa_train.models.backbone import Backbone
 from medusa_train.trees.kv_cache import TreeCache, check_shapes
+from medusa_train.trees.slot_cache import SlotCache, slot_cache
 
 #: Passes read a multiple of this number of columns; there is one graph for each multiple.
 KEY_BLOCK = 256
@@ -44,6 +45,11 @@ class StaticCache:
         self._reserved = 0
         self._storage: Tensor | None = None
         self._buckets: dict[int, Tensor] = {}
+
+    @classmethod
+    def for_backbone(cls, backbone: Backbone, capacity: int) -> StaticCache:
+        """Return an empty cache of at least `capacity` positions for the steps of a backbone."""
+        return cls(backbone.num_layers, max(capacity, backbone.max_context + KEY_BLOCK))
 
     @property
     def is_allocated(self) -> bool:
@@ -164,55 +170,25 @@ def move_columns(storage: Tensor, starts: Tensor, path: Tensor) -> None:
     storage[:, :, rows, :, targets] = storage[:, :, rows, :, sources]
 
 
-class SlotCache(Cache):
-    """The storage of all layers as transformers' cache for one pass that writes to given slots.
+@dataclass(frozen=True)
+class SlotPass:
+    """Inputs of a pass over n + 1 nodes of B rows, apart from their tokens.
 
-    Args:
-        storage: per layer [2, rows, kv_heads, capacity, head_dim].
-        slots: positions at which new keys and values are written, long [q], or [B, q] for the first B rows.
-        key_length: number of positions that attention reads.
+    Attributes:
+        positions: position ids, long [B, n + 1].
+        masks: by layer type, sliding windows applied, additive [B, 1, n + 1, key_length].
+        slots: columns of the cache that the nodes are written to, long [B, n + 1].
+        storage: of the backbone's cache, [layers, 2, rows, kv_heads, columns, head_dim] with columns > key_length, of
+            which the first B rows are used.
+        key_length: number of columns that attention reads.
     """
 
-    def __init__(self, storage: Sequence[Tensor], slots: Tensor, key_length: int) -> None:
-        super().__init__(layers=[_SlotLayer(layer, slots, key_length) for layer in storage])
+    positions: Tensor
+    masks: Mapping[str, Tensor]
+    slots: Tensor
+    storage: Tensor
+    key_length: int
 
-
-class _SlotLayer(CacheLayerMixin):
-    """One layer of a `SlotCache`.
-
-    Keys and values are written at once: if memory is written twice, torch.compile copies all of it instead.
-    """
-
-    is_sliding = False
-
-    def __init__(self, storage: Tensor, slots: Tensor, key_length: int) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self._storage = storage
-        self._slots = slots
-        self._key_length = key_length
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing; the memory is allocated."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        storage = self._storage
-        states = torch.stack([key_states, value_states])
-        if self._slots.dim() == 1:
-            storage.index_copy_(3, self._slots, states)
-        else:
-            rows = torch.arange(len(key_states), device=storage.device)[:, None]
-            storage[:, rows, :, self._slots] = states.permute(1, 3, 0, 2, 4)
-            storage = storage.narrow(1, 0, len(key_states))
-        # sliced here: strides of a slice made by the caller would become constants, different for each capacity
-        keys, values = storage.narrow(3, 0, self._key_length)
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._key_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0  # only used to derive positions and masks, which are given
-
-    def get_max_length(self) -> int:
-        return self._key_length
+    def cache(self, first: int = 0, last: int | None = None) -> SlotCache:
+        """Return the cache for a pass over the nodes first .. last - 1."""
+        return slot_cache(self.storage, self.slots[:, first:last], self.key_length)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.hf_config import has_experts
 
 _log = logging.getLogger(__name__)
@@ -111,6 +112,11 @@ class CudaGraphRunner(GraphRunner):
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream as the current one
         self._first = self._first or graph  # nothing can be captured to a pool all of whose graphs are gone
         return graph
+
+
+def use_cuda_graphs(backbone: Backbone) -> None:
+    """Decode in steps that are captured as CUDA graphs, on a GPU and where they can be captured."""
+    backbone.step_runner = backbone.step_runner or graph_runner(backbone.device, backbone.model)
 
 
 def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from medusa_train.inference.accept import Accepted, Rule, accept, accept_matching, next_tokens_of
+from medusa_train.inference.static.cache import SlotPass, StaticCache, move_columns
+from medusa_train.inference.static.drafts import AcceptedNodes, FixedShapeDraft, fixed_shape_draft, has_fixed_shape
+from medusa_train.inference.static.graphs import Replayable, StepRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, Proposer, at_positions
-from medusa_train.models.drafts.fixed_shape import AcceptedNodes, FixedShapeDraft, fixed_shape_draft, has_fixed_shape
-from medusa_train.models.features import PLAIN, Features
-from medusa_train.models.graphs import Replayable, StepRunner
-from medusa_train.models.slot_pass import SlotPass, run_slots
+from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import MaskTable
-from medusa_train.trees.static_cache import StaticCache, move_columns
 from medusa_train.trees.tree import Tree
 
 _log = logging.getLogger(__name__)
@@ -229,3 +228,36 @@ class StaticSteps:
 def _power_of_two(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def run_slots(
+    backbone: Backbone, tokens: Tensor, nodes: SlotPass, need: FeatureSpec = PLAIN, early: Tensor | None = None
+) -> tuple[Features, Tensor]:
+    """Return features and logits [B, n + 1, V] of `tokens`, long [B, n + 1]; see `Backbone.run`.
+
+    Args:
+        need: which hidden states to return.
+        early: [B, n + 1, d], states after the layers of `need`, whose keys and values are written already.
+    """
+    if early is not None:
+        split = backbone.split_at(*need.early)
+        feats = split.run_rest(early, split.with_masks(nodes.positions, nodes.masks), nodes.cache())
+        return feats, backbone.logits(feats.hidden)
+    same_everywhere = len(nodes.masks) == 1 or backbone.window is None
+    mask = next(iter(nodes.masks.values()))
+    compiled = backbone.compiled_for(need)
+    if compiled is not None and same_everywhere and compiled.covers(*tokens.shape):
+        slots, mask = (nodes.slots[0], mask) if len(tokens) == 1 else (nodes.slots, mask.contiguous())
+        # a view of the inputs has strides that the program was not compiled for
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+        return compiled(tokens, nodes.positions, mask, slots, nodes.storage)
+    with backbone.masked_attention(enabled=True), backbone.early_states(need) as captured:
+        out = backbone.body(
+            input_ids=tokens,
+            attention_mask=mask if same_everywhere else dict(nodes.masks),
+            position_ids=nodes.positions,
+            past_key_values=nodes.cache(),
+            use_cache=True,
+        )
+    early = torch.cat(captured, dim=-1) if captured else None
+    return Features(out.last_hidden_state, early), backbone.logits(out.last_hidden_state)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_train.inference.static.cache import SlotPass, StaticCache, move_columns
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Proposal, Proposer
@@ -22,9 +23,8 @@ from medusa_train.models.drafts.layers import DraftLayer
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.layer_split import LayerInputs
-from medusa_train.models.slot_pass import SlotPass, slot_cache
 from medusa_train.trees.masks import MaskTable
-from medusa_train.trees.static_cache import StaticCache, move_columns
+from medusa_train.trees.slot_cache import slot_cache
 from medusa_train.trees.tree import Level, Tree
 
 
