@@ -27,11 +27,11 @@ def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled layers are traced by torch.compile and run as they are: in seconds and without a C++ compiler."""
     import torch
 
-    from medusa_train.models import compiled_layers
+    from medusa_train.models import compiled
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
-    monkeypatch.setattr(compiled_layers, "has_compiler", lambda device: True)
+    monkeypatch.setattr(compiled, "has_compiler", lambda device: True)
     yield
     torch.compiler.reset()
 

@@ -16,10 +16,9 @@ from medusa_train.errors import CheckpointError
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposer
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft, MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
-from medusa_train.models.drafts.merged import MergedDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.dynamic import DynamicTrees

@@ -16,12 +16,11 @@ from medusa_train.inference.static.cache import StaticCache
 from medusa_train.inference.static.steps import StaticSteps, new_static_steps, supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledPass, round_up_to_block
-from medusa_train.models.drafts.base import Limits, Proposal, Proposer, hidden_at_positions
+from medusa_train.models.drafts.base import Limits, Proposal, Proposer, at_positions
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
-from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.side_rows import PassRows
+from medusa_train.trees.row_trees import PassRows, RowTrees
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
@@ -231,7 +230,7 @@ class DecodingSession:
         self._prompts = feats, tokens, lengths
         # accepting a tree without guesses gives the token after its root, here the prompt's last token
         last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
-        logits = self._backbone.logits(hidden_at_positions(feats, [length - 1 for length in lengths]))
+        logits = self._backbone.logits(at_positions(feats.hidden, [length - 1 for length in lengths]))
         accepted = accept(self._rule, last, logits[:, None], Tree.empty(), generators)
         return [tokens[-1] for _, tokens in accepted]
 

@@ -18,7 +18,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled_layers import CompiledLayers
+from medusa_train.models.compiled import CompiledLayers
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.hf_config import layer_types
 from medusa_train.models.lm_head import LMHead

@@ -26,7 +26,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_file
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.drafts.dynamic import MAX_RANK, log_probs_at
+from medusa_train.models.drafts.combined import MAX_RANK, log_probs_at
 from medusa_train.models.features import Rows
 from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.models.loading import model_directory

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
-from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.side_rows import PassRows
+from medusa_train.trees.row_trees import PassRows, RowTrees
 from medusa_train.trees.tree import Tree
 
 #: Numbers by which rows of a mask are aligned in memory: torch's memory-efficient kernel copies others.

@@ -10,7 +10,7 @@ from medusa_train.api import load
 from medusa_train.checkpoint.load_model import compile_cache_dir, load_tree, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import fake_run

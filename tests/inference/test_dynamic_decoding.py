@@ -12,10 +12,9 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, Proposer
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft, MergedDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.drafts.merged import MergedDraft
 from medusa_train.models.features import Rows
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree

@@ -13,10 +13,9 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText, window_layout
-from medusa_train.models.drafts.merged import MergedDraft
-from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.side_rows import PassRows
+from medusa_train.trees.row_trees import PassRows, RowTrees
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone

@@ -13,8 +13,8 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
-from medusa_train.models.drafts.merged import MergedDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone

@@ -15,11 +15,10 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Draft, Proposer
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft, MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.drafts.merged import MergedDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone

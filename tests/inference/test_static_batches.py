@@ -19,6 +19,7 @@ from medusa_train.inference.static.cache import StaticCache
 from medusa_train.inference.static.graphs import Replayable, Step, StepRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.features import Features
 from medusa_train.trees.slot_cache import SlotCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -277,14 +278,14 @@ class Passes:
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Features, Tensor]:
         contiguous = all(tensor.is_contiguous() for tensor in (tokens, positions, mask, slots, storage))
         self.calls.append((tokens.shape, slots.shape, storage.shape, contiguous))
         cache = SlotCache(storage.unbind(), slots, mask.shape[3])
         out = self._backbone.body(
             input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        return out.last_hidden_state, self._backbone.logits(out.last_hidden_state)
+        return Features(out.last_hidden_state), self._backbone.logits(out.last_hidden_state)
 
 
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])

@@ -26,7 +26,7 @@ from medusa_train.inference.static.graphs import (
 )
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from medusa_train.errors import BackboneError
-from medusa_train.models import compiled_layers
+from medusa_train.models import compiled
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled_layers import CompiledLayers
+from medusa_train.models.compiled import CompiledLayers
 from medusa_train.models.document_attention import register_document_attention
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.hf_config import layer_types
@@ -100,10 +100,10 @@ def test_layers_are_as_they_were_outside() -> None:
 
 def test_what_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
-    monkeypatch.setattr(compiled_layers, "has_compiler", lambda device: False)
+    monkeypatch.setattr(compiled, "has_compiler", lambda device: False)
     with pytest.raises(BackboneError, match=r"torch_compile: needs a C\+\+ compiler"):
         compiled_layers_of(backbone)
-    monkeypatch.setattr(compiled_layers, "has_compiler", lambda device: True)
+    monkeypatch.setattr(compiled, "has_compiler", lambda device: True)
     compile_ = torch.compile
 
     def fail(*args: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from medusa_train.config.constraints import TRAIN_CONSTRAINTS
 from medusa_train.data.batch import Batch
 from medusa_train.errors import ConfigError
-from medusa_train.models.compiled_layers import CompiledLayers
+from medusa_train.models.compiled import CompiledLayers
 from medusa_train.progress import RunProgress
 from medusa_train.training.deepspeed_config import check_deepspeed
 from medusa_train.training.load_data import load_data

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft
 from medusa_train.tree_search import fit_dynamic
 from medusa_train.tree_search.fit import TreeCandidate, independent_trees
 from medusa_train.tree_search.fit_dynamic import (

@@ -14,8 +14,7 @@ from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.layers import DraftLayer, LayerCache, layer_to_copy
-from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
-from medusa_train.models.drafts.stacked import StackedLinears
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, StackedLinears, count_lm_head
 from medusa_train.models.drafts.unread import UnreadRows
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
@@ -56,6 +55,7 @@ class AmphistaDraft(LMHeadsDraft):
 
     guesses_at_once = True
     can_append_rows = True
+    setting_names = ("num_heads", "auto_blocks", "adaptation_layers", "sampled_token", "normalize_embeddings")
     lm_heads: StackedLinears
 
     def __init__(
@@ -105,23 +105,6 @@ class AmphistaDraft(LMHeadsDraft):
                 nn.init.zeros_(parameter)
         for parameter in self.mlps.parameters():
             nn.init.zeros_(parameter)
-
-    @classmethod
-    def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> AmphistaDraft:
-        """Create untrained heads for `backbone`, on its device."""
-        return cls(backbone, dtype=dtype, **settings)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate these heads, except `token_map`."""
-        return {
-            "num_heads": self.num_heads,
-            "auto_blocks": self.auto_blocks,
-            "adaptation_layers": self.adaptation_layers,
-            "sampled_token": self.sampled_token,
-            "normalize_embeddings": self.normalize_embeddings,
-            "vocab_size": self.draft_vocab_size,
-        }
 
     @classmethod
     def count_parameters(
@@ -190,10 +173,6 @@ class AmphistaDraft(LMHeadsDraft):
         if not state.read:
             self._read(state, proposal.tokens[:, 0])
         return self._next(state, feats, proposal.tokens, paths)
-
-    def select_rows(self, state: AmphistaState, rows: Sequence[int]) -> AmphistaState:
-        """Return the states of `rows`."""
-        return state.select_rows(rows)
 
     def append_rows(self, state: AmphistaState, other: AmphistaState, cache: TreeCache) -> AmphistaState:
         """Return the states of both, in the caches of `state`. Rows that join have one unread position."""

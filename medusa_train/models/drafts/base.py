@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
-from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.side_rows import PassRows, SideRows
+from medusa_train.trees.row_trees import PassRows, RowTrees, SideRows
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
     from medusa_train.models.backbone import Backbone
+
+D = TypeVar("D", bound="Draft")
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ class Proposer:
             paths: the accepted nodes per row, the root first; see `RowPaths`.
         """
 
-    @abstractmethod
     def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
         """Return the state of `rows` only, in that order; the other rows are finished."""
+        return state.select_rows(rows)
 
     def append_rows(self, state: Any, other: Any, cache: TreeCache) -> Any:
         """Return the state of the rows of `state`, followed by those of `other`; only with `can_append_rows`.
@@ -149,7 +150,9 @@ class Proposer:
             cache: the one that `state` was started with, to which the rows have been appended. Its capacity suffices
                 for the draft's cache too.
         """
-        raise NotImplementedError(f"rows can't join a running batch with {type(self).__name__}")
+        if not self.can_append_rows:
+            raise NotImplementedError(f"rows can't join a running batch with {type(self).__name__}")
+        return state.append_rows(other, cache)
 
 
 class Draft(Proposer, nn.Module):
@@ -164,27 +167,29 @@ class Draft(Proposer, nn.Module):
             before it computes the next one.
         guesses_at_once: whether the guesses of all heads are known before any node of the tree is chosen, so that
             `all_head_logits` gives them.
+        setting_names: attributes that are `settings`.
     """
 
+    setting_names: tuple[str, ...] = ()
     independent_heads: bool = False
     guesses_at_once: bool = False
 
     # Construction
 
     @classmethod
-    @abstractmethod
-    def from_backbone(cls, backbone: Backbone, *args: Any, **kwargs: Any) -> Draft:
+    def from_backbone(cls: type[D], backbone: Backbone, *args: Any, **kwargs: Any) -> D:
         """Create an untrained draft for `backbone`, on its device.
 
         Args:
             backbone: what the draft shares with it must not become a parameter of the draft.
             kwargs: `settings`, and `dtype` of the parameters, by default the backbone's.
         """
+        return cls(backbone, *args, **kwargs)
 
     @property
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """JSON-serialisable keyword arguments of `from_backbone` that recreate this draft."""
+        """JSON-serialisable keyword arguments of `from_backbone` that recreate this draft, except `token_map`."""
+        return {name: getattr(self, name) for name in self.setting_names}
 
     @classmethod
     @abstractmethod
@@ -234,11 +239,6 @@ class Draft(Proposer, nn.Module):
     def prepack_weights(self) -> bool:
         """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""
         return prepack_linears(self)
-
-
-def hidden_at_positions(feats: Features, positions: Sequence[int]) -> Tensor:
-    """Return the hidden state of each row at its position, [B, d]."""
-    return at_positions(feats.hidden, positions)
 
 
 def at_last_nodes(values: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -49,6 +49,7 @@ class HydraDraft(LMHeadsDraft):
     """
 
     can_append_rows = True
+    setting_names = ("num_heads", "num_layers", "prefix_layer", "normalize_embeddings", "dropout")
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class HydraDraft(LMHeadsDraft):
         size = backbone.hidden_size
         self.num_heads = num_heads
         self.num_layers = num_layers
+        self.prefix_layer = prefix_layer
         self.normalize_embeddings = normalize_embeddings
         self.dropout = dropout
         self.embedding = backbone.embedding()
@@ -84,23 +86,6 @@ class HydraDraft(LMHeadsDraft):
             with torch.no_grad():
                 self.prefix.match_rms(backbone.run(probe).hidden)
         self.to(backbone.device)
-
-    @classmethod
-    def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> HydraDraft:
-        """Create untrained heads for `backbone`, on its device."""
-        return cls(backbone, dtype=dtype, **settings)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate these heads, except `token_map`."""
-        return {
-            "num_heads": self.num_heads,
-            "num_layers": self.num_layers,
-            "prefix_layer": self.prefix is not None,
-            "normalize_embeddings": self.normalize_embeddings,
-            "dropout": self.dropout,
-            "vocab_size": self.draft_vocab_size,
-        }
 
     @classmethod
     def count_parameters(
@@ -184,17 +169,6 @@ class HydraDraft(LMHeadsDraft):
             return HydraState(states[:, len(paths[0]) - 1], cache)
         return HydraState(states[torch.arange(len(states), device=states.device), paths.counts - 1], cache)
 
-    def select_rows(self, state: HydraState, rows: Sequence[int]) -> HydraState:
-        """Return the states of `rows`."""
-        cache = None if state.cache is None else state.cache.select_rows(rows)
-        return HydraState(state.hidden[list(rows)], cache)
-
-    def append_rows(self, state: HydraState, other: HydraState, cache: TreeCache) -> HydraState:
-        """Return the states of both, in the cache of `state`."""
-        if state.cache is not None and other.cache is not None:
-            state.cache.append_rows(other.cache, cache.capacity)
-        return HydraState(torch.cat([state.hidden, other.hidden]), state.cache)
-
 
 class HydraState(NamedTuple):
     """The decoding state of B rows.
@@ -206,6 +180,16 @@ class HydraState(NamedTuple):
 
     hidden: Tensor
     cache: LayerCache | None
+
+    def select_rows(self, rows: Sequence[int]) -> HydraState:
+        """Return the states of `rows`."""
+        return HydraState(self.hidden[list(rows)], None if self.cache is None else self.cache.select_rows(rows))
+
+    def append_rows(self, other: HydraState, cache: TreeCache) -> HydraState:
+        """Return the states of both, in the cache of these."""
+        if self.cache is not None and other.cache is not None:
+            self.cache.append_rows(other.cache, cache.capacity)
+        return HydraState(torch.cat([self.hidden, other.hidden]), self.cache)
 
 
 class _First(nn.Module):

@@ -52,6 +52,7 @@ class KangarooDraft(Draft):
     """
 
     can_append_rows = True
+    setting_names = ("num_heads", "exit_layer", "threshold", "mlp_size")
     runs_backbone = True
 
     def __init__(
@@ -78,21 +79,6 @@ class KangarooDraft(Draft):
         init_from_layer(self.adapter.body.norm, backbone.body.norm)
         body: Any = self.adapter.body
         self.runner = LayerRunner(body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1])
-
-    @classmethod
-    def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> KangarooDraft:
-        """Create an untrained draft for `backbone`, on its device."""
-        return cls(backbone, dtype=dtype, **settings)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate this draft."""
-        return {
-            "num_heads": self.num_heads,
-            "exit_layer": self.exit_layer,
-            "threshold": self.threshold,
-            "mlp_size": self.mlp_size,
-        }
 
     @classmethod
     def count_parameters(
@@ -241,14 +227,6 @@ class KangarooDraft(Draft):
             state.commit_paths(proposal.early, proposal.tree.max_depth, paths)
         return state
 
-    def select_rows(self, state: KangarooState, rows: Sequence[int]) -> KangarooState:
-        """Keep `rows` only."""
-        return state.select_rows(rows)
-
-    def append_rows(self, state: KangarooState, other: KangarooState, cache: TreeCache) -> KangarooState:
-        """Append the rows of `other`."""
-        return state.append_rows(other)
-
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.adapter.parameters()).dtype
@@ -285,11 +263,11 @@ class KangarooState:
         return 0 if self.unread is None else self.unread.shape[1]
 
     def levels_of(self, tree: Tree) -> TreeLevels:
-        """Return the levels of `tree`, computed once."""
-        if self._levels is None or self._levels.tree is not tree:
-            self._levels = TreeLevels(tree)
+        """Return the levels of `tree`; masks of another tree are dropped."""
+        if self._levels is not tree.by_level:
+            self._levels = tree.by_level
             self._masks.clear()
-        return self._levels
+        return tree.by_level
 
     def is_single_chain(self, levels: TreeLevels) -> bool:
         """Return whether each part of a pass is a single position that attends to the whole cache."""
@@ -356,7 +334,7 @@ class KangarooState:
         self.unread = self.unread[list(rows)] if self.unread is not None and any(self.unread_counts) else None
         return self
 
-    def append_rows(self, other: KangarooState) -> KangarooState:
+    def append_rows(self, other: KangarooState, cache: TreeCache) -> KangarooState:
         """Append rows whose prompts the adapter has just read; their keys and values are in `cache` already."""
         assert isinstance(self.adapter_cache, BatchCache)
         assert isinstance(other.adapter_cache, BatchCache)

@@ -14,8 +14,7 @@ from medusa_train.models.drafts.base import Limits, Proposal
 from medusa_train.models.drafts.lookup import LookupDraft, LookupState, tree_of_continuations
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.row_trees import TokenTree
-from medusa_train.trees.side_rows import SideLayout, SideRows
+from medusa_train.trees.row_trees import SideLayout, SideRows, TokenTree
 from medusa_train.trees.tree import Tree
 
 

@@ -14,8 +14,7 @@ from medusa_train.data.datastore import Datastore
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.row_trees import RowTrees, TokenTree
-from medusa_train.trees.side_rows import SideRows
+from medusa_train.trees.row_trees import RowTrees, SideRows, TokenTree
 from medusa_train.trees.tree import Tree
 
 MAX_CANDIDATES = 32  # continuations that are compared per step; more change little and cost time
@@ -38,6 +37,14 @@ class LookupState(NamedTuple):
     """The texts of B rows, up to their next roots."""
 
     texts: list[Text]
+
+    def select_rows(self, rows: Sequence[int]) -> LookupState:
+        """Return the texts of `rows`."""
+        return LookupState([self.texts[row] for row in rows])
+
+    def append_rows(self, other: LookupState, cache: TreeCache) -> LookupState:
+        """Return the texts of both."""
+        return LookupState([*self.texts, *other.texts])
 
 
 class LookupDraft(Proposer):
@@ -95,14 +102,6 @@ class LookupDraft(Proposer):
         for text, tokens, path in zip(state.texts, proposal.tokens.tolist(), paths, strict=True):
             text.extend(tokens[node] for node in path)
         return state
-
-    def select_rows(self, state: LookupState, rows: Sequence[int]) -> LookupState:
-        """Return the texts of `rows`."""
-        return LookupState([state.texts[row] for row in rows])
-
-    def append_rows(self, state: LookupState, other: LookupState, cache: TreeCache) -> LookupState:
-        """Return the texts of both."""
-        return LookupState([*state.texts, *other.texts])
 
 
 class PromptLookupDraft(LookupDraft):

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, hidden_at_positions
-from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
-from medusa_train.models.drafts.markov import MarkovBias
-from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
+from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
+from medusa_train.models.drafts.lm_heads import (
+    MarkovBias,
+    check_token_map,
+    copy_lm_head,
+    count_lm_head,
+    stack_linears,
+    stacked_linears,
+)
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import CANDIDATES, LMHead
 from medusa_train.models.prepack import PrepackedWeight, worth_prepacking
@@ -211,7 +216,7 @@ class MedusaDraft(Draft):
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MedusaState:
         """Return the state of the last position of each prompt."""
-        return MedusaState(hidden_at_positions(feats, [length - 1 for length in lengths]), self.stacked())
+        return MedusaState(at_positions(feats.hidden, [length - 1 for length in lengths]), self.stacked())
 
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
         """Place the top guesses of every head in the tree by rank; with a Markov bias, each level by the one before."""
@@ -233,14 +238,6 @@ class MedusaDraft(Draft):
     ) -> MedusaState:
         """Return the states of the last accepted nodes."""
         return state._replace(hidden=at_last_nodes(feats.hidden, paths))
-
-    def select_rows(self, state: MedusaState, rows: Sequence[int]) -> MedusaState:
-        """Return the states of `rows`."""
-        return state._replace(hidden=state.hidden[list(rows)])
-
-    def append_rows(self, state: MedusaState, other: MedusaState, cache: TreeCache) -> MedusaState:
-        """Return the states of both."""
-        return state._replace(hidden=torch.cat([state.hidden, other.hidden]))
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the order of the guesses.
 
@@ -351,6 +348,14 @@ class MedusaState(NamedTuple):
 
     hidden: Tensor
     stacked: Stacked | None
+
+    def select_rows(self, rows: Sequence[int]) -> MedusaState:
+        """Return the states of `rows`."""
+        return self._replace(hidden=self.hidden[list(rows)])
+
+    def append_rows(self, other: MedusaState, cache: TreeCache) -> MedusaState:
+        """Return the states of both."""
+        return self._replace(hidden=torch.cat([self.hidden, other.hidden]))
 
 
 class Prepacked(NamedTuple):

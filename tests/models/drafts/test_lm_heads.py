@@ -16,7 +16,7 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Proposal, Proposer
-from medusa_train.models.drafts.dynamic import DynamicDraft
+from medusa_train.models.drafts.combined import DynamicDraft
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.features import Rows
 from medusa_train.tree_search.traces import trace_answer
