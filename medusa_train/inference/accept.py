@@ -90,7 +90,7 @@ def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) ->
     Siblings have different tokens, so at most one child can match, and descending from the root gives the longest
     path.
     """
-    return _descend(next_tokens_of(logits), node_tokens, tree)
+    return accept_matching(torch.stack([next_tokens_of(logits), node_tokens], dim=1), tree)
 
 
 def accept_rejection(
@@ -113,8 +113,8 @@ def accept_rejection(
     and the host synchronises once.
     """
     counts = [tree.row(row).size + 1 for row in range(len(node_tokens))]  # none for padding
-    u = uniforms(generators, counts, logits.device)
-    return _descend(draw(sampling.warp(_at_least_float32(logits)), u), node_tokens, tree)
+    drawn = draw(sampling.warp(_at_least_float32(logits)), uniforms(generators, counts, logits.device))
+    return accept_matching(torch.stack([drawn, node_tokens], dim=1), tree)
 
 
 def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees, rule: Typical) -> list[Accepted]:
@@ -136,11 +136,14 @@ def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees, r
     path_typical = (typical[:, None] | ~ancestors).all(-1)
     score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)  # 0 * -inf would be NaN for impossible tokens
     packed = torch.stack([next_tokens_of(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1)
-    host = packed.tolist()  # one transfer from the device
-    return [
-        _longest(next_tokens, tokens, on_path, scores, tree.row(row))
-        for row, (next_tokens, tokens, on_path, scores) in enumerate(host)
-    ]
+    accepted = []
+    for row, (following, tokens, on_path, scores) in enumerate(packed.tolist()):  # one transfer from the device
+        nodes: Nodes = tree.row(row)
+        ranking = list(zip(nodes.depth_list, scores, strict=False))  # padding comes after the tree's nodes
+        node = max((i for i in range(nodes.size + 1) if on_path[i]), key=ranking.__getitem__)
+        path = nodes.path_nodes(node)
+        accepted.append(Accepted(path, [*(int(tokens[i]) for i in path), int(following[node])]))
+    return accepted
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:
@@ -153,11 +156,6 @@ def next_tokens_of(logits: Tensor) -> Tensor:
     On a CPU torch's argmax of bfloat16 is five times slower than that of float32.
     """
     return _at_least_float32(logits).argmax(-1)
-
-
-def _descend(next_tokens: Tensor, node_tokens: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
-    """From each root go down to children with the token that `next_tokens` names at their parent; both [B, n + 1]."""
-    return accept_matching(torch.stack([next_tokens, node_tokens], dim=1), tree)
 
 
 def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
@@ -177,13 +175,3 @@ def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
             path.append(node)
         accepted.append(Accepted(path, [*(tokens[i] for i in path), next_token]))
     return accepted
-
-
-def _longest(
-    next_tokens: list[float], tokens: list[float], path_typical: list[float], scores: list[float], tree: Nodes
-) -> Accepted:
-    """The deepest node whose whole path is typical, ties by score, as an accepted path."""
-    candidates = (i for i in range(tree.size + 1) if path_typical[i])  # padding comes after the tree's nodes
-    node = max(candidates, key=lambda i: (tree.depth_list[i], scores[i]))
-    path = tree.path_nodes(node)
-    return Accepted(path, [*(int(tokens[i]) for i in path), int(next_tokens[node])])

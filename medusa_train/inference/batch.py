@@ -145,8 +145,8 @@ class BatchDecoder:
         """The limits of a step's guesses."""
         return proposal_limits(self.draft, self.tree)
 
-    def lend_steps(self) -> StaticSteps | None:
-        """Return static steps without rows, for a batch that gives them back when it is empty; None: it needs none."""
+    def acquire_steps(self) -> StaticSteps | None:
+        """Return static steps without rows, until `release_steps`; None where batches need none."""
         draft = effective_draft(self.draft, self.tree)
         if self._static is None:
             self._static = supports_static_steps(self.backbone, draft)
@@ -160,8 +160,8 @@ class BatchDecoder:
         steps.reset()
         return steps
 
-    def take_back(self, steps: StaticSteps | None) -> None:
-        """Keep what `lend_steps` lent for the next batch."""
+    def release_steps(self, steps: StaticSteps | None) -> None:
+        """Keep the steps of a batch that is empty for the next one."""
         self._idle_steps = steps
 
     def _one_by_one(
@@ -184,11 +184,7 @@ class BatchDecoder:
 
 @dataclass
 class _Row:
-    """One sequence being decoded.
-
-    Attributes:
-        limit: maximum number of new tokens. started: clock reading when the request was added.
-    """
+    """One sequence of up to `limit` new tokens, whose request was added at clock reading `started`."""
 
     request_id: int
     out: Generation
@@ -242,7 +238,7 @@ class Batch:
         total = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         capacity = total + self._decoder.limits.size + 1
         if not self.active:
-            self._steps = self._decoder.lend_steps()
+            self._steps = self._decoder.acquire_steps()
         if self._steps is not None:
             self._steps.make_room(len(self.active) + len(rows), capacity)
         elif self._decoder.backbone.compiled is not None:
@@ -313,7 +309,7 @@ class Batch:
             assert self._session is not None
             self._session.select_rows(order)
         else:
-            self._decoder.take_back(self._steps)
+            self._decoder.release_steps(self._steps)
             self._session = self._steps = None
 
 

@@ -95,7 +95,7 @@ class TextStream:
         return self._release(self._partial_stop_length())
 
     def _partial_stop_length(self) -> int:
-        """Number of characters at the end that could be the beginning of a stop string."""
+        """Number of last characters that could be the beginning of a stop string."""
         for count in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stop):
                 return count

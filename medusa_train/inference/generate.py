@@ -190,8 +190,7 @@ class Decoder:
 class DecodingSession:
     """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `Batch` share.
 
-    `Decoder` and `Batch` differ in two things: the class of the cache, and how the mask is built. With static steps
-    they do not differ.
+    The two differ in the class of the cache and in how the mask is built; with static steps not at all.
 
     Args:
         tree: from `check_tree`. cache: empty; a `BatchCache` where there may be several rows.
@@ -249,8 +248,10 @@ class DecodingSession:
             return self._steps.step(roots, self._rule, generators)
         proposal = self._propose(roots)
         feats, logits = self._verify(proposal)
-        if proposal.side is not None:
-            feats, logits = self._observe(proposal, feats, logits)
+        if proposal.side is not None and self._draft is not None:  # the draft gets the logits of its side rows
+            nodes = proposal.tokens.shape[1]
+            self._draft_state = self._draft.observe(self._draft_state, proposal, logits[:, nodes:])
+            feats, logits = feats.first(nodes), logits[:, :nodes]
         accepted = accept(self._rule, proposal.tokens, logits, proposal.tree, generators)
         paths = RowPaths([path for path, _ in accepted], self._backbone.device)
         self.cache.keep_rows(paths)
@@ -269,11 +270,7 @@ class DecodingSession:
             self._draft_state = self._draft.select_rows(self._draft_state, rows)
 
     def append_rows(self, other: DecodingSession, capacity: int) -> None:
-        """Append the rows of `other`, whose draft was started and which has made no step; it is not used afterwards.
-
-        Args:
-            capacity: see `BatchCache.append_rows`.
-        """
+        """Append the rows of `other`, which has made no step; see `BatchCache.append_rows`."""
         if self._steps is not None:
             return  # they joined when `other`, on the same steps, gave the draft its prompts
         assert isinstance(self.cache, BatchCache)
@@ -284,21 +281,15 @@ class DecodingSession:
 
     def _propose(self, roots: Sequence[int]) -> Proposal:
         root_tokens = torch.tensor(roots, device=self._backbone.device)
-        if self._draft is None or self._straddles_rope_switch():
+        switch, length = self._backbone.rope_switch, self.cache.length
+        # deeper nodes would make a longrope model switch its angles before the root does
+        straddles = switch is not None and length < switch <= length + self._limits.depth
+        if self._draft is None or straddles:
             return Proposal(root_tokens[:, None], self._root_only)
         return self._draft.propose(self._draft_state, root_tokens, self._tree)
 
-    def _straddles_rope_switch(self) -> bool:
-        """Whether the tree's deeper nodes would make a longrope model switch its angles before the root does."""
-        switch = self._backbone.rope_switch
-        return switch is not None and self.cache.length < switch <= self.cache.length + self._limits.depth
-
     def _verify(self, proposal: Proposal) -> tuple[Features, Tensor]:
-        """One pass over all nodes of all rows: features and logits [B, n + 1, V].
-
-        A node's position id is the length of its row + its depth. Side rows follow the nodes, in the features all of
-        them and in the logits their outputs.
-        """
+        """One pass over all nodes of all rows: features and logits [B, n + 1, V], those of side rows at the end."""
         backbone, cache = self._backbone, self.cache
         tokens, tree = proposal.rows()
         positions = torch.atleast_2d(tree.depths) + cache.row_lengths(backbone.device)
@@ -335,18 +326,10 @@ class DecodingSession:
     def _block_end(self, tree: Tree | RowTrees | PassRows) -> int:
         return round_up_to_block(self.cache.length + tree.size + 1)
 
-    def _observe(self, proposal: Proposal, feats: Features, logits: Tensor) -> tuple[Features, Tensor]:
-        """Give the draft the logits of its side rows; return the features and logits of the nodes alone."""
-        assert self._draft is not None
-        nodes = proposal.tokens.shape[1]
-        self._draft_state = self._draft.observe(self._draft_state, proposal, logits[:, nodes:])
-        return feats.first(nodes), logits[:, :nodes]
-
     def _mask(self, tree: Tree | RowTrees | PassRows) -> Tensor | None:
-        """What each node attends to: its row's committed positions, its ancestors and itself.
+        """What each node attends to, additive [B, 1, n + 1, S]; a single row's root alone needs no mask.
 
-        [B, 1, n + 1, S], additive. A single row's root alone needs none. A single row's mask is updated in place;
-        that of several is rebuilt in each step, since their lengths differ.
+        A single row's mask is updated in place; that of several is rebuilt in each step, since their lengths differ.
         """
         if isinstance(self.cache, BatchCache):
             return mask_with_prefix(self.cache, self._masks.block(tree))

@@ -169,7 +169,7 @@ class LayerSplit:
         return self._runner.inputs(positions, None)
 
     def with_masks(self, positions: Tensor, masks: Mapping[str, Tensor]) -> LayerInputs:
-        """Prepare a pass over `positions` [B, T] with a mask per layer type, sliding windows applied."""
+        """Prepare a pass with a mask per layer type, sliding windows applied."""
         return self._runner.inputs(positions, dict(masks))
 
     def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Tensor:

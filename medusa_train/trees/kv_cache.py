@@ -157,7 +157,7 @@ class TreeCache(Cache):
         self.keep_rows([nodes])
 
     def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
-        """`keep` for the single row, with the signature of `BatchCache.keep_rows`."""
+        """`keep` for the single row, see `BatchCache.keep_rows`."""
         nodes = paths[0]
         count = len(nodes)
         if count and nodes[-1] >= self._pending:

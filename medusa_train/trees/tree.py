@@ -263,6 +263,5 @@ class TreeLevels:
     def truncate(self, depth: int) -> Tree:
         """Return the tree down to `depth`; the same object every time."""
         if depth not in self._truncated:
-            paths = self.tree.paths[: self.levels[depth].last - 1]
-            self._truncated[depth] = Tree(paths).to(self._device)
+            self._truncated[depth] = Tree(self.tree.paths[: self.levels[depth].last - 1]).to(self._device)
         return self._truncated[depth]

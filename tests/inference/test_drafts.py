@@ -21,7 +21,7 @@ from medusa_train.tree_search.traces import AcceptedLength, trace_answer, trace_
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
-from tests.inference.equality import check_equals_plain, check_rows_are_independent
+from tests.inference.equality import check_equals_plain
 
 #: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on the token before.
 SETTINGS: dict[str, dict[str, object]] = {
@@ -63,15 +63,6 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(kind: str, family: str, tree: Tree) -> None:
     backbone = random_backbone(family)
     check_equals_plain(backbone, random_draft(kind, backbone), PROMPTS, tree)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_accepted_tokens_do_not_depend_on_other_rows(kind: str) -> None:
-    """Without early exit: in a batch drafting goes on while any row is confident, and draws other numbers."""
-    backbone = random_backbone("llama")
-    draft = random_draft(kind, backbone)
-    with draft.no_early_exit():
-        check_rows_are_independent(backbone, draft, PROMPTS, TREE, Sampling(1.5), 24)
 
 
 @pytest.mark.parametrize("kind", KINDS)

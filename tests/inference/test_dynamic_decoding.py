@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
@@ -72,14 +71,6 @@ def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
     backbone = five_token_backbone()
     decoder = BatchDecoder(backbone, make_draft(name, backbone, LARGE), Tree.cartesian([2, 2]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 300
-
-
-def test_typical_acceptance_takes_dynamic_trees() -> None:
-    backbone = random_backbone("llama")
-    draft = make_draft("medusa", backbone)
-    out = Decoder(backbone, draft).generate(PROMPTS[0], 30, (), Typical(1.0))
-    assert len(out.tokens) == 30
-    assert sum(out.accepted) > 0
 
 
 def test_trees_do_not_depend_on_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,19 +140,6 @@ def test_each_row_has_its_own_heads_guesses_on_the_chosen_paths(family: str, tok
         tree = proposal.tree.row(row)
         assert tree.depth_list[1:] == [len(path) for path in paths[row]]
         assert tree.parent_list[1:] == [paths[row].index(path[:-1]) + 1 if path[1:] else 0 for path in paths[row]]
-
-
-def test_heads_over_a_reduced_vocabulary() -> None:
-    backbone = random_backbone("llama")
-    tokens = torch.arange(60, 3, -2)
-    dynamic = DynamicDraft(reduced_heads(backbone, tokens), TREES)
-    assert dynamic.draft_vocab_size == len(tokens)
-    accepted = 0
-    for prompt in PROMPTS:
-        out = Decoder(backbone, dynamic).generate(prompt, 24)
-        assert out.tokens == Decoder(backbone).generate(prompt, 24).tokens
-        accepted += sum(out.accepted)
-    assert accepted > 0
 
 
 @pytest.mark.parametrize("kind", ["hydra", "kangaroo", "medusa-markov"])

@@ -11,10 +11,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft, KangarooState
@@ -22,7 +20,6 @@ from medusa_train.models.features import Rows
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import QUICK, time_steps
-from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
@@ -79,21 +76,6 @@ def test_every_family_decodes_losslessly(family: str) -> None:
     draft = early_exit(backbone, exit_layer=2, threshold=0.2)
     alone, _ = check_equals_plain(backbone, draft, PROMPTS, Tree.cartesian([9, 4, 1]), 20)
     assert sum(sum(out.accepted) for out in alone) > 10
-
-
-def test_rows_end_at_different_times() -> None:
-    backbone = settled("llama")
-    backbone.max_context = 26
-    draft = early_exit(backbone, threshold=0.3)
-    alone = [Decoder(backbone).generate(prompt, 18, ()).tokens for prompt in PROMPTS]
-    eos = [alone[1][1], alone[3][7]]
-    expected = [Decoder(backbone).generate(prompt, 18, eos) for prompt in PROMPTS]
-    for tree in TREES.values():
-        together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 18, eos)
-        assert [(out.tokens, out.finish) for out in together] == [(out.tokens, out.finish) for out in expected]
-        one = [Decoder(backbone, draft, tree).generate(prompt, 18, eos) for prompt in PROMPTS]
-        assert [(out.tokens, out.finish) for out in one] == [(out.tokens, out.finish) for out in expected]
-    assert len({len(out.tokens) for out in expected}) > 2
 
 
 class Recorder(KangarooDraft):
@@ -248,44 +230,10 @@ def test_rows_of_a_batch_stop_drafting_when_the_last_would() -> None:
     assert draft.proposals[0].tree.max_depth == max(alone)
 
 
-@pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Typical(0.9)], ids=["sampling", "typical"])
-def test_samples_do_not_depend_on_other_rows(rule: Rule) -> None:
-    backbone = settled("mistral-window")
-    draft = early_exit(backbone)
-
-    def generators() -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(seed) for seed in range(4)]
-
-    together = BatchDecoder(backbone, draft, TREES["sparse"]).generate_batch(PROMPTS, 15, (), rule, generators())
-    one = Decoder(backbone, draft, TREES["sparse"])
-    for prompt, out, generator in zip(PROMPTS, together, generators(), strict=True):
-        assert one.generate(prompt, 15, (), rule, generator).tokens == out.tokens
-
-
 def test_sampling_with_a_chain_is_lossless() -> None:
     backbone = five_token_backbone()
     decoder = BatchDecoder(backbone, early_exit(backbone, num_heads=2, threshold=0.3), Tree.chain(2))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 1000
-
-
-def test_calibration_ranks_a_level_given_the_true_tokens_before_it() -> None:
-    """The rank of token p + k among the guesses below the true path."""
-    backbone = settled("llama")
-    draft = early_exit(backbone, num_heads=3)
-    prompt = PROMPTS[0]
-    answer = Decoder(backbone).generate(prompt, 12, ()).tokens
-    trace = trace_answer(backbone, draft, prompt, answer)
-    with torch.no_grad():
-        for position in range(len(answer)):
-            for k in range(1, min(3, len(answer) - 1 - position) + 1):
-                tokens = torch.tensor([prompt + answer[: position + k]])
-                states = draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
-                best = backbone.logits(states[0, -1]).topk(10).indices.tolist()
-                target = answer[position + k]
-                assert trace.ranks[position][k - 1] == (best.index(target) if target in best else -1)
-    out = Decoder(backbone, draft, Tree.chain(3)).generate(prompt, 12, ())
-    starts = trace.simulate(Tree.chain(3))
-    assert len(starts) == out.steps  # simulated decoding is decoding
 
 
 def test_latency_is_measured_without_early_exit() -> None:
@@ -318,13 +266,6 @@ def test_steps_without_a_proposal() -> None:
         rows = Rows.from_tokens(torch.tensor([text]))
         expected = backbone.logits(draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1])
     assert torch.allclose(draft.log[0][1][0], expected, atol=1e-9)
-
-
-def test_no_state_is_shared_between_answers() -> None:
-    backbone = settled("llama")
-    decoder = Decoder(backbone, early_exit(backbone), TREES["sparse"])
-    first = [decoder.generate(prompt, 20).accepted for prompt in PROMPTS]
-    assert [decoder.generate(prompt, 20).accepted for prompt in PROMPTS] == first
 
 
 def test_an_interrupted_answer_leaves_no_trace() -> None:

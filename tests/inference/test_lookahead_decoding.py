@@ -7,19 +7,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from medusa_train.inference.accept import Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText, window_layout
 from medusa_train.trees.row_trees import PassRows, RowTrees
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
-from tests.inference.equality import check_equals_plain, check_rows_are_independent
+from tests.inference.equality import check_equals_plain
 from tests.inference.test_drafts import TREE, random_draft
 
 PROMPTS = [[5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17], [7], [4, 8, 20, 4, 8, 21, 4, 8, 22, 7, 4, 8], [11, 12, 13, 14, 15]]
@@ -208,23 +206,6 @@ def test_side_rows_are_neither_accepted_nor_kept() -> None:
     assert cache.length == len(PROMPTS[0]) + len(out.tokens) - 1
 
 
-def test_other_proposals_have_no_side_rows() -> None:
-    proposal = Proposal(torch.tensor([[3, 4]]), Tree.chain(1))
-    tokens, tree = proposal.rows()
-    assert tokens is proposal.tokens
-    assert tree is proposal.tree
-    assert proposal.outputs(tokens) is tokens
-
-
-@pytest.mark.parametrize("name", ["lookahead", "medusa+lookahead"])
-def test_the_end_of_the_context(name: str) -> None:
-    backbone = random_backbone("llama")
-    backbone.max_context = 26
-    out = Decoder(backbone, make_draft(name, backbone), TREE).generate(PROMPTS[0], 100)
-    assert out.finish == "context"
-    assert out.tokens == Decoder(backbone).generate(PROMPTS[0], 100).tokens
-
-
 class WarmDraft(LookaheadDraft):
     """Takes n-grams of the window from the first step on, since an answer of the test has two steps."""
 
@@ -243,9 +224,3 @@ def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
     decoder = BatchDecoder(backbone, draft, Tree.cartesian([2, 1]) if name != "lookahead" else None)
     prompt = [1, 2, 3, 4, 1, 0, 2, 1]
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8, prompt=prompt) > 500
-
-
-@pytest.mark.parametrize("rule", [Sampling(1.2), Typical(1.0)])
-def test_accepted_tokens_do_not_depend_on_other_rows(rule: Sampling | Typical) -> None:
-    backbone = random_backbone("llama")
-    check_rows_are_independent(backbone, make_draft("lookahead", backbone), PROMPTS, None, rule)

@@ -7,18 +7,16 @@ import torch
 
 from medusa_train.data.datastore import Datastore
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import MergedDraft
-from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
+from medusa_train.models.drafts.lookup import PromptLookupDraft, RestDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
-from tests.inference.equality import check_equals_plain, check_rows_are_independent
+from tests.inference.equality import check_equals_plain
 from tests.inference.test_drafts import TREE, random_draft
 
 LOOP = [5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17]  # the same n-grams several times
@@ -41,24 +39,6 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, famil
     alone, together = check_equals_plain(backbone, make_draft(name, backbone), PROMPTS, TREE, 40)
     assert max(max(out.accepted, default=0) for out in alone) >= 2
     assert [out.accepted for out in together] == [out.accepted for out in alone]
-
-
-def rest(backbone: Backbone, length: int) -> LookupDraft:
-    """REST over the plain answers to the prompts."""
-    answers = [Decoder(backbone).generate(prompt, length).tokens for prompt in PROMPTS]
-    return RestDraft(Datastore(answers, 12), max_ngram=4, max_tokens=6, nodes=8)
-
-
-@pytest.mark.parametrize("heads", [None, "medusa"])
-def test_copies_of_a_datastore_give_the_same_text_in_fewer_steps(heads: str | None) -> None:
-    backbone = random_backbone("llama")
-    copies = rest(backbone, 40)
-    draft: Proposer = copies if heads is None else MergedDraft(random_draft(heads, backbone), copies)
-    for prompt, together in zip(PROMPTS, BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 40), strict=True):
-        out = Decoder(backbone, draft, TREE).generate(prompt, 40)
-        assert out.tokens == together.tokens == Decoder(backbone).generate(prompt, 40).tokens
-        assert out.accepted == together.accepted
-        assert out.steps < 25
 
 
 def test_samples_with_a_datastore_follow_the_backbones_distribution() -> None:
@@ -93,15 +73,6 @@ def looping_logits(hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def test_the_end_of_the_context() -> None:
-    backbone = random_backbone("llama")
-    backbone.max_context = 26
-    for name in ("prompt_lookup", "medusa+prompt_lookup"):
-        out = Decoder(backbone, make_draft(name, backbone), TREE).generate(LOOP, 100)
-        assert out.finish == "context"
-        assert out.tokens == Decoder(backbone).generate(LOOP, 100).tokens
-
-
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
 def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
     """Rows of this batch have different trees: what they copy depends on what they sampled, and on what was right."""
@@ -109,13 +80,6 @@ def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
     lookup = PromptLookupDraft(max_ngram=1, max_tokens=2, nodes=3, min_probability=0.3)
     decoder = BatchDecoder(backbone, make_draft(name, backbone, lookup), Tree.cartesian([2, 1]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 500
-
-
-@pytest.mark.parametrize("rule", [Sampling(1.2), Typical(1.0)])
-@pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
-def test_accepted_tokens_do_not_depend_on_other_rows(name: str, rule: Sampling | Typical) -> None:
-    backbone = random_backbone("llama")
-    check_rows_are_independent(backbone, make_draft(name, backbone), PROMPTS, TREE, rule)
 
 
 def test_merged_drafts_verify_equal_guesses_once() -> None:

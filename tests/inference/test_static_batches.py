@@ -263,7 +263,7 @@ def test_answers_without_a_step_leave_the_buffers_to_the_next() -> None:
     for _ in range(2):
         assert [out.tokens for out in decoder.generate_batch(PROMPTS, 1)] == expected
     assert not runner.keys
-    assert decoder.lend_steps() is not decoder.lend_steps()
+    assert decoder.acquire_steps() is not decoder.acquire_steps()
 
 
 class Passes:

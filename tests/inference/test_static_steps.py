@@ -9,11 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import Rule
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.static.cache import KEY_BLOCK, StaticCache
 from medusa_train.inference.static.graphs import (
     CudaGraphRunner,
@@ -27,7 +25,6 @@ from medusa_train.inference.static.graphs import (
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import DynamicDraft
-from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
@@ -102,34 +99,6 @@ def test_other_trees(kind: str, tree: Tree) -> None:
     assert paths(answers(backbone, draft, tree)) == paths(expected)
 
 
-@pytest.mark.parametrize(
-    "rule", [Sampling(1.2), Sampling(0.8, top_p=0.9), Typical()], ids=["sample", "top-p", "typical"]
-)
-@pytest.mark.parametrize("kind", ["plain", "medusa"])
-def test_other_rules_read_the_logits(kind: str, rule: Rule) -> None:
-    backbone = random_backbone("llama")
-    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    if draft is None:
-        expected = answers(backbone, rule=rule)
-    else:
-        with draft.no_early_exit():
-            expected = answers(backbone, draft, tree, rule)
-    backbone.step_runner = TapeRunner()
-    assert paths(answers(backbone, draft, tree, rule)) == paths(expected)
-
-
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
-def test_the_contexts_end(kind: str) -> None:
-    backbone = random_backbone("gemma3")
-    backbone.max_context = 24
-    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    prompt = list(range(2, 17))
-    plain = Decoder(backbone).generate(prompt, 50)
-    backbone.step_runner = StepRunner()
-    out = Decoder(backbone, draft, tree).generate(prompt, 50)
-    assert (out.tokens, out.finish) == (plain.tokens, "context")
-
-
 def test_plain_decoding_and_trees_share_a_cache() -> None:
     """As in the measurement of step latencies, where they take turns."""
     backbone = random_backbone("llama")
@@ -158,31 +127,6 @@ def test_a_decoder_allocates_its_own_cache_and_a_larger_one_where_needed() -> No
     assert first == decoder.generate(PROMPTS[0], 30).tokens == expected
 
 
-def test_no_memory_is_allocated_for_further_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama")
-    backbone.step_runner = StepRunner()
-    decoder = Decoder(backbone, random_draft("amphista", backbone), TREE, StaticCache(backbone.num_layers, 120, BLOCK))
-    expected = decoder.generate(PROMPTS[0], 30, ()).tokens
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "new_zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
-        patch.setattr(torch, "zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
-        decoder.generate(PROMPTS[1], 30, ())
-        assert decoder.generate(PROMPTS[0], 30, ()).tokens == expected
-
-
-def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama")
-    backbone.step_runner = TapeRunner()  # which fails where a step reads a number
-    lists: list[Tensor] = []
-    to_list = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
-    steps = Decoder(backbone, random_draft("kangaroo", backbone), TREE).stream(PROMPTS[0], 20, ())
-    for _ in range(3):
-        lists.clear()
-        next(steps)
-        assert len(lists) == 1
-
-
 def test_an_abandoned_answer_leaves_nothing() -> None:
     backbone = random_backbone("llama")
     draft = random_draft("amphista", backbone)
@@ -193,21 +137,6 @@ def test_an_abandoned_answer_leaves_nothing() -> None:
     for _ in range(4):
         next(abandoned)
     assert decoder.generate(PROMPTS[2], 20).tokens == expected
-
-
-def test_drafts_that_choose_their_trees_decode_without(caplog: pytest.LogCaptureFixture) -> None:
-    backbone = random_backbone("llama")
-    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    draft = PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4)
-    limits = (30, 60)  # the second answer needs more memory
-    expected = [Decoder(backbone, draft).generate(prompt, limit) for limit in limits]
-    backbone.step_runner = TapeRunner()
-    decoder = Decoder(backbone, draft)
-    with caplog.at_level(logging.INFO):
-        out = [decoder.generate(prompt, limit) for limit in limits]
-    assert paths(out) == paths(expected)
-    assert caplog.text.count("PromptLookupDraft") == 1
-    assert backbone.step_runner.captures == 0
 
 
 class FailingRunner(GraphRunner):

@@ -46,18 +46,6 @@ def test_bounds_written_out() -> None:
     assert document_bounds(torch.zeros(2, 3, dtype=torch.long))["cu_seq_lens_q"].tolist() == [0, 3, 6]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
-def test_bounds_give_the_states_of_a_mask(family: str) -> None:
-    backbone = random_backbone(family)
-    batch = collate(documents(), 0)
-    real = batch.segments >= 0
-    with torch.no_grad():
-        masked = states(backbone, batch)
-        backbone.use_varlen(APART)
-        assert backbone.config._attn_implementation == APART
-        torch.testing.assert_close(states(backbone, batch)[real], masked[real], rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(

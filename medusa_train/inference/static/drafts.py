@@ -287,6 +287,6 @@ def has_fixed_shape(draft: Proposer | None) -> bool:
 
 
 def fixed_shape_draft(draft: Proposer, backbone: Backbone, tree: Tree, cache: StaticCache) -> FixedShapeDraft:
-    """Return what drafts `tree` in steps of fixed shape, for a draft that `has_fixed_shape`."""
+    """Return what drafts `tree` in steps of fixed shape."""
     fixed = next(fixed for kind, fixed in _FIXED_SHAPES.items() if isinstance(draft, kind))
     return fixed(draft, backbone, tree, cache)

@@ -34,11 +34,7 @@ class StepRunner:
     """Runs steps as they are."""
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
-        """Run `step`.
-
-        Args:
-            graphs: what was captured so far for these buffers. key: of the shapes and addresses that `step` uses.
-        """
+        """Run `step`, whose shapes and addresses `key` stands for; `graphs` were captured so far for its buffers."""
         step()
 
 
@@ -130,10 +126,7 @@ def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
 
 
 def graph_obstacle(model: Any) -> str | None:
-    """Return why passes of a transformers model can't be captured as CUDA graphs; None if they can.
-
-    The reasons are those that make its forward pass wait for the device.
-    """
+    """Return why a transformers model waits for the device in a pass, so that it can't be captured; None: it can."""
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if rope_type in ("dynamic", "longrope"):

@@ -48,7 +48,7 @@ def supports_static_steps(backbone: Backbone, draft: Proposer | None) -> bool:
 
 
 def new_static_steps(backbone: Backbone, draft: Proposer | None, tree: Tree, cache: StaticCache) -> StaticSteps:
-    """Return the steps of a draft that `supports_static_steps`, None for plain decoding; see `StaticSteps`."""
+    """Return the steps of a draft that `supports_static_steps`; None: plain decoding."""
     fixed = None if draft is None else fixed_shape_draft(draft, backbone, tree, cache)
     return StaticSteps(backbone, backbone.step_runner or StepRunner(), fixed, tree, cache)
 
@@ -233,11 +233,9 @@ def _power_of_two(count: int) -> int:
 def run_slots(
     backbone: Backbone, tokens: Tensor, nodes: SlotPass, need: FeatureSpec = PLAIN, early: Tensor | None = None
 ) -> tuple[Features, Tensor]:
-    """Return features and logits [B, n + 1, V] of `tokens`, long [B, n + 1]; see `Backbone.run`.
+    """Return features and logits [B, n + 1, V] of `tokens`, long [B, n + 1], see `Backbone.run`.
 
-    Args:
-        need: which hidden states to return.
-        early: [B, n + 1, d], states after the layers of `need`, whose keys and values are written already.
+    With `early`, [B, n + 1, d], keys and values of the layers of `need` are written already.
     """
     if early is not None:
         split = backbone.split_at(*need.early)

@@ -17,6 +17,7 @@ from medusa_train.models.drafts.layers import DraftLayer, LayerCache, layer_to_c
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, StackedLinears, count_lm_head
 from medusa_train.models.drafts.unread import UnreadRows
 from medusa_train.models.features import Features, TokenRows
+from medusa_train.models.hf_config import head_dim
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -88,8 +89,8 @@ class AmphistaDraft(LMHeadsDraft):
         self.mlps = StackedLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
-            attention = _attention_shape(backbone.config, size)
-            self.auto = AutoEmbedding(auto_blocks, num_heads, size, *attention, dtype)
+            heads = backbone.config.num_attention_heads
+            self.auto = AutoEmbedding(auto_blocks, num_heads, size, heads, head_dim(backbone.config), dtype)
         self.lm_heads = StackedLinears(self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype))
         self._init_identity()
         self.to(backbone.device)
@@ -123,8 +124,9 @@ class AmphistaDraft(LMHeadsDraft):
         heads = num_heads * (d * d + d + count_lm_head(model, vocab_size))
         layer = sum(p.numel() for p in layer_to_copy(model).parameters()) if adaptation_layers else 0
         fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
-        attention, head_dim = _attention_shape(model.config.get_text_config(), d)
-        auto = num_heads * d + auto_blocks * (4 * d * attention * head_dim + d) if auto_blocks else 0
+        config = model.config.get_text_config()
+        attention = 4 * d * config.num_attention_heads * head_dim(config)
+        auto = num_heads * d + auto_blocks * (attention + d) if auto_blocks else 0
         return heads + adaptation_layers * layer + fcs + auto
 
     # Training
@@ -221,13 +223,11 @@ class AmphistaDraft(LMHeadsDraft):
             stages.append(x)
         return stages or [x]
 
-    def _layer(self, i: int) -> DraftLayer:
-        layer = self.layers[i]
-        assert isinstance(layer, DraftLayer)
-        return layer
+    def _layer(self, i: int) -> Any:
+        return self.layers[i]
 
     def _stage_of_heads(self, stages: Sequence[Tensor]) -> list[Tensor]:
-        """The stage that each head reads."""
+        """What each head reads: h1 or h2."""
         half = self.num_heads // 2
         return [stages[0]] * half + [stages[-1]] * (self.num_heads - half)
 
@@ -263,11 +263,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
 
 
 class Stacked(NamedTuple):
-    """The weights of all heads as one tensor each, on the parameters' memory.
-
-    Attributes:
-        mlp: W1 [K, d, d] and b1 [K, d]. lm_heads: W2 [K, V, d] and its bias [K, V] or None.
-    """
+    """The weights of all heads on the parameters' memory: W1 [K, d, d] with b1 [K, d], W2 [K, V, d] with [K, V]."""
 
     mlp: tuple[Tensor, Tensor | None]
     lm_heads: tuple[Tensor, Tensor | None]
@@ -275,28 +271,15 @@ class Stacked(NamedTuple):
 
 @dataclass
 class AmphistaState(UnreadRows):
-    """Committed positions of B rows that the adaptation layers have not read yet.
-
-    Attributes:
-        stacked: the weights of all heads; None if they are not stacked in memory.
-    """
+    """Committed positions of B rows that the adaptation layers have not read yet."""
 
     stacked: Stacked | None = None
-
-
-def _attention_shape(config: Any, hidden_size: int) -> tuple[int, int]:
-    """The number of attention heads of the backbone's layers, and their size."""
-    heads = config.num_attention_heads
-    return heads, getattr(config, "head_dim", None) or hidden_size // heads
 
 
 class AutoEmbedding(nn.Module):
     """A learned position per head and blocks of attention among the heads (Amphista, Auto-embedding, Eq. 4 and 5).
 
     Positions are initially 0, so that vectors pass unchanged; the paper does not specify their initialisation.
-
-    Args:
-        num_blocks: 1; the paper's alpha variant has 2. num_heads: K. The others: see `HeadAttention`.
     """
 
     def __init__(
@@ -325,10 +308,8 @@ class AutoEmbedding(nn.Module):
 class HeadAttention(nn.Module):
     """`x + W_o Attention(RMSNorm(x))` over the K vectors of one position, without a mask (Amphista, Eq. 5).
 
-    Initially the identity, with W_o = 0. The paper has neither the norm nor the residual.
-
-    Args:
-        hidden_size: d. num_attention_heads, head_dim: of the backbone's layers.
+    Initially the identity, with W_o = 0. The paper has neither the norm nor the residual. Heads have the number and
+    size of the backbone's.
     """
 
     def __init__(self, hidden_size: int, num_attention_heads: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -171,12 +171,7 @@ class HydraDraft(LMHeadsDraft):
 
 
 class HydraState(NamedTuple):
-    """The decoding state of B rows.
-
-    Attributes:
-        hidden: [B, d], the state that predicts the next root, after the prefix layer if there is one.
-        cache: the prefix layer's; None without one.
-    """
+    """The states [B, d] that predict the next roots of B rows, and the prefix layer's cache if there is one."""
 
     hidden: Tensor
     cache: LayerCache | None

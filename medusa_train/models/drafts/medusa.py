@@ -198,7 +198,7 @@ class MedusaDraft(Draft):
         return head if self.markov is None else replace(head, token_bias=self.markov.output.weight)
 
     def _lm_head(self, k: int) -> LMHead:
-        """`lm_head(k)` without the Markov bias."""
+        """Head k's matrix without the Markov bias."""
         if self.shared is not None:
             return self.shared
         head = self.lm_heads[k - 1]
@@ -340,11 +340,7 @@ class Stacked(NamedTuple):
 
 
 class MedusaState(NamedTuple):
-    """The decoding state of B rows.
-
-    Attributes:
-        hidden: [B, d], the state that predicts the next root. stacked: see `MedusaDraft.stacked`.
-    """
+    """The states [B, d] that predict the next roots of B rows, and `MedusaDraft.stacked`."""
 
     hidden: Tensor
     stacked: Stacked | None

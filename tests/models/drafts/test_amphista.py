@@ -63,15 +63,6 @@ def test_untrained_heads_predict_what_every_family_predicts(family: str) -> None
         assert torch.allclose(draft.lm_head(k).logits(hidden), theirs, atol=1e-10)
 
 
-def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    backbone.output_embeddings.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
-    draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
-    feats = backbone.run(TOKENS)
-    hidden = list(draft.head_states(feats, Rows.from_tokens(TOKENS)))[1]
-    assert torch.equal(draft.lm_head(2).logits(hidden), backbone.logits(feats.hidden))
-
-
 def _norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
@@ -314,12 +305,3 @@ def test_counted_parameters(family: str, variant: str) -> None:
     assert AmphistaDraft.count_parameters(backbone.model, **draft.settings) == sum(
         p.numel() for p in draft.parameters()
     )
-
-
-def test_settings_recreate_the_draft() -> None:
-    backbone = random_backbone("llama")
-    draft = trained_like(backbone, num_heads=3, auto_blocks=2, adaptation_layers=1)
-    again = AmphistaDraft.from_backbone(backbone, **draft.settings)
-    again.load_state_dict(draft.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(_states(draft, backbone), _states(again, backbone), strict=True))
-    assert not any("embed" in name for name in draft.state_dict())  # the backbone keeps its embedding

@@ -27,14 +27,6 @@ def test_untrained_heads_give_the_backbones_logits_to_the_bit(family: str, layer
         assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
 
 
-def test_an_lm_head_bias_applies_to_the_heads_too() -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    backbone.output_embeddings.bias = nn.Parameter(torch.randn(backbone.vocab_size), requires_grad=False)
-    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
-    hidden = torch.randn(5, backbone.hidden_size)
-    assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
-
-
 def test_the_formula_with_trained_weights() -> None:
     backbone = random_backbone("llama")
     draft = MedusaDraft.from_backbone(backbone, num_heads=2, num_layers=2)
