@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from medusa_train.models.drafts.lm_heads import (
 )
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import CANDIDATES, LMHead
-from medusa_train.models.prepack import PrepackedWeight, worth_prepacking
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
@@ -85,7 +83,6 @@ class MedusaDraft(Draft):
         if markov_rank:
             self.markov = MarkovBias(vocab_size, self.draft_vocab_size, markov_rank, dtype)
         self.guesses_at_once = self.markov is None
-        self._prepacked: Prepacked | None = None
         self._stack()
 
     # Construction
@@ -243,15 +240,13 @@ class MedusaDraft(Draft):
 
     def _raw_logits(self, state: MedusaState, count: int) -> Tensor:
         """Logits of heads 1..count, [count, B, V]."""
-        if self._prepacked is not None:
-            return self._prepacked_logits(state.hidden, self._prepacked, count)
         if state.stacked is not None:
             return self._stacked_logits(state.hidden, state.stacked, count)
-        heads = range(1, count + 1)
-        return torch.stack([self._lm_head(k).raw_logits(self.head_state(state.hidden, k)) for k in heads])
+        states = [self.head_state(state.hidden, k) for k in range(1, count + 1)]  # of prepacked blocks, or with ZeRO
+        lm_heads: Sequence[Any] = list(self.lm_heads) or [self._lm_head(1).raw_logits] * count
+        return torch.stack([lm_head(x) for lm_head, x in zip(lm_heads, states, strict=False)])
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
-        self._prepacked = None  # it holds the old weights
         super()._apply(fn, recurse)  # moves parameters one by one
         self._stack()
         return self
@@ -268,31 +263,10 @@ class MedusaDraft(Draft):
             return None
         return Stacked(stacked[: self.num_layers], stacked[-1] if self.shared is None else None)
 
-    def prepack_weights(self) -> bool:
-        """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""
-        groups = self._parallel_linears()
-        if worth_prepacking([linear.get_parameter("weight") for linears in groups for linear in linears]):
-            blocks = groups[: self.num_layers]
-            self._prepacked = Prepacked(
-                first=_prepack(blocks[0]) if blocks else None,
-                blocks=[[_prepack([linear]) for linear in linears] for linears in blocks[1:]],
-                lm_heads=[_prepack([head]) for head in self.lm_heads],
-            )
-        return self._prepacked is not None
-
     def _parallel_linears(self) -> list[list[nn.Module]]:
         """The linear layers that are the same in all heads: per block those of heads 1..K, then their W2 if any."""
         groups = [[block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)]
         return [*groups, list(self.lm_heads)] if self.lm_heads else groups
-
-    def _prepacked_logits(self, states: Tensor, prepacked: Prepacked, count: int) -> Tensor:
-        """Logits of heads 1..count, [count, B, V], for states [B, d]."""
-        x = states.expand(count, *states.shape)
-        if prepacked.first is not None:
-            x = x + silu(prepacked.first(states).unflatten(1, (self.num_heads, -1))[:, :count].transpose(0, 1))
-        for products in prepacked.blocks:
-            x = x + silu(_per_head(products, x))
-        return self.shared.raw_logits(x) if self.shared is not None else _per_head(prepacked.lm_heads, x)
 
     def _stacked_logits(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
         """Logits of heads 1..count, [count, B, V], for states [B, d]: one product per layer."""
@@ -352,28 +326,3 @@ class MedusaState(NamedTuple):
     def append_rows(self, other: MedusaState, cache: TreeCache) -> MedusaState:
         """Return the states of both."""
         return self._replace(hidden=torch.cat([self.hidden, other.hidden]))
-
-
-class Prepacked(NamedTuple):
-    """The linear layers of all heads as functions [B, in] -> [B, out] with weights prepacked for a CPU.
-
-    Attributes:
-        first: the first blocks of all heads as one, d -> K * d, since they read the same states; None without blocks.
-        blocks: per further block one function per head. lm_heads: one per head; empty if they share the backbone's.
-    """
-
-    first: Callable[[Tensor], Tensor] | None
-    blocks: list[list[Callable[[Tensor], Tensor]]]
-    lm_heads: list[Callable[[Tensor], Tensor]]
-
-
-@torch.no_grad()
-def _prepack(linears: Sequence[Any]) -> Callable[[Tensor], Tensor]:
-    """Prepack linear layers of the same input as one whose outputs are concatenated."""
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return partial(PrepackedWeight(torch.cat([linear.weight for linear in linears])).linear, bias=bias)
-
-
-def _per_head(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-    """Apply function k to x[k], [count, B, in] -> [count, B, out]; functions after `count` are not used."""
-    return torch.stack([product(row) for product, row in zip(products, x, strict=False)])
