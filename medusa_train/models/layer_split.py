@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from medusa_train.errors import BackboneError
+from medusa_train.models.compiled import SlotCache
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import layer_masks
-from medusa_train.trees.slot_cache import SlotCache
 
 #: Cosines and sines of a rotary embedding, [B, T, head_dim] each.
 Angles = tuple[Tensor, Tensor]

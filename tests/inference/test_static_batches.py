@@ -18,9 +18,9 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.static.cache import StaticCache
 from medusa_train.inference.static.graphs import Replayable, Step, StepRunner
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import SlotCache
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.features import Features
-from medusa_train.trees.slot_cache import SlotCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import SlotCache, slot_cache
 from medusa_train.trees.kv_cache import TreeCache, check_shapes
-from medusa_train.trees.slot_cache import SlotCache, slot_cache
 
 #: Passes read a multiple of this number of columns; there is one graph for each multiple.
 KEY_BLOCK = 256

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from medusa_train.inference.static.cache import SlotPass, StaticCache, move_columns
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import slot_cache
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Proposal, Proposer
 from medusa_train.models.drafts.eagle3 import Eagle3Draft, Eagle3Layer
@@ -24,7 +25,6 @@ from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.layer_split import LayerInputs
 from medusa_train.trees.masks import MaskTable
-from medusa_train.trees.slot_cache import slot_cache
 from medusa_train.trees.tree import Level, Tree
 
 

@@ -22,17 +22,16 @@ from transformers.models.llama.modeling_llama import (
 from medusa_train.config.drafts import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import SlotCache
 from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.layers import LayerCache
+from medusa_train.models.drafts.layer_cache import LayerCache, UnreadRows
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
-from medusa_train.models.drafts.unread import UnreadRows
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.masks import additive_mask, document_mask, mask_with_prefix
-from medusa_train.trees.slot_cache import SlotCache
 from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.

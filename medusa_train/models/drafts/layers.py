@@ -1,23 +1,23 @@
-"""A trainable decoder layer of the backbone's class, its cache, and its initialisation from a layer of the backbone."""
+"""A trainable decoder layer of the backbone's class, and its initialisation from a layer of the backbone."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import SlotCache
 from medusa_train.models.document_attention import document_bounds, register_document_attention, separates_documents
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
-from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
-from medusa_train.trees.masks import additive_mask, apply_sliding_window, document_mask, mask_with_prefix
-from medusa_train.trees.slot_cache import SlotCache
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import apply_sliding_window, document_mask
 
 
 class DraftLayer(nn.Module):
@@ -219,103 +219,6 @@ def _remove_mlp(body: Any, hidden_size: int) -> None:
         if not any(p.grad is not None and bool(p.grad.any()) for p in part.parameters()):
             setattr(layer, name, part if name == "mlp" else nn.Identity())
     body.zero_grad()
-
-
-# Decoding: the layer's cache, and states of accepted nodes
-
-
-class DecodingLayer(Protocol):
-    """A layer with a `LayerCache`."""
-
-    def extend(self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None) -> Tensor:
-        """Run q further positions, see `DraftLayer.extend`."""
-
-
-class LayerCache:
-    """The cache of a `DraftLayer` over B rows; it holds exactly the committed positions of each.
-
-    The first `append` is the prefill of the whole prompts; accepted nodes follow after each verification pass.
-
-    Args:
-        cache: empty, from `TreeCache.single_layer`.
-    """
-
-    def __init__(self, cache: TreeCache) -> None:
-        self._cache = cache
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row has a committed position."""
-        return not self._cache.length
-
-    def append(self, layer: DecodingLayer, states: Tensor, paths: RowPaths) -> Tensor:
-        """Run `layer` over q further positions of each row, [B, q, d] -> [B, q, d], and keep the first len(paths[b]).
-
-        Args:
-            paths: of 1 .. q nodes, in the first call 0 .. q; later positions are padding, in the input and in the
-                result.
-        """
-        cache, q = self._cache, states.shape[1]
-        positions = torch.arange(q, device=states.device)[None] + cache.row_lengths(states.device)
-        if not cache.length:
-            out = layer.extend(states, positions, cache)
-            cache.commit_rows([len(path) for path in paths])
-            return out
-        mask = None
-        if isinstance(cache, BatchCache):  # rows end at different columns, which the default mask would not respect
-            mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
-        out = layer.extend(states, positions, cache, mask)
-        cache.keep_rows(paths.ranges())
-        return out
-
-    def run_level(self, layer: DecodingLayer, states: Tensor, depth: int, visible: Tensor) -> Tensor:
-        """Run `layer` over m nodes of a tree, [B, m, ...] -> [B, m, d]; their keys wait for the next levels.
-
-        Args:
-            depth: of the nodes below the last committed position.
-            visible: bool [m, p + m]: which of the p nodes of earlier levels, and of these, each attends to.
-        """
-        cache, before = self._cache, visible.shape[1] - visible.shape[0]
-        positions = cache.row_lengths(states.device) + torch.full((1, len(visible)), depth - 1, device=states.device)
-        mask = mask_with_prefix(cache, additive_mask(visible, states.dtype))
-        cache.pending_offset = before
-        out = layer.extend(states, positions, cache, mask)
-        cache.pending_offset = 0
-        return out
-
-    def drop_levels(self) -> None:
-        """Drop the nodes of `run_level`."""
-        self._cache.drop()
-
-    def select_rows(self, rows: Sequence[int]) -> LayerCache:
-        """Keep `rows` only, see `BatchCache.select_rows`."""
-        assert isinstance(self._cache, BatchCache)
-        self._cache.select_rows(rows)
-        return self
-
-    def append_rows(self, other: LayerCache, capacity: int) -> LayerCache:
-        """Append the rows of `other`, see `BatchCache.append_rows`; something was appended to both before."""
-        assert isinstance(self._cache, BatchCache)
-        assert isinstance(other._cache, BatchCache)
-        self._cache.append_rows(other._cache, capacity)
-        return self
-
-
-def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Return the states [B, q, d] at each row's nodes, of [B, n + 1, d]; shorter paths are padded at the end."""
-    longest = max(len(path) for path in paths)
-    if len(paths) == 1 and paths[0][-1] == longest - 1:
-        return states[:, :longest]
-    nodes = RowPaths.of(paths, states.device).nodes
-    return states[torch.arange(len(paths), device=states.device)[:, None], nodes]
-
-
-def concat_rows(first: Tensor, second: Tensor) -> Tensor:
-    """Concatenate the rows of two tensors [B, q, ...]; the rows of the narrower one are padded with 0 at the end."""
-    out = first.new_zeros(len(first) + len(second), max(first.shape[1], second.shape[1]), *first.shape[2:])
-    out[: len(first), : first.shape[1]] = first
-    out[len(first) :, : second.shape[1]] = second
-    return out
 
 
 # Initialisation from a layer of the backbone
