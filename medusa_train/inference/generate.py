@@ -20,7 +20,7 @@ from medusa_train.models.drafts.base import Limits, Proposal, Proposer, at_posit
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
-from medusa_train.trees.row_trees import PassRows, RowTrees
+from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
@@ -248,7 +248,7 @@ class DecodingSession:
             return self._steps.step(roots, self._rule, generators)
         proposal = self._propose(roots)
         feats, logits = self._verify(proposal)
-        if proposal.side is not None and self._draft is not None:  # the draft gets the logits of its side rows
+        if proposal.branch is not None and self._draft is not None:  # the draft gets the logits of its branch tokens
             nodes = proposal.tokens.shape[1]
             self._draft_state = self._draft.observe(self._draft_state, proposal, logits[:, nodes:])
             feats, logits = feats.first(nodes), logits[:, :nodes]
@@ -289,7 +289,7 @@ class DecodingSession:
         return self._draft.propose(self._draft_state, root_tokens, self._tree)
 
     def _verify(self, proposal: Proposal) -> tuple[Features, Tensor]:
-        """One pass over all nodes of all rows: features and logits [B, n + 1, V], those of side rows at the end."""
+        """One pass over all nodes of all rows: features and logits [B, n + 1, V], those of branch tokens at the end."""
         backbone, cache = self._backbone, self.cache
         tokens, tree = proposal.rows()
         positions = torch.atleast_2d(tree.depths) + cache.row_lengths(backbone.device)
@@ -304,7 +304,7 @@ class DecodingSession:
         )
         return feats, backbone.logits(proposal.outputs(feats.hidden))
 
-    def _compiled(self, rows: int, tree: Tree | RowTrees | PassRows) -> CompiledPass | None:
+    def _compiled(self, rows: int, tree: Tree | RowTrees | TreeAndBranch) -> CompiledPass | None:
         """The program for a pass over the nodes of `tree`; None if there is none, or it lacks what the draft reads."""
         compiled = self._backbone.compiled_for(self._needs)
         if compiled is None or self._block_end(tree) >= self.cache.capacity:
@@ -313,7 +313,7 @@ class DecodingSession:
             return None  # its memory has more rows: a program for a single row would be compiled again, for minutes
         return compiled if compiled.covers(rows, tree.size + 1) else None
 
-    def _compiled_inputs(self, tree: Tree | RowTrees | PassRows) -> tuple[Tensor, Tensor, Tensor]:
+    def _compiled_inputs(self, tree: Tree | RowTrees | TreeAndBranch) -> tuple[Tensor, Tensor, Tensor]:
         """Mask, columns of the new keys, and the cache's memory for a compiled pass; see `CompiledPass`."""
         cache, end = self.cache, self._block_end(tree)
         storage = cache.reserve(tree.size + 1)
@@ -323,10 +323,10 @@ class DecodingSession:
             mask = self._masks.at(tree, cache.length, end)
         return mask, cache.pending_columns(self._backbone.device), storage
 
-    def _block_end(self, tree: Tree | RowTrees | PassRows) -> int:
+    def _block_end(self, tree: Tree | RowTrees | TreeAndBranch) -> int:
         return round_up_to_block(self.cache.length + tree.size + 1)
 
-    def _mask(self, tree: Tree | RowTrees | PassRows) -> Tensor | None:
+    def _mask(self, tree: Tree | RowTrees | TreeAndBranch) -> Tensor | None:
         """What each node attends to, additive [B, 1, n + 1, S]; a single row's root alone needs no mask.
 
         A single row's mask is updated in place; that of several is rebuilt in each step, since their lengths differ.

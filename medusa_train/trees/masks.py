@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
-from medusa_train.trees.row_trees import PassRows, RowTrees
+from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
 from medusa_train.trees.tree import Tree
 
 #: Numbers by which rows of a mask are aligned in memory: torch's memory-efficient kernel copies others.
@@ -59,7 +59,7 @@ class TreeMasks:
     """The masks of all trees that occur in one generation.
 
     Usually there is one tree, whose mask is built once, but a draft may propose less than the tree it is asked for.
-    `RowTrees` and `PassRows` differ from step to step: only the memory of their masks is kept, by size.
+    `RowTrees` and `TreeAndBranch` differ from step to step: only the memory of their masks is kept, by size.
     """
 
     def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -71,10 +71,10 @@ class TreeMasks:
         self._masks: dict[int, TreeMask] = {}
         self._by_size: dict[int, TreeMask] = {}
 
-    def block(self, tree: Tree | RowTrees | PassRows) -> Tensor:
+    def block(self, tree: Tree | RowTrees | TreeAndBranch) -> Tensor:
         """Return the mask among the nodes of `tree`, additive: each attends to itself and its ancestors.
 
-        [n + 1, n + 1]; for `RowTrees` and `PassRows` [1 or B, n + 1, n + 1].
+        [n + 1, n + 1]; for `RowTrees` and `TreeAndBranch` [1 or B, n + 1, n + 1].
         """
         if not isinstance(tree, Tree):
             return additive_mask(tree.ancestors, self._dtype)
@@ -82,7 +82,7 @@ class TreeMasks:
             self._blocks[id(tree)] = tree, additive_mask(tree.ancestors.to(self._device), self._dtype)
         return self._blocks[id(tree)][1]
 
-    def at(self, tree: Tree | RowTrees | PassRows, prefix: int, key_length: int | None = None) -> Tensor:
+    def at(self, tree: Tree | RowTrees | TreeAndBranch, prefix: int, key_length: int | None = None) -> Tensor:
         """Return the mask of `tree`, in a single row, after `prefix` cached positions; see `TreeMask.at`."""
         if not isinstance(tree, Tree):
             block = self.block(tree)[0]

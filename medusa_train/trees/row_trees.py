@@ -125,24 +125,24 @@ class TokenTree:
             nodes.append(self.child(nodes[parent], token))
 
 
-class SideLayout(Nodes):
-    """Positions and mask of side rows, which hang below the root of every row of the batch beside its tree.
+class BranchLayout(Nodes):
+    """Positions and mask of a lookahead branch: tokens below the root of every row, beside its tree.
 
-        committed  root  tree  side          x attends to, . does not,
+        committed  root  tree  branch        x attends to, . does not,
         x x x x x   x     a     .    node    a attends to its ancestors and itself
-        x x x x x   x     .     a    side
+        x x x x x   x     .     a    branch
 
-    Side rows are never accepted, and their keys and values are dropped after the pass.
+    Branch tokens are never accepted, and their keys and values are dropped after the pass.
 
     Args:
-        parents: of every side row the index of its parent among them, or -1 for the root; parents come first.
+        parents: of every branch token the index of its parent among them, or -1 for the root; parents come first.
         outputs: the draft reads the backbone's logits at this many of them, the last ones.
         device: of the tensors.
 
     Attributes:
-        size: number of side rows, m. max_depth: of the deepest one; the root has depth 0.
+        size: number of branch tokens, m. max_depth: of the deepest one; the root has depth 0.
         depths: long [m].
-        ancestors: bool [m, m]: row i is true at side row i and its ancestors, without the root.
+        ancestors: bool [m, m]: row i is true at branch token i and its ancestors, without the root.
     """
 
     def __init__(self, parents: Sequence[int], outputs: int, device: torch.device) -> None:
@@ -157,19 +157,15 @@ class SideLayout(Nodes):
         self.ancestors = ancestors.to(device)
 
 
-class SideRows(NamedTuple):
-    """The side rows of one proposal.
-
-    Attributes:
-        tokens: long [B, m]. layout: of every row of the batch.
-    """
+class LookaheadBranch(NamedTuple):
+    """The branch of one proposal: its tokens, long [B, m], and the layout of every row."""
 
     tokens: Tensor
-    layout: SideLayout
+    layout: BranchLayout
 
 
-class PassRows:
-    """The nodes of a tree, or of one tree per row of the batch, followed by side rows: what one pass computes.
+class TreeAndBranch:
+    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: what one pass computes.
 
     Attributes:
         size: without the root, n + m. max_depth: of the deepest one.
@@ -177,12 +173,12 @@ class PassRows:
         ancestors: bool [1 or B, n + 1 + m, n + 1 + m]: row i is true where i attends to.
     """
 
-    def __init__(self, tree: Tree | RowTrees, side: SideLayout) -> None:
-        nodes, self.size = tree.size + 1, tree.size + side.size
-        self.max_depth = max(tree.max_depth, side.max_depth)
+    def __init__(self, tree: Tree | RowTrees, branch: BranchLayout) -> None:
+        nodes, self.size = tree.size + 1, tree.size + branch.size
+        self.max_depth = max(tree.max_depth, branch.max_depth)
         depths = torch.atleast_2d(tree.depths)
-        self.depths = torch.cat([depths, side.depths.expand(len(depths), -1)], dim=1)
-        self.ancestors = side.ancestors.new_zeros(len(depths), self.size + 1, self.size + 1)
+        self.depths = torch.cat([depths, branch.depths.expand(len(depths), -1)], dim=1)
+        self.ancestors = branch.ancestors.new_zeros(len(depths), self.size + 1, self.size + 1)
         self.ancestors[:, :nodes, :nodes] = tree.ancestors
         self.ancestors[:, :, 0] = True
-        self.ancestors[:, nodes:, nodes:] = side.ancestors
+        self.ancestors[:, nodes:, nodes:] = branch.ancestors

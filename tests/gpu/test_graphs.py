@@ -64,65 +64,47 @@ def test_graphs_are_captured_after_all_earlier_ones_are_gone() -> None:
     assert runner.works
 
 
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
-def test_compiled_batches_are_captured(tree: Tree) -> None:
+def test_compiled_passes_are_captured(tree: Tree, rows: int) -> None:
     backbone = backbone_on_gpu("llama")
     draft = random_draft("medusa", backbone)
-    expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
+
+    def texts(decoder: Decoder | BatchDecoder) -> list[list[int]]:
+        if isinstance(decoder, Decoder):
+            return [decoder.generate(PROMPTS[0], 40, ()).tokens]
+        return [out.tokens for out in streamed(decoder, 24, [7, 9], rows=rows)[0]]
+
+    decoder_class = Decoder if rows == 1 else BatchDecoder
+    expected = texts(decoder_class(backbone, draft, tree))
     use_cuda_graphs(backbone)
-    backbone.compile_passes(rows=4)
+    backbone.compile_passes(rows)
     assert isinstance(backbone.step_runner, CudaGraphRunner)
-    decoder = BatchDecoder(backbone, draft, tree)
-    for _ in range(2):
-        replayed, _ = streamed(decoder, 24, [7, 9], rows=4)
-        assert paths(replayed) == paths(expected)
+    decoder = decoder_class(backbone, draft, tree)
+    assert [texts(decoder) for _ in range(2)] == [expected] * 2
     assert backbone.step_runner.works
 
 
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
-def test_compiled_passes_are_captured(tree: Tree) -> None:
-    backbone = backbone_on_gpu("llama")
-    draft = random_draft("medusa", backbone)
-    expected = Decoder(backbone, draft, tree).generate(PROMPTS[0], 40, ()).tokens
-    use_cuda_graphs(backbone)
-    backbone.compile_passes()
-    assert isinstance(backbone.step_runner, CudaGraphRunner)
-    decoder = Decoder(backbone, draft, tree)
-    assert [decoder.generate(PROMPTS[0], 40, ()).tokens for _ in range(2)] == [expected] * 2
-    assert backbone.step_runner.works
-
-
-@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
-def test_replays_reserve_no_memory(tree: Tree) -> None:
+def test_replays_reserve_no_memory(tree: Tree, rows: int) -> None:
     """Replayed kernels use the memory of the capture; what is left are a few numbers of the acceptance rule."""
     backbone = backbone_on_gpu("gemma3")
     draft = random_draft("medusa", backbone)
     backbone.step_runner = CudaGraphRunner(backbone.device)
-    decoder = Decoder(backbone, draft, tree)
-    decoder.generate(PROMPTS[0], 40, ())
-    steps = decoder.stream(PROMPTS[0], 40, ())
+    if rows == 1:
+        decoder = Decoder(backbone, draft, tree)
+        decoder.generate(PROMPTS[0], 40, ())
+        step = decoder.stream(PROMPTS[0], 40, ()).__next__
+    else:
+        batch = BatchDecoder(backbone, draft, tree).begin(40, ())
+        batch.add_requests([PendingRequest(n, prompt) for n, prompt in enumerate(PROMPTS)])
+        step = batch.step  # type: ignore[assignment]
     for _ in range(3):
-        next(steps)
+        step()
     before = torch.cuda.memory_stats()
     for _ in range(4):
-        next(steps)
-    after = torch.cuda.memory_stats()
-    for name in ("reserved_bytes.all.allocated", "allocation.all.allocated"):
-        assert after[name] == before[name], name
-
-
-@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
-def test_replays_of_batches_reserve_no_memory(tree: Tree) -> None:
-    backbone = backbone_on_gpu("gemma3")
-    draft = random_draft("medusa", backbone)
-    backbone.step_runner = CudaGraphRunner(backbone.device)
-    batch = BatchDecoder(backbone, draft, tree).begin(40, ())
-    batch.add_requests([PendingRequest(n, prompt) for n, prompt in enumerate(PROMPTS)])
-    for _ in range(3):
-        batch.step()
-    before = torch.cuda.memory_stats()
-    for _ in range(4):
-        batch.step()
+        step()
     after = torch.cuda.memory_stats()
     for name in ("reserved_bytes.all.allocated", "allocation.all.allocated"):
         assert after[name] == before[name], name

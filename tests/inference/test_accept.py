@@ -82,11 +82,6 @@ def test_typical_by_hand() -> None:
     assert accept_typical(tokens, logits, tree, Typical(1.0, 0.95, 0.35))[0].path == [0, 1]
 
 
-def test_the_temperature_sharpens_what_is_typical() -> None:
-    tokens, logits, tree = _typical_case()
-    assert accept_typical(tokens, logits, tree, Typical(0.2, 0.09, 10))[0].path == [0, 1]
-
-
 def test_typical_scores_equal_lengths_by_probability() -> None:
     tree = Tree.from_paths([(0,), (1,)])
     logits = torch.tensor([0.3, 0.6, 0.1]).log().expand(1, 3, 3)

@@ -176,18 +176,6 @@ def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wan
     assert sum(sizes) == sum(out.steps for out in alone)
 
 
-def test_rows_join_up_to_the_end_of_the_context_and_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.trees.kv_cache._GROWTH", 4)
-    backbone = random_backbone("llama")
-    backbone.max_context = 24
-    alone = [Decoder(backbone).generate(prompt, 17, ()) for prompt in QUEUE]
-    assert {out.finish for out in alone} == {"length", "context"}
-    for rows in (1, 2, 5):
-        answers, sizes = streamed(BatchDecoder(backbone), 17, rows=rows)
-        assert [(out.tokens, out.finish) for out in answers] == [(out.tokens, out.finish) for out in alone]
-        assert max(sizes) == rows
-
-
 @pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Sampling(1.2, top_k=20)])
 def test_samples_do_not_depend_on_when_a_row_joined(rule: Rule) -> None:
     backbone = random_backbone("mistral-window")

@@ -13,7 +13,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText, window_layout
-from medusa_train.trees.row_trees import PassRows, RowTrees
+from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
@@ -161,9 +161,9 @@ def test_the_layout_is_the_figures() -> None:
     assert attended == ["a", "ab", "c", "ad", "abe", "cf", "adg", "abeh"]
 
 
-def test_side_rows_and_nodes_see_the_root_but_not_each_other() -> None:
+def test_branch_tokens_and_nodes_see_the_root_but_not_each_other() -> None:
     trees = RowTrees([[-1, 0, 1], [-1, 0]], CPU)
-    rows = PassRows(trees, window_layout(2, 3, CPU))  # a; c d
+    rows = TreeAndBranch(trees, window_layout(2, 3, CPU))  # a; c d
     assert (rows.size, rows.max_depth) == (5, 2)
     assert rows.depths.tolist() == [[0, 1, 2, 1, 1, 2], [0, 1, 1, 1, 1, 2]]
     expected = [
@@ -181,21 +181,21 @@ def test_side_rows_and_nodes_see_the_root_but_not_each_other() -> None:
 
 def test_the_pool_keeps_the_most_recent_ngrams_of_a_first_token() -> None:
     text = LookaheadText([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7], window=2, ngram=3, guesses=2)
-    tree = text.guess(1, 2, 9)
+    tree = text.draft_tree(1, 2, 9)
     assert (tree.tokens, tree.parents) == ([1, 6, 7, 2, 3], [-1, 0, 1, 0, 3])  # 4 5 was the oldest: 2 3 came twice
-    assert text.guess(9, 2, 9).size == 0
+    assert text.draft_tree(9, 2, 9).size == 0
 
 
-def test_side_rows_are_neither_accepted_nor_kept() -> None:
+def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     """A step's proposal, and the cache after it, with as many positions as tokens were accepted."""
     backbone = random_backbone("llama")
     draft = LookaheadDraft(window=3, ngram=3, guesses=2)
     tokens = torch.tensor([PROMPTS[0], PROMPTS[0]])
     state = draft.start(backbone.run(tokens), tokens, [11, 9], backbone.new_cache(30))
     proposal = draft.propose(state, torch.tensor([30, 2]), Tree.empty())
-    assert proposal.side is not None
+    assert proposal.branch is not None
     assert proposal.tree.size == 2  # after 30: 5 9
-    assert proposal.side.tokens.shape == (2, 5)
+    assert proposal.branch.tokens.shape == (2, 5)
     all_tokens, rows = proposal.rows()
     assert all_tokens.shape == (2, 8)
     assert rows.size == 7

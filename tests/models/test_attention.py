@@ -142,14 +142,6 @@ def test_other_prompts_use_the_function_of_transformers(case: str, monkeypatch: 
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("q", [1, 5])
-def test_values_may_have_another_size(q: int) -> None:
-    query, key, value = random_states(2, 6, 2, q, 11)
-    result = folded_head_attention(query.bfloat16(), key.bfloat16(), value[..., :3].bfloat16(), None, 0.3)
-    expected = reference(query, key, value[..., :3], None, 0.3)
-    torch.testing.assert_close(result.double(), expected, rtol=3e-2, atol=3e-2)
-
-
 def test_a_soft_cap_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))

@@ -91,14 +91,6 @@ def test_nothing_is_prepacked_without_memory_or_kernels(monkeypatch: pytest.Monk
 
 
 @needs_onednn
-def test_nothing_is_prepacked_if_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
-    model = nn.Sequential(nn.Linear(8, 8))
-    assert not prepack_linears(model)
-    assert not is_prepacked(model)
-
-
-@needs_onednn
 @pytest.mark.parametrize(
     ("layers", "bias", "shared"), [(1, False, False), (2, True, False), (1, False, True), (0, True, False)]
 )

@@ -167,18 +167,6 @@ def test_memory_grows_for_appended_rows(capacity: int) -> None:
     assert committed(cache, [[33], [14], [42]]) == [[31, 32], [11, 12, 13], [41] * 6]
 
 
-def test_rows_are_allocated_in_advance() -> None:
-    cache = BatchCache(LAYERS, 8, rows=3)
-    for layer in range(LAYERS):
-        cache.update(keys_of([[1, 2]]) + 1000 * layer, -keys_of([[1, 2]]), layer)
-    cache.commit_rows([2])
-    assert cache._memory is not None
-    start = cache._memory.data_ptr()
-    cache.append_rows(prompts([[11], [21, 22, 23]]), 8)
-    assert cache._memory.data_ptr() == start
-    assert committed(cache, [[3], [12], [24]]) == [[1, 2], [11], [21, 22, 23]]
-
-
 def test_rows_are_appended_between_passes_only() -> None:
     cache = prompts([[1, 2]])
     write_rows(cache, [[3]])

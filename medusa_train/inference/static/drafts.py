@@ -183,7 +183,7 @@ class _Amphista(FixedShapeDraft):
             return self._layers[i].append(x, accepted.starts, nodes.key_length)
 
         stages = self._draft.stages(accepted.along_path(accepted.feats.hidden), following, append)
-        return self._draft.guess([accepted.last(stage) for stage in stages], self._stacked, roots, self.tree)
+        return self._draft.propose_from([accepted.last(stage) for stage in stages], self._stacked, roots, self.tree)
 
 
 class _Kangaroo(FixedShapeDraft):

@@ -155,9 +155,9 @@ class AmphistaDraft(LMHeadsDraft):
 
     def propose(self, state: AmphistaState, roots: Tensor, tree: Tree) -> Proposal:
         """Place the top guesses of every head in the tree by rank."""
-        return self.guess(self._read(state, roots), state.stacked, roots, tree)
+        return self.propose_from(self._read(state, roots), state.stacked, roots, tree)
 
-    def guess(self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree) -> Proposal:
+    def propose_from(self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree) -> Proposal:
         """Propose from h1 and h2 [B, d] of the last positions, see `propose`."""
         logits = self._head_logits(stages, stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]

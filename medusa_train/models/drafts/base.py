@@ -15,7 +15,7 @@ from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
-from medusa_train.trees.row_trees import PassRows, RowTrees, SideRows
+from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TreeAndBranch
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -35,31 +35,31 @@ class Proposal:
             masks are cached by it.
         early: [B, n + 1, d], the nodes' states after `needs.early` layers of the backbone, if the draft ran these
             itself and left keys and values pending in the backbone's cache: verification runs only the others.
-        side: further rows of the pass, which are not verified; the draft gets their logits (`Proposer.observe`). Not
+        branch: further rows of the pass, which are not verified; the draft gets their logits (`Proposer.observe`). Not
             together with `early`.
     """
 
     tokens: Tensor
     tree: Tree | RowTrees
     early: Tensor | None = None
-    side: SideRows | None = None
+    branch: LookaheadBranch | None = None
 
-    def rows(self) -> tuple[Tensor, Tree | RowTrees | PassRows]:
-        """Return the tokens of the pass, the side rows' last, and the tree that all of them form."""
-        if self.side is None:
+    def rows(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
+        """Return the tokens of the pass, the branch tokens' last, and the tree that all of them form."""
+        if self.branch is None:
             return self.tokens, self.tree
-        return torch.cat([self.tokens, self.side.tokens], dim=1), PassRows(self.tree, self.side.layout)
+        return torch.cat([self.tokens, self.branch.tokens], dim=1), TreeAndBranch(self.tree, self.branch.layout)
 
     def outputs(self, states: Tensor) -> Tensor:
         """Return the states [B, .., d] of all rows of the pass at those whose logits are read: nodes, then outputs."""
-        if self.side is None:
+        if self.branch is None:
             return states
-        nodes, read = self.tokens.shape[1], self.side.layout.outputs
+        nodes, read = self.tokens.shape[1], self.branch.layout.outputs
         return torch.cat([states[:, :nodes], states[:, states.shape[1] - read :]], dim=1)
 
 
 class Limits(NamedTuple):
-    """The most nodes below the root, and the most levels, of a proposal, its side rows included."""
+    """The most nodes below the root, and the most levels, of a proposal, its branch tokens included."""
 
     size: int
     depth: int
@@ -120,10 +120,10 @@ class Proposer:
         return nullcontext()
 
     def observe(self, state: Any, proposal: Proposal, logits: Tensor) -> Any:
-        """Return the state after a pass with side rows, before `advance`; drafts without them need not define it.
+        """Return the state after a pass with branch tokens, before `advance`; drafts without them need not define it.
 
         Args:
-            proposal: the verified proposal. logits: at the outputs of its side rows, [B, outputs, V].
+            proposal: the verified proposal. logits: at the outputs of its branch tokens, [B, outputs, V].
         """
         return state
 

@@ -159,22 +159,22 @@ class MergedDraft(Proposer):
             return self.lookup.propose(state.lookup, roots, tree)
         proposal = self.heads.propose(state.heads, roots, tree)
         rows = proposal.tokens.tolist()
-        guesses = self.lookup.guess(state.lookup, [row[0] for row in rows])
+        guesses = self.lookup.draft_trees(state.lookup, [row[0] for row in rows])
         parents = [proposal.tree.row(i).parent_list for i in range(len(rows))]
         trees = [TokenTree(row[: len(one)], list(one)) for row, one in zip(rows, parents, strict=True)]
         for one, added in zip(trees, guesses, strict=True):
             one.merge(added)
-        side = self.lookup.side_rows(state.lookup)
+        branch = self.lookup.lookahead_branch(state.lookup)
         if all(one.size == proposal.tree.size for one in trees):
-            return proposal if side is None else replace(proposal, side=side)
-        return propose_trees(trees, roots.device, side)
+            return proposal if branch is None else replace(proposal, branch=branch)
+        return propose_trees(trees, roots.device, branch)
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context the heads fill the whole tree."""
         return self.heads.no_early_exit()
 
     def observe(self, state: MergedState, proposal: Proposal, logits: Tensor) -> MergedState:
-        """Pass the logits of the side rows on to the draft without training, which requested them."""
+        """Pass the logits of the branch tokens on to the draft without training, which requested them."""
         return state._replace(lookup=self.lookup.observe(state.lookup, proposal, logits))
 
     def advance(

@@ -70,6 +70,7 @@ class Eagle3Draft(LMHeadsDraft):
     """
 
     can_append_rows = True
+    setting_names = ("num_heads", "train_steps")
 
     def __init__(
         self,
@@ -120,19 +121,12 @@ class Eagle3Draft(LMHeadsDraft):
             super()._apply(fn, recurse)
         return self
 
-    @classmethod
-    def from_backbone(cls, backbone: Backbone, *, dtype: torch.dtype | None = None, **settings: Any) -> Eagle3Draft:
-        """Create an untrained draft for `backbone`, on its device."""
-        return cls(backbone, dtype=dtype, **settings)
-
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate this draft, except `token_map`."""
+        """The settings, with `layer` only where it differs from the backbone's."""
         return {
-            "num_heads": self.num_heads,
-            "train_steps": self.train_steps,
+            **super().settings,
             "layers": list(self.layers),
-            "vocab_size": self.draft_vocab_size,
             "norm_before_residual": self.midlayer.norm_before_residual,
             **({"layer": self._layer} if self._layer else {}),
         }
@@ -238,10 +232,6 @@ class Eagle3Draft(LMHeadsDraft):
         if not state.read:
             self._read(state, proposal.tokens[:, 0])
         return state.next(self.inputs(feats), proposal.tokens, paths)
-
-    def select_rows(self, state: UnreadRows, rows: Sequence[int]) -> UnreadRows:
-        """Return the states of `rows`."""
-        return state.select_rows(rows)
 
     def append_rows(self, state: UnreadRows, other: UnreadRows, cache: TreeCache) -> UnreadRows:
         """Return the states of both, in the cache of `state`. Rows that join have one unread position."""

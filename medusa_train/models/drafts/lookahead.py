@@ -14,19 +14,19 @@ from medusa_train.models.drafts.base import Limits, Proposal
 from medusa_train.models.drafts.lookup import LookupDraft, LookupState, tree_of_continuations
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.row_trees import SideLayout, SideRows, TokenTree
+from medusa_train.trees.row_trees import BranchLayout, LookaheadBranch, TokenTree
 from medusa_train.trees.tree import Tree
 
 
 class LookaheadDraft(LookupDraft):
     """Proposes n-grams that the backbone generates ahead of the text, in the same passes that verify them.
 
-    The lookahead branch is a window of W columns and N - 1 levels of guessed tokens, the side rows of every pass. The
-    token of level l in column i is l + i positions after the root; level 0 begins with the root itself. It attends to
-    level 0 up to its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A pass
-    predicts the token after each column. Together they are an n-gram for the pool, and the window moves on by one
-    position (Jacobi iteration): the lowest level is removed, and the predicted tokens are the new highest one. The
-    verification branch is the tree of the pool's n-grams that begin with the root.
+    The lookahead branch of every pass is a window of W columns and N - 1 levels of guessed tokens. The token of level
+    l in column i is l + i positions after the root; level 0 begins with the root itself. It attends to level 0 up to
+    its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A pass predicts the
+    token after each column. Together they are an n-gram for the pool, and the window moves on by one position (Jacobi
+    iteration): the lowest level is removed, and the predicted tokens are the new highest one. The verification branch
+    is the tree of the pool's n-grams that begin with the root.
 
     The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same ones in every run.
     As in the authors' code, its tokens are always the most probable ones, also when the text is sampled, and it moves
@@ -60,10 +60,10 @@ class LookaheadDraft(LookupDraft):
             self._layout = window_layout(self.window, self.ngram, tokens.device)
         return super().start(feats, tokens, lengths, cache)
 
-    def side_rows(self, state: LookupState) -> SideRows:
+    def lookahead_branch(self, state: LookupState) -> LookaheadBranch:
         """Return the windows, level by level."""
         windows = [[token for level in text.levels for token in level] for text in _texts(state)]
-        return SideRows(torch.tensor(windows, device=self._layout.depths.device), self._layout)
+        return LookaheadBranch(torch.tensor(windows, device=self._layout.depths.device), self._layout)
 
     def observe(self, state: LookupState, proposal: Proposal, logits: Tensor) -> LookupState:
         """Move the windows on by the predicted tokens, and add the n-grams of their columns to the pools.
@@ -108,7 +108,7 @@ class LookaheadText:
             if len(self._recent) == self._recent.maxlen:
                 self._add(tuple(self._recent))
 
-    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+    def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return the tree of the pool's n-grams after `root`, the most recent ones first; `length` is theirs."""
         return tree_of_continuations(root, reversed(self.pool.get(root, {}))).most_frequent(nodes)
 
@@ -135,11 +135,11 @@ class LookaheadText:
             del entries[next(iter(entries))]
 
 
-def window_layout(window: int, ngram: int, device: torch.device) -> SideLayout:
+def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout:
     """Return positions and mask of a window of W columns and N - 1 levels, level by level.
 
     W = 3, N = 4:           depth  0  1  2  3  4
-        level 0                    r--a--b               r is the root, not a side row
+        level 0                    r--a--b               r is the root, not a branch token
         level 1                     \\  \\  \\
                                     c  d  e              as a tree: b's parent is a, e's is b, h's is e
         level 2                      \\  \\  \\
@@ -150,7 +150,7 @@ def window_layout(window: int, ngram: int, device: torch.device) -> SideLayout:
     for _ in range(ngram - 2):
         parents += range(first, first + window)
         first = len(parents) - window
-    return SideLayout(parents, window, device)
+    return BranchLayout(parents, window, device)
 
 
 def _texts(state: LookupState) -> list[LookaheadText]:

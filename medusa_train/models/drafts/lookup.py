@@ -14,7 +14,7 @@ from medusa_train.data.datastore import Datastore
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.row_trees import RowTrees, SideRows, TokenTree
+from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
 MAX_CANDIDATES = 32  # continuations that are compared per step; more change little and cost time
@@ -26,7 +26,7 @@ class Text(Protocol):
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
 
-    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+    def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return a tree of at most `nodes` guesses below `root`, which follows the text, up to `length` deep.
 
         Call it at most once between two calls of `extend`: a text may learn from its last guess.
@@ -79,21 +79,23 @@ class LookupDraft(Proposer):
         rows = zip(tokens.tolist(), lengths, strict=True)
         return LookupState([self.text(row[:length]) for row, length in rows])
 
-    def guess(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
+    def draft_trees(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
         """Return a tree of guesses below each row's root, possibly without any."""
-        return [text.guess(root, self.num_heads, self.nodes) for text, root in zip(state.texts, roots, strict=True)]
+        return [
+            text.draft_tree(root, self.num_heads, self.nodes) for text, root in zip(state.texts, roots, strict=True)
+        ]
 
-    def side_rows(self, state: LookupState) -> SideRows | None:
+    def lookahead_branch(self, state: LookupState) -> LookaheadBranch | None:
         """Return the tokens that the draft runs through the backbone beside its tree; None if there are none."""
         return None
 
     def propose(self, state: LookupState, roots: Tensor, tree: Tree) -> Proposal:
         """Propose the continuations of each row's text."""
-        trees = self.guess(state, roots.tolist())
-        side = self.side_rows(state)
+        trees = self.draft_trees(state, roots.tolist())
+        branch = self.lookahead_branch(state)
         if not any(one.size for one in trees):
-            return Proposal(roots[:, None], self._root_only, side=side)
-        return propose_trees(trees, roots.device, side)
+            return Proposal(roots[:, None], self._root_only, branch=branch)
+        return propose_trees(trees, roots.device, branch)
 
     def advance(
         self, state: LookupState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
@@ -165,7 +167,7 @@ class PromptText:
             for n in range(1, min(self._max_ngram, end) + 1):
                 self._ends.setdefault(tuple(self._tokens[end - n :]), []).append(end)
 
-    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+    def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return the most probable copies of what followed the longest n-gram that ends with `root`."""
         if self._last is not None:
             known = [*self._tokens[self._last.position + 1 :], root]
@@ -275,7 +277,7 @@ class _DatastoreText:
         """Append tokens."""
         self._recent.extend(tokens)
 
-    def guess(self, root: int, length: int, nodes: int) -> TokenTree:
+    def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return the most frequent copies of what follows the longest n-gram of the datastore that ends with `root`."""
         continuations = self._datastore.continuations([*self._recent, root], length, MAX_CANDIDATES)
         return tree_of_continuations(root, continuations).most_frequent(nodes)
@@ -289,8 +291,8 @@ def tree_of_continuations(root: int, continuations: Iterable[Sequence[int]]) -> 
     return tree
 
 
-def propose_trees(trees: Sequence[TokenTree], device: torch.device, side: SideRows | None = None) -> Proposal:
+def propose_trees(trees: Sequence[TokenTree], device: torch.device, branch: LookaheadBranch | None = None) -> Proposal:
     """Return the proposal of one tree per row; rows with fewer nodes are padded."""
     row_trees = RowTrees([tree.parents for tree in trees], device)
     tokens = [tree.tokens + [0] * (row_trees.size - tree.size) for tree in trees]
-    return Proposal(torch.tensor(tokens, device=device), row_trees, side=side)
+    return Proposal(torch.tensor(tokens, device=device), row_trees, branch=branch)

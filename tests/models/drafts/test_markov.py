@@ -126,16 +126,3 @@ def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     read = [state[0, :, D:] for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
         assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_parameters_are_counted(reduced: bool) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    token_map = KEPT if reduced else None
-    draft = MedusaDraft.from_backbone(
-        backbone, 3, vocab_size=16 if reduced else None, token_map=token_map, markov_rank=5
-    )
-    numel = sum(parameter.numel() for parameter in draft.parameters())
-    assert numel == MedusaDraft.count_parameters(backbone.model, **draft.settings)
-    without = MedusaDraft.count_parameters(backbone.model, **{**draft.settings, "markov_rank": 0})
-    assert numel - without == 5 * (61 + (16 if reduced else 61))
