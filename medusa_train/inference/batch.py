@@ -35,12 +35,7 @@ PREFILL_PADDING = 128  # positions of padding in such a pass; more take longer t
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A prompt to be continued in a batch.
-
-    Attributes:
-        request_id: returned with the answer. prompt: token ids.
-        generator: for `Sampling`; the only source of the row's random numbers.
-    """
+    """A prompt to be continued in a batch, and for `Sampling` the only source of its row's random numbers."""
 
     request_id: int
     prompt: list[int]
@@ -80,21 +75,10 @@ class BatchDecoder:
         rule: Rule = None,
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Generation]:
-        """Generate an answer to every prompt; each ends as described in `Decoder.stream`.
+        """Return an answer to every prompt, in their order; arguments and errors as in `Decoder.stream`.
 
-        All rows are in memory at the same time: their number times the longest prompt and answer.
-
-        Args:
-            prompts: token ids, of any lengths. max_new_tokens: limit of each answer.
-            eos_ids: tokens that end an answer; by default the backbone's, empty for none.
-            rule: acceptance rule, greedy by default; see `accept`.
-            generators: one per prompt, for `Sampling`.
-
-        Returns:
-            The answers in the order of `prompts`. `seconds` of each is the time until it was complete.
-
-        Raises:
-            MedusaError: a prompt is empty or longer than the model's context.
+        All rows are in memory at the same time: their number times the longest prompt and answer. `seconds` of each
+        answer is the time until it was complete. There is one generator per prompt.
         """
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")

@@ -303,7 +303,10 @@ class Backbone:
         self.varlen = True
         separate = False
         try:
-            separate = self._separates_documents()
+            tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
+            separate = separates_documents(
+                lambda rows, positions, segments: self.run(rows, positions=positions, segments=segments).hidden, tokens
+            )
         finally:
             if not separate:
                 self.model.set_attn_implementation(self.attention)
@@ -312,12 +315,6 @@ class Backbone:
             raise BackboneError(
                 f"{type(self.model).__name__} with {implementation} lets packed documents attend to each other"
             )
-
-    def _separates_documents(self) -> bool:
-        def run(tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-            return self.run(tokens, positions=positions, segments=segments).hidden
-
-        return separates_documents(run, torch.arange(10, device=self.device).view(2, 5) % self.vocab_size)
 
     @contextmanager
     def masked_attention(self, *, enabled: bool) -> Iterator[None]:
@@ -336,12 +333,9 @@ class Backbone:
     # Faster decoding
 
     def prepack_weights(self) -> bool:
-        """Use weight layouts that are faster for few tokens on a CPU, if measured to be so.
+        """Prepack weights for few tokens on a CPU if that is faster there; return whether it was done.
 
-        Sums are rounded in another order then. Other devices are left unchanged.
-
-        Returns:
-            Whether weights were prepacked.
+        Sums are rounded in another order then.
         """
         return prepack_linears(self.model)
 

@@ -1,9 +1,7 @@
 """Run the first decoder layers of a transformers model separately from the remaining ones.
 
-A self-speculative draft exits early (Kangaroo, "Early Exiting as Self-Drafting Model"): it predicts from the states
-after the first layers, one level of the tree after the other, and verification continues from the same states. The
-inputs of a pass are prepared once for all nodes of the tree (`LayerSplit.inputs`), the first layers run on one level
-after the other (`LayerSplit.run_first`), and the remaining layers on all nodes at once (`LayerSplit.run_rest`).
+A draft that exits early (Kangaroo) runs the first ones on one level of the tree after the other; verification continues
+from the same states, with the remaining layers on all nodes at once.
 """
 
 from __future__ import annotations

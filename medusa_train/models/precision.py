@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import platform
 import re
@@ -24,12 +25,16 @@ def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or of the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    return _cpu_info("model name") or platform.machine()
+
+
+def _cpu_info(key: str) -> str:
+    """Return the first value of a key of /proc/cpuinfo; where there is none, what Python says of the processor."""
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -42,25 +47,15 @@ def has_fast_bf16(device: torch.device) -> bool:
     if device.type == "cpu":
         # torch has no public API for this on CPUs
         amx, avx512_bf16 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
-        return bool(amx or (avx512_bf16 and _is_amd_cpu()))
+        return bool(amx or (avx512_bf16 and "AuthenticAMD" in _cpu_info("vendor_id")))
     return False
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Return whether the device has no instructions for bfloat16: products of several rows then take many times longer.
-
-    On a CPU with AVX2 alone, a product of 17 rows takes six times as long as in float32.
-    """
+    """Return whether the device has no instructions for bfloat16: products of 17 rows then take six times as long."""
     if device.type == "cpu":
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()  # torch has no public API for this
     return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _is_amd_cpu() -> bool:
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return "AuthenticAMD" in platform.processor()
 
 
 def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:

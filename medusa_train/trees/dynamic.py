@@ -163,12 +163,9 @@ class DynamicTrees:
 
 
 class _Plan(NamedTuple):
-    """The cost of trees by number of nodes, in tokens.
+    """The cost of trees of 0, 1, ... nodes in tokens, and the lowest mean cost of a further node over all larger trees.
 
-    Attributes:
-        costs: of 0, 1, ... nodes.
-        least: by number of nodes, the lowest mean cost of a further node over all larger trees. Nodes come by
-            decreasing probability, so no larger tree is better once the next node's probability is not above this.
+    Nodes come by decreasing probability: no larger tree is better once the next one's is not above that mean.
     """
 
     costs: list[float]

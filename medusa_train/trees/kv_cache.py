@@ -288,10 +288,7 @@ class BatchCache(TreeCache):
         self._ends = self.lengths, ends[:, 0] + (counts[0] if len(set(counts)) == 1 else paths.counts)
 
     def _move(self, paths: RowPaths, ends: Tensor) -> None:
-        """Copy the pending columns `paths` of each row behind its end, long [B, 1].
-
-        What pads shorter paths lands after the end of the row, in its padding.
-        """
+        """Copy the pending columns `paths` of each row behind its end, long [B, 1]; the rest lands in its padding."""
         assert self._storage is not None
         count = max(map(len, paths))
         rows = torch.arange(len(paths), device=ends.device)[:, None]
@@ -325,11 +322,7 @@ class BatchCache(TreeCache):
         self.length = max(self.lengths, default=0)
 
     def append_rows(self, other: BatchCache, capacity: int) -> None:
-        """Append copies of the committed positions of `other`'s rows.
-
-        Args:
-            other: a cache of the same backbone; it is not changed.
-            capacity: positions that each row needs afterwards.
+        """Append copies of the committed positions of `other`'s rows, and make room for `capacity` positions.
 
         Raises:
             ValueError: positions are pending in this cache, or nothing was ever written to one of the two.

@@ -44,7 +44,7 @@ def test_bfloat16_on_a_cpu_takes_amx_or_avx512_by_amd(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr(precision, "_is_amd_cpu", lambda: amd)
+    monkeypatch.setattr(precision, "_cpu_info", lambda key: "AuthenticAMD" if amd else "GenuineIntel")
     assert precision.has_fast_bf16(torch.device("cpu")) is fast
 
 

@@ -114,7 +114,7 @@ class MergedState(NamedTuple):
 
 
 class MergedDraft(Proposer):
-    """Adds the looked-up continuations to the tree of the heads' guesses; equal children are verified once.
+    """Adds looked-up continuations to the tree of the heads' draft tokens; equal children are verified once.
 
     The nodes of the heads come first and keep their order, so the heads advance as without the others. Merging reads
     the heads' guesses on the host, one more synchronization per step. If nothing is added, the heads' tree is verified.
