@@ -131,12 +131,13 @@ def test_value_and_gradients_of_the_loss(kind: str, keys: dict[str, Any]) -> Non
     objective = Objective(draft, 0.8, soft_heads=keys["share"], lk_eta=keys.get("eta"), dpace=keys.get("dpace", False))
     counts = objective.target_counts(batch)
     wanted = plain_objective(draft, feats, batch, teacher=teacher, decay=0.8, **keys)
-    ours = objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher)
+    ours = objective.loss(feats, batch, counts, teacher=feats.hidden, teacher_lm_head=teacher)
     torch.testing.assert_close(ours.loss, wanted, rtol=1e-9, atol=0)
     assert bool((ours.head_in_vocab < ours.head_counts).all())
     theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     at_once = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=feats, teacher_lm_head=teacher, grad_scale=1.0), parameters
+        lambda: objective.loss(feats, batch, counts, teacher=feats.hidden, teacher_lm_head=teacher, grad_scale=1.0),
+        parameters,
     )
     for mine, other in zip(at_once, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)  # norms of stock layers are float32
