@@ -16,7 +16,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features, FeatureSpec, TokenRows
+from medusa_train.models.features import Features, TokenRows
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
@@ -125,37 +125,6 @@ def test_a_right_draft_is_accepted_to_the_full_depth() -> None:
     assert out.tokens == plain.tokens[:31]
     assert out.accepted == [4] * 6
     assert out.acceleration_rate == 5.0
-
-
-class ShorteningDraft(OracleDraft):
-    """Cuts every second tree to its top guesses, and checks the states that it receives."""
-
-    needs = FeatureSpec(early=(2,))
-    chains = tuple(Tree.chain(length) for length in range(4))
-
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> int:
-        assert tokens.tolist() == [self.text[: self.start_at]]
-        assert cache.length == self.start_at == lengths[0]
-        return self.start_at
-
-    def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
-        return super().propose(state, roots, tree if state % 2 else self.chains[state % 3 + 1])
-
-    def advance(self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> int:
-        assert feats.early is not None
-        assert feats.early.shape == feats.hidden.shape == (*proposal.tokens.shape, 32)
-        return super().advance(state, feats, proposal, paths)
-
-
-def test_a_proposal_may_be_smaller_than_the_tree() -> None:
-    backbone = random_backbone("llama")
-    prompt = [3, 14, 15, 9, 2]
-    plain = Decoder(backbone).generate(prompt, 40)
-    draft = ShorteningDraft(prompt, plain.tokens, backbone.vocab_size, wrong_every=7)
-    for decoder in (Decoder(backbone, draft, TREES["sparse"]), Decoder(backbone, draft, TREES["cartesian"])):
-        out = decoder.generate(prompt, 40)
-        assert out.tokens == plain.tokens
-        assert len(set(out.accepted)) > 2
 
 
 def test_nothing_leaks_past_an_eos_inside_an_accepted_path() -> None:

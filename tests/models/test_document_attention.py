@@ -17,7 +17,6 @@ from medusa_train.models.document_attention import (
     document_bounds,
     flash_obstacle,
     register_document_attention,
-    uses_varlen_kernel,
 )
 from medusa_train.models.drafts.layers import DraftLayer
 from tests.allocations import LargestTensor
@@ -247,27 +246,6 @@ def test_an_error_of_the_attention_leaves_the_model_unchanged() -> None:
         backbone.use_varlen("varlen_that_fails")
     assert not backbone.varlen
     assert backbone.config._attn_implementation == backbone.attention
-
-
-@pytest.mark.parametrize(
-    ("changed", "usable"),
-    [
-        ({}, True),
-        ({"device": torch.device("cpu")}, False),
-        ({"dtype": torch.float32}, False),
-        ({"head_dim": 288}, False),
-        ({"dropout": 0.1}, False),
-        ({"capability": (7, 5)}, False),
-        ({"kernel": None}, False),
-    ],
-)
-def test_the_choice_of_torch_s_varlen_kernel(changed: dict, usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 128, "dropout": 0.0} | changed
-    kernel = facts.pop("kernel", print)
-    monkeypatch.setattr(document_attention, "_varlen_attn", lambda: kernel)
-    capability = facts.pop("capability", (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert uses_varlen_kernel(**facts) == usable
 
 
 @pytest.mark.parametrize("window", [None, 4])
