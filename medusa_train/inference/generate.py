@@ -71,7 +71,7 @@ class Decoder:
 
     Args:
         backbone: verifies the tokens. draft: proposes them.
-        tree: the guesses to verify; by default the empty tree. Drafts that copy text choose trees themselves.
+        tree: the draft tokens to verify; by default the empty tree. Drafts that copy text choose trees themselves.
         cache: memory for keys and values; by default the decoder allocates its own and reuses it between answers.
 
     Raises:
@@ -227,7 +227,7 @@ class DecodingSession:
         feats = self._backbone.run(tokens, cache=self.cache, need=self._needs)
         self.cache.commit_rows(lengths)
         self._prompts = feats, tokens, lengths
-        # accepting a tree without guesses gives the token after its root, here the prompt's last token
+        # accepting a tree without draft tokens gives the token after its root, here the prompt's last token
         last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
         logits = self._backbone.logits(at_positions(feats.hidden, [length - 1 for length in lengths]))
         accepted = accept(self._rule, last, logits[:, None], Tree.empty(), generators)

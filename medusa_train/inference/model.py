@@ -23,7 +23,7 @@ Prompt = str | Sequence[Message | Mapping[str, str]]
 
 
 class Piece(NamedTuple):
-    """Some text of an answer, and whether the token that completed it was an accepted guess of the draft."""
+    """Some text of an answer, and whether the token that completed it was an accepted draft token."""
 
     text: str
     drafted: bool

@@ -34,9 +34,9 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicTrees:
-    """Chooses the tree of each step (like EAGLE-2, Reranking Phase, but for heads that guess independently).
+    """Chooses the tree of each step (like EAGLE-2, Reranking Phase, but for heads that draft independently).
 
-    A node is accepted if every guess on its path is right. Its probability is the product of their calibrated
+    A node is accepted if every draft token on its path is right. Its probability is the product of their calibrated
     probabilities, and the expected number of accepted nodes is the sum over the tree. So the best tree of n nodes has
     the n most probable ones; parents are at least as probable as their children. n maximises
 
@@ -69,7 +69,7 @@ class DynamicTrees:
         return self.sizes[-1].nodes if self.temperatures else 0
 
     def calibrated(self, log_probs: NDArray[Any]) -> Floats:
-        """Return the calibrated probabilities of the heads' best guesses, [..., heads, R], see `calibrate`."""
+        """Return the calibrated probabilities of the heads' best draft tokens, [..., heads, R], see `calibrate`."""
         return calibrate(log_probs, self.temperatures)
 
     def choose(self, probabilities: Sequence[Sequence[Sequence[float]]]) -> list[list[Ranks]]:
@@ -184,7 +184,7 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
     A product never exceeds its parent's, so the first n paths are a tree, and no tree of n nodes has a larger sum.
 
     Args:
-        probabilities: of every head's guesses by rank, each at most 1, in any order.
+        probabilities: of every head's draft tokens by rank, each at most 1, in any order.
     """
     levels = [sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0]) for row in probabilities]
     queue: list[tuple[float, Ranks, int, float]] = []  # minus the product, path, position in level, parent's product
@@ -212,7 +212,7 @@ def calibrate(log_probs: NDArray[Any], temperatures: Sequence[float]) -> Floats:
     pass over the vocabulary.
 
     Args:
-        log_probs: [..., K, R], of the guesses in the head's softmax; -inf where there is none.
+        log_probs: [..., K, R], of the draft tokens in the head's softmax; -inf where there is none.
         temperatures: of the first heads; later ones are left out. Above 1 confidence falls.
 
     Returns:

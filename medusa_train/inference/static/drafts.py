@@ -93,7 +93,7 @@ class FixedShapeDraft:
         """
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
-        """Read the accepted nodes and guess the tokens below `roots`, long [B]."""
+        """Read the accepted nodes and draft the tokens below `roots`, long [B]."""
         raise NotImplementedError
 
     def _add_cache(self) -> StaticCache:

@@ -154,7 +154,7 @@ class AmphistaDraft(LMHeadsDraft):
         return None if mlp is None or lm_head is None else Stacked(mlp, lm_head)
 
     def propose(self, state: AmphistaState, roots: Tensor, tree: Tree) -> Proposal:
-        """Place the top guesses of every head in the tree by rank."""
+        """Place the top draft tokens of every head in the tree by rank."""
         return self.propose_from(self._read(state, roots), state.stacked, roots, tree)
 
     def propose_from(self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree) -> Proposal:

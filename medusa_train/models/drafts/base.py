@@ -76,7 +76,7 @@ class Proposer:
         num_heads: K, the depth of the deepest tree that it can fill.
         can_append_rows: whether rows may join a running batch, by `append_rows`. By default they may not: a batch is
             then completed before the next one starts.
-        runs_backbone: whether `propose` runs layers of the backbone over its guesses, see `Proposal.early`.
+        runs_backbone: whether `propose` runs layers of the backbone over its draft tokens, see `Proposal.early`.
     """
 
     needs: FeatureSpec = PLAIN
@@ -86,7 +86,7 @@ class Proposer:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Size of a reduced vocabulary; None if every token of the backbone can be guessed."""
+        """Size of a reduced vocabulary; None if every token of the backbone can be drafted."""
         return None
 
     def limits(self, tree: Tree) -> Limits:
@@ -156,7 +156,7 @@ class Proposer:
 
 
 class Draft(Proposer, nn.Module):
-    """K trained heads that guess the tokens after the backbone's next token.
+    """K trained heads that draft the tokens after the backbone's next token.
 
     Head k (k = 1..K) at position t predicts the token t + k + 1; the backbone itself predicts t + 1.
 
@@ -165,7 +165,7 @@ class Draft(Proposer, nn.Module):
         num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the activations of one
             before it computes the next one.
-        guesses_at_once: whether the guesses of all heads are known before any node of the tree is chosen, so that
+        guesses_at_once: whether the draft tokens of all heads are known before any node of the tree is chosen, so that
             `all_head_logits` gives them.
         setting_names: attributes that are `settings`.
     """

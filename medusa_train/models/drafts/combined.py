@@ -19,22 +19,22 @@ from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.row_trees import RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
-MAX_RANK = 10  # lower-ranked guesses are never worth a node (published trees end at rank 9)
+MAX_RANK = 10  # lower-ranked draft tokens are never worth a node (published trees end at rank 9)
 
 
 class DynamicDraft(Proposer):
-    """Proposes the best guesses of trained heads in the tree that `DynamicTrees` chooses for each row and step.
+    """Proposes the best draft tokens of trained heads in the tree that `DynamicTrees` chooses for each row and step.
 
     The `tree` argument of `propose` is ignored. A tree depends on the text and the heads alone, never on what is drawn
     in the same step. The heads' probabilities are read on the host, one more synchronization per step. If no guess is
     worth its time, the step verifies the root alone.
 
     Args:
-        draft: the heads, which must all guess at once.
+        draft: the heads, which must all draft at once.
         trees: fitted to these heads.
 
     Raises:
-        MedusaError: the heads read the guesses before them, or are fewer than the trees use.
+        MedusaError: the heads read the draft tokens before them, or are fewer than the trees use.
     """
 
     def __init__(self, draft: Draft, trees: DynamicTrees) -> None:
@@ -154,7 +154,7 @@ class MergedDraft(Proposer):
         )
 
     def propose(self, state: MergedState, roots: Tensor, tree: Tree) -> Proposal:
-        """Fill `tree` with the heads' guesses and add the others."""
+        """Fill `tree` with the heads' draft tokens and add the others."""
         if not self.heads.limits(tree).size:
             return self.lookup.propose(state.lookup, roots, tree)
         proposal = self.heads.propose(state.heads, roots, tree)

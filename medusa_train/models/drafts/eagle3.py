@@ -47,7 +47,7 @@ class Eagle3Draft(LMHeadsDraft):
     """A decoder layer that drafts one token after the other (EAGLE-3, arXiv 2503.01840).
 
         a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)        g: the backbone's states after three layers
-        a_k = Layer(E(x_{t+k}), a_{k-1})                                x_{t+1}: the root, then the path of guesses
+        a_k = Layer(E(x_{t+k}), a_{k-1})                                x_{t+1}: the root, then the path of draft tokens
         p_k = softmax(W norm(a_k))                                      predicts x_{t+k+1}
 
     The layer attends to a_1's keys of all positions up to t and to those of a_2 .. a_k of its own path. Training runs
@@ -63,7 +63,7 @@ class Eagle3Draft(LMHeadsDraft):
         num_heads: K, the depth of the deepest tree.
         train_steps: steps of the training-time test.
         layers: after how many of the backbone's layers the three states are read; by default `default_layers`.
-        vocab_size, token_map: N, for guesses among the tokens of `token_map` (long [N]); by default all tokens.
+        vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]); by default all tokens.
         norm_before_residual: the layer's residual is its normalised state, as in some published drafts.
         layer: entries of config.json in which the layer differs from the backbone's, for drafts of other trainers.
         dtype: dtype of the parameters; by default the backbone's.
@@ -212,7 +212,7 @@ class Eagle3Draft(LMHeadsDraft):
             run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes that are not roots;
                 called with these states, their depth, first, and last.
         """
-        x, nodes = states[:, None], roots[:, None]  # the state that each node's guesses come from
+        x, nodes = states[:, None], roots[:, None]  # the state that each node's draft tokens come from
         tokens = [nodes]
         for depth, level in enumerate(tree.by_level.levels[:-1]):
             if depth:

@@ -1,4 +1,4 @@
-"""Hydra heads: sequentially dependent, each reads the state and the path of guesses so far, level by level."""
+"""Hydra heads: sequentially dependent, each reads the state and the path of draft tokens so far, level by level."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from medusa_train.trees.tree import Tree
 class HydraDraft(LMHeadsDraft):
     """K sequentially dependent heads (Hydra, Hydra Heads; arXiv 2402.05109).
 
-        x_k = [h_t ; E(x_{t+1}) ; ... ; E(x_{t+k})]      x_{t+1}: the backbone's token, then the path of guesses
+        x_k = [h_t ; E(x_{t+1}) ; ... ; E(x_{t+k})]      x_{t+1}: the backbone's token, then the path of draft tokens
         v_k = Block_n(... Block_2(P_k x_k + SiLU(W_k x_k)))
         p_k = softmax(W2_k v_k)
 

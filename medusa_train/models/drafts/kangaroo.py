@@ -33,7 +33,7 @@ class KangarooDraft(Draft):
     Drafting runs the first l layers once for every token and leaves their keys and values in the backbone's cache;
     verification continues from these states (`Proposal.early`).
 
-    Drafting stops early where the current guesses carry no more than the share eta of the draft's probability
+    Drafting stops early where the current draft tokens carry no more than the share eta of the draft's probability
     (Kangaroo, Dynamic Drafting Steps with Early-Exiting): in a chain, the confidence of the last token. That token is
     still verified. The paper drafts greedy chains. In a tree the share is that of all guesses of the level, weighted by
     the probability of their paths. Rows of a batch stop together when the last of them would, so under sampling the
@@ -241,7 +241,7 @@ class KangarooState:
     """The decoding state of B rows.
 
     The adapter reads only nodes that have children, so it may lack the last node of an accepted path (in a chain: if
-    every guess was accepted). Such states are kept in `unread` and are read together with the next root.
+    every draft token was accepted). Such states are kept in `unread` and are read together with the next root.
 
     Attributes:
         cache: the backbone's; the draft fills its first layers. adapter_cache: the adapter's.

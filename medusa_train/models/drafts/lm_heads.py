@@ -22,7 +22,7 @@ class LMHeadsDraft(Draft):
     Attributes:
         lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
-            tokens are never guessed. None: all tokens.
+            tokens are never drafted. None: all tokens.
         softcap, scale: the backbone's logit transform, see `LMHead`.
     """
 

@@ -21,7 +21,7 @@ from medusa_train.trees.tree import Tree
 class LookaheadDraft(LookupDraft):
     """Proposes n-grams that the backbone generates ahead of the text, in the same passes that verify them.
 
-    The lookahead branch of every pass is a window of W columns and N - 1 levels of guessed tokens. The token of level
+    The lookahead branch of every pass is a window of W columns and N - 1 levels of draft tokens. The token of level
     l in column i is l + i positions after the root; level 0 begins with the root itself. It attends to level 0 up to
     its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A pass predicts the
     token after each column. Together they are an n-gram for the pool, and the window moves on by one position (Jacobi

@@ -27,9 +27,9 @@ class Text(Protocol):
         """Append tokens."""
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return a tree of at most `nodes` guesses below `root`, which follows the text, up to `length` deep.
+        """Return a tree of at most `nodes` draft tokens below `root`, which follows the text, up to `length` deep.
 
-        Call it at most once between two calls of `extend`: a text may learn from its last guess.
+        Call it at most once between two calls of `extend`: a text may learn from its last draft.
         """
 
 
@@ -80,7 +80,7 @@ class LookupDraft(Proposer):
         return LookupState([self.text(row[:length]) for row, length in rows])
 
     def draft_trees(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
-        """Return a tree of guesses below each row's root, possibly without any."""
+        """Return a tree of draft tokens below each row's root, possibly without any."""
         return [
             text.draft_tree(root, self.num_heads, self.nodes) for text, root in zip(state.texts, roots, strict=True)
         ]
@@ -147,7 +147,7 @@ class PromptText:
 
     Args:
         tokens: of the prompt. max_ngram: longest n-gram; a token adds up to this number of dictionary entries.
-        min_probability: of a guess.
+        min_probability: of a draft token.
     """
 
     def __init__(self, tokens: Iterable[int], max_ngram: int, min_probability: float) -> None:

@@ -39,7 +39,7 @@ class MedusaDraft(Draft):
         shared: the backbone's lm_head, for heads without a matrix each (about 11 % of the parameters at the size of a
             7B model). The heads read it, but neither train nor save it.
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
-            tokens are never guessed. With `shared` the rows are copied once.
+            tokens are never drafted. With `shared` the rows are copied once.
         markov_rank: r of a bias that depends on the token before, see `MarkovBias`; 0: none.
     """
 
