@@ -1,4 +1,4 @@
-"""The objective with LK losses and D-PACE's weights against plain loops: value, gradients, accumulation, memory."""
+"""The heads' objective (cross-entropy, LK, D-PACE) against plain loops: value, gradients, accumulation, memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_train.data.batch import Batch
+from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.losses import chunks
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -16,16 +16,14 @@ from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from tests.losses.acceptance import objective as plain
 from tests.losses.plain import accumulated, peak_bytes
-from tests.losses.test_objective import Stem
-from tests.losses.test_objective_reduced import Heads as ReducedHeads
-from tests.losses.toy import DECAY, B, D, Heads, Rows, V, one_document, part
+from tests.losses.toy import DECAY, KEPT, B, D, Heads, K, ReducedHeads, Rows, Stem, T, V, one_document, part
 
 TEACHER = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
-OPTIONS: list[dict[str, Any]] = [{"lk_eta": 3.0}, {"dpace": True}, {"lk_eta": 10.0, "dpace": True}]
+OPTIONS: list[dict[str, Any]] = [{}, {"lk_eta": 3.0}, {"dpace": True}, {"lk_eta": 10.0, "dpace": True}]
 
 
 def ids(options: dict[str, Any]) -> str:
-    return "+".join(options)
+    return "+".join(options) or "cross-entropy"
 
 
 def pair(heads: Any, options: dict[str, Any], share: float) -> tuple[Objective, dict[str, Any], dict[str, Any]]:
@@ -58,6 +56,24 @@ def test_value_and_gradients_are_the_formulas(
 ) -> None:
     """Independent heads, heads that share a layer, and heads over a reduced vocabulary."""
     assert_equal(make(), feats, batch, options, share)
+
+
+def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -> None:
+    heads = ReducedHeads()
+    objective = Objective(heads, DECAY)
+    counts = objective.target_counts(batch)
+    out = objective.loss(feats, batch, counts)
+    numbers = torch.zeros(3, K, dtype=torch.long)  # per head: valid targets, those in KEPT, hits
+    for k, states in enumerate(heads.head_states(feats, batch), start=1):
+        best = KEPT[heads.lm_head(k).logits(states).argmax(-1)]
+        for b in range(B):
+            for t in range(T - k - 1):
+                label = int(batch.labels[b, t + k + 1])
+                if label != IGNORE_INDEX and batch.segments[b, t] == batch.segments[b, t + k + 1]:
+                    numbers[:, k - 1] += torch.tensor([1, label in KEPT, label == best[b, t]])
+    assert torch.equal(torch.stack([out.head_counts, out.head_in_vocab, out.head_correct]), numbers)
+    assert torch.equal(counts, out.head_in_vocab)
+    assert bool((out.head_in_vocab > 0).all() & (out.head_in_vocab < out.head_counts).all())  # or this shows nothing
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=ids)
@@ -94,9 +110,12 @@ def test_only_the_heads_loss_differs_in_joint_training(batch: Rows, feats: Featu
 def test_nothing_supervised_gives_zero_not_nan(options: dict[str, Any], feats: Features) -> None:
     heads = ReducedHeads()
     ours, teacher, _ = pair(heads, options, 1.0)
-    for rows in (one_document(torch.full((B, 11), -100)), one_document(torch.full((B, 11), 1))):  # 1: not in KEPT
+    for label in (IGNORE_INDEX, 1):  # 1: not in KEPT
+        rows = one_document(torch.full((B, T), label))
         out = ours.loss(feats, rows, ours.target_counts(rows), teacher=feats.hidden, **teacher)
         assert out.loss.item() == 0.0
+        assert out.head_counts.tolist() == [0 if label < 0 else B * (T - k - 1) for k in range(1, K + 1)]
+        assert out.head_in_vocab.tolist() == out.head_correct.tolist() == [0, 0, 0]
         assert all(torch.count_nonzero(grad) == 0 for grad in torch.autograd.grad(out.loss, list(heads.parameters())))
 
 

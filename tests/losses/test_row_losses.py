@@ -77,9 +77,10 @@ def test_value_and_gradients_are_the_formulas(
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name)
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_any_lm_head(share: float, variant: dict[str, Any]) -> None:
-    case, row_loss = Case(variant), RowLoss(3.0)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("eta", [None, 3.0])
+def test_any_lm_head(eta: float | None, share: float, variant: dict[str, Any]) -> None:
+    case, row_loss = Case(variant), RowLoss(eta)
     assert_equal(case, lambda **scale: case.compute(share, row_loss, **scale), case.plain(share, row_loss))
 
 

@@ -14,6 +14,7 @@ from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 
 B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
+KEPT = torch.tensor([12, 3, 5, 0, 9, 16])
 
 
 class Heads(nn.Module):
@@ -33,6 +34,33 @@ class Heads(nn.Module):
 
     def lm_head(self, k: int) -> LMHead:
         return LMHead(self.outer[k - 1])
+
+
+class Stem(Heads):
+    """Heads on a trained layer that they share."""
+
+    def __init__(self) -> None:
+        super().__init__(independent=False)
+        self.stem = nn.Parameter(torch.randn(D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64))
+
+    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+        yield from super().head_states(Features(torch.tanh(feats.hidden @ self.stem)), batch)
+
+
+class ReducedHeads(Heads):
+    """Heads over KEPT, with a bias, a soft cap and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        shapes = [(len(KEPT), D)] * K, [(len(KEPT),)] * K
+        self.outer, self.bias = (
+            nn.ParameterList(torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in each)
+            for each in shapes
+        )
+
+    def lm_head(self, k: int) -> LMHead:
+        return LMHead(self.outer[k - 1], self.bias[k - 1], 4.0, 0.5, token_map=KEPT)
 
 
 @dataclass(frozen=True)
