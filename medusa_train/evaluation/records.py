@@ -126,21 +126,25 @@ class MeasurementLog(Generic[Entry]):
     """What was measured, appended to a file from which an interrupted measurement is resumed.
 
     Args:
-        path: the file; created by `begin`.
+        path: the file; created by `start`.
         settings: everything that answers and their times depend on, as plain JSON values.
         parse: returns the entry of a line's JSON; raises ValueError, KeyError or TypeError if it is none.
+        as_json: returns the JSON value of an entry.
 
     Attributes:
         header, entries: of an existing file with the same settings, up to the first invalid line; else empty.
         differing: settings in which an existing file differs; nothing of it is used then.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], parse: Callable[[Any], Entry]) -> None:
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], parse: Callable[[Any], Entry], as_json: Callable[[Entry], Any]
+    ) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
         self.entries: list[Entry] = []
         self.differing: list[str] = []
         self._settings: dict[str, Any] = json.loads(json_line(settings))
+        self._as_json = as_json
         self._file: JsonLinesFile | None = None
         try:
             first, *lines = [line for _, line in complete_lines(path)]
@@ -151,10 +155,10 @@ class MeasurementLog(Generic[Entry]):
             return
         if self.differing:
             return
-        self.header = header
         with contextlib.suppress(ValueError, KeyError, TypeError):
             for line in lines:
                 self.entries.append(parse(json.loads(line)))
+        self.header = header if self.entries else {}
 
     def resumption(self, what: str, units: str, count: int) -> str | None:
         """Say whether an interrupted measurement, of which `count` units are there, is resumed; None without one."""
@@ -164,16 +168,16 @@ class MeasurementLog(Generic[Entry]):
         over = f"(delete {self.path} to start over)"
         return f"resuming an interrupted {what}: {count} {units} are measured {over}" if count else None
 
-    def begin(self, lines: Iterable[Any], **header: Any) -> None:
-        """Replace the file by a header and `lines`, the JSON values of entries, and open it for appending."""
-        replace_bytes(self.path, map(json_line, [{"settings": self._settings, **header}, *lines]))
+    def start(self, kept: Iterable[Entry], **header: Any) -> None:
+        """Replace the file by a header and the `kept` entries, and open it for appending."""
+        replace_bytes(self.path, map(json_line, [{"settings": self._settings, **header}, *map(self._as_json, kept)]))
         self._file = JsonLinesFile(self.path)
 
-    def write(self, line: Any) -> None:
-        """Append one JSON value, which survives a crash of the process."""
+    def append(self, entry: Entry) -> None:
+        """Append one entry, which survives a crash of the process."""
         if self._file is None:
             raise ValueError("the log was not started")
-        self._file.append(line)
+        self._file.append(self._as_json(entry))
 
     def close(self) -> None:
         """Close the file and keep it."""
@@ -187,29 +191,18 @@ class MeasurementLog(Generic[Entry]):
         self.path.unlink(missing_ok=True)
 
 
-class TurnLog(MeasurementLog[Turn]):
-    """The turns of an evaluation; with the dtype of those in an existing file, and whether passes were compiled."""
+def turn_log(path: Path, settings: Mapping[str, Any]) -> MeasurementLog[Turn]:
+    """Open the log of an evaluation's turns; its header holds `dtype`, and whether passes were `compiled`."""
+    return MeasurementLog(path, settings, _parse_turn, _as_json)
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        super().__init__(path, settings, _parse_turn)
-        self.dtype: str | None = self.header.get("dtype") if self.entries else None
-        self.compiled: bool | None = self.header.get("compiled") if self.entries else None
 
-    def completed(self, questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
-        """Return the logged turns of the questions that have all their turns in the log, by question."""
-        logged: dict[int | str, list[Turn]] = {}
-        for turn in self.entries:
-            logged.setdefault(turn.question_id, []).append(turn)
-        expected = {question.question_id: len(question.turns) for question in questions}
-        return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
-
-    def start(self, dtype: str, kept: Mapping[int | str, Sequence[Turn]], *, compiled: bool = False) -> None:
-        """Replace the file by the `kept` turns, and open it for appending."""
-        self.begin((_as_json(turn) for turns in kept.values() for turn in turns), dtype=dtype, compiled=compiled)
-
-    def append(self, turn: Turn) -> None:
-        """Append one turn."""
-        self.write(_as_json(turn))
+def completed_turns(turns: Iterable[Turn], questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
+    """Return the turns of the questions of which all turns are there, by question."""
+    logged: dict[int | str, list[Turn]] = {}
+    for turn in turns:
+        logged.setdefault(turn.question_id, []).append(turn)
+    expected = {question.question_id: len(question.turns) for question in questions}
+    return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
 
 
 def _as_json(turn: Turn) -> dict[str, Any]:

@@ -31,7 +31,14 @@ from medusa_train.evaluation.output_equality import (
     compare_timed_answers,
 )
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.records import SkippedTurn, TurnLog, TurnRecord
+from medusa_train.evaluation.records import (
+    MeasurementLog,
+    SkippedTurn,
+    Turn,
+    TurnRecord,
+    completed_turns,
+    turn_log,
+)
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings, note_other_bench
 from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
@@ -79,13 +86,15 @@ def evaluate(
     note_other_bench(directory / "report.json", bench, progress.print)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = (
-        cfg.dtype if cfg.dtype != "auto" else log.dtype or choose_dtype(bench.questions[0].turns[0], paths, progress)
+        cfg.dtype
+        if cfg.dtype != "auto"
+        else log.header.get("dtype") or choose_dtype(bench.questions[0].turns[0], paths, progress)
     )
 
     with _explain_out_of_memory(paths, dtype):
         model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
         if chooses_compilation(cfg, paths):
-            _choose_compile(cfg, bench, model, paths, log.compiled, progress)
+            _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
         if (refitted := refit_tree(cfg, model, paths, _most_tokens(cfg, bench), progress)) is not None:
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
@@ -94,7 +103,7 @@ def evaluate(
     trace_records(records, model, progress)
 
     meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
-    meta["resumed_turns"] = sum(len(turns) for turns in log.completed(bench.questions).values())
+    meta["resumed_turns"] = sum(len(turns) for turns in completed_turns(log.entries, bench.questions).values())
     meta["notes"] = notes
     extra: dict[str, Any] = {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
     tree = model.tree if model.dynamic is None else None  # no tree to draw if each step has its own
@@ -183,9 +192,11 @@ def _most_tokens(cfg: EvalConfig, bench: Bench) -> int:
     return cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
 
 
-def open_log(path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> TurnLog:
+def open_log(
+    path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
+) -> MeasurementLog[Turn]:
     """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
-    log = TurnLog(path, measurement_settings(cfg, bench, paths))
+    log = turn_log(path, measurement_settings(cfg, bench, paths))
     if (line := log.resumption("evaluation", "turns", len(log.entries))) is not None:
         progress.print(line)
     return log
@@ -197,7 +208,7 @@ def time_bench(
     model: LoadedModel,
     paths: ModelPaths,
     dtype: str,
-    log: TurnLog,
+    log: MeasurementLog[Turn],
     progress: RunProgress,
 ) -> tuple[list[TurnRecord], list[SkippedTurn], list[str]]:
     """Time every decoder on every turn of the bench, appending each turn to `log`.
@@ -205,7 +216,7 @@ def time_bench(
     Returns:
         Measured turns, skipped turns, and notes on moments in which the machine was busy with something else.
     """
-    completed = log.completed(bench.questions)
+    completed = completed_turns(log.entries, bench.questions)
     mode = DecodingMode.from_config(cfg)
     extra = extra_baselines(
         model.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=progress.print, mode=mode
@@ -223,7 +234,8 @@ def time_bench(
                 test.capture(bench.questions)
             except torch.OutOfMemoryError:  # most answers are shorter than the longest that may be given
                 progress.print("memory does not suffice for the longest answers: their steps are captured when needed")
-    log.start(dtype, completed, compiled=model.backbone.compiled is not None)
+    kept = [turn for turns in completed.values() for turn in turns]
+    log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
     detector = SlowStepDetector(model.backbone.device.type)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
 

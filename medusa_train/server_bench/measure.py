@@ -6,10 +6,9 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise, zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -17,7 +16,6 @@ from pydantic import TypeAdapter
 from medusa_train.data.conversation import REASONING_TAGS, Message
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import MeasurementLog
 from medusa_train.selfdistill.modes import Answer, Request
 from medusa_train.selfdistill.openai_engine import ServerSampling, parse_answer
 from medusa_train.servers.client import OpenAIClient, run_concurrently
@@ -138,41 +136,9 @@ class Block(NamedTuple):
     number: int
 
 
-_MEASURED = TypeAdapter(dict[str, Measurement])
-
-
-class BlockLog(MeasurementLog["tuple[Block, dict[str, Measurement]] | str"]):
-    """The finished `blocks` by the name of their servers, and `notes` on them for the report."""
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        super().__init__(path, settings, _parse)
-        self.notes = [entry for entry in self.entries if isinstance(entry, str)]
-        self.blocks = dict(entry for entry in self.entries if not isinstance(entry, str))
-
-    def start(self) -> None:
-        """Replace the file by what was read of it, and open it for appending."""
-        self.begin([*({"note": note} for note in self.notes), *(_block(*item) for item in self.blocks.items())])
-
-    def append(self, block: Block, measured: Mapping[str, Measurement]) -> None:
-        """Append one block."""
-        self.blocks[block] = dict(measured)
-        self.write(_block(block, measured))
-
-    def note(self, text: str) -> None:
-        """Append a remark, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-            self.write({"note": text})
-
-
-def _block(block: Block, measured: Mapping[str, Measurement]) -> dict[str, Any]:
-    return {"block": block, "measured": {name: asdict(value) for name, value in measured.items()}}
-
-
-def _parse(record: dict[str, Any]) -> tuple[Block, dict[str, Measurement]] | str:
-    if "note" in record:
-        return str(record["note"])
-    return Block(*record["block"]), _MEASURED.validate_python(record["measured"])
+#: Of the log: the finished measurements of a block by the name of their servers, or a note for the report.
+BlockEntry = tuple[Block, dict[str, Measurement]] | str
+BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
 WARM_UP_TOKENS = 32

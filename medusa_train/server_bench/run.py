@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.records import MeasurementLog
 from medusa_train.evaluation.run_metadata import bench_settings, model_settings, note_other_bench, short_path
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.progress import Phase, RunProgress
@@ -22,12 +24,13 @@ from medusa_train.selfdistill.openai_engine import ServerSampling
 from medusa_train.server_bench.figures import Cell, collect_cells, summarize
 from medusa_train.server_bench.measure import (
     ALONE,
+    BLOCK_ENTRY,
     HEADS,
     LOW_TEMPERATURE,
     PLAIN,
     Block,
+    BlockEntry,
     BlockFault,
-    BlockLog,
     Measurement,
     RequestOptions,
     ServerBench,
@@ -68,13 +71,18 @@ def measure_servers(
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
     note_other_bench(directory / "served.json", bench, progress.print)
     served = prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
-    log = BlockLog(directory / "blocks.jsonl", settings(cfg, bench, mode, paths, served, remote))
-    if (line := log.resumption("measurement", "blocks", len(log.blocks))) is not None:
-        progress.print(line)
-    log.start()
+    log = MeasurementLog(
+        directory / "blocks.jsonl",
+        settings(cfg, bench, mode, paths, served, remote),
+        BLOCK_ENTRY.validate_python,
+        partial(BLOCK_ENTRY.dump_python, mode="json"),
+    )
     run = BenchRun(cfg, bench, options, log, progress)
-    for note in model_notes(remote, paths if remote else None):
-        log.note(note)
+    if (line := log.resumption("measurement", "blocks", len(run.measured))) is not None:
+        progress.print(line)
+    log.start(log.entries)
+    for note in [*model_notes(remote, paths if remote else None), *(() if served is None else served.notes)]:
+        run.note(note)
     meta = {**metadata(cfg, bench, mode, paths, served, remote), "command": command}
     try:
         if served is None:
@@ -83,15 +91,15 @@ def measure_servers(
             _measure_served(cfg, served, run, directory)
     except (MedusaError, KeyboardInterrupt):
         log.close()
-        log.notes.append("incomplete: the measurement was interrupted")
+        run.notes.append("incomplete: the measurement was interrupted")
         if run.cells():
             _report(run, meta, directory)
-        if log.blocks:
+        if run.measured:
             progress.print(f"finished measurements are in {log.path}; the same command resumes")
         raise
     log.close()
     if not run.cells():
-        raise ServerError("nothing could be measured:\n" + "\n".join(f"  {note}" for note in log.notes))
+        raise ServerError("nothing could be measured:\n" + "\n".join(f"  {note}" for note in run.notes))
     written = _report(run, meta, directory)
     log.remove()
     return written
@@ -99,34 +107,43 @@ def measure_servers(
 
 @dataclass
 class BenchRun:
-    """The blocks of one measurement: those in the log, and those to do."""
+    """The blocks of one measurement: those in the log, and those to do.
+
+    Attributes:
+        measured: the finished blocks by the name of their servers. notes: remarks on them for the report.
+    """
 
     cfg: EvalConfig
     bench: Bench
     options: RequestOptions
-    log: BlockLog
+    log: MeasurementLog[BlockEntry]
     progress: RunProgress
 
     def __post_init__(self) -> None:
+        self.notes = [entry for entry in self.log.entries if isinstance(entry, str)]
+        self.measured = dict(entry for entry in self.log.entries if not isinstance(entry, str))
         self._temperature_checked: set[str] = set()
         self._blocks = {
             concurrency: plan_blocks(self.bench.questions, concurrency)
             for concurrency in dict.fromkeys(self.cfg.concurrency)
         }
 
-    def note(self, text: str, kind: str = "note") -> None:
-        """Show a remark, and keep it for the report."""
-        self.log.note(text)
-        self.progress.print(f"{kind}: {text}", style="yellow")
+    def note(self, text: str, kind: str | None = None) -> None:
+        """Keep a remark for the report, once; show it now if it has a `kind`."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.log.append(text)
+        if kind is not None:
+            self.progress.print(f"{kind}: {text}", style="yellow")
 
     def cells(self) -> list[Cell]:
         """Return the cells that are complete."""
-        return collect_cells(self.log.blocks, {c: len(blocks) for c, blocks in self._blocks.items()})
+        return collect_cells(self.measured, {c: len(blocks) for c, blocks in self._blocks.items()})
 
     def remaining(self, session: str) -> dict[int, list[int]]:
         """Return the numbers of the blocks of a session that are not measured yet, by concurrency."""
         todo = {
-            concurrency: [n for n in range(len(blocks)) if Block(session, concurrency, n) not in self.log.blocks]
+            concurrency: [n for n in range(len(blocks)) if Block(session, concurrency, n) not in self.measured]
             for concurrency, blocks in self._blocks.items()
         }
         return {concurrency: numbers for concurrency, numbers in todo.items() if numbers}
@@ -151,7 +168,7 @@ class BenchRun:
                     self._measure_concurrency(session, targets, concurrency, numbers, phase)
                 except BlockFault as fault:
                     text = f"concurrency {concurrency} was not measured, since requests kept failing: {fault}"
-                    self.log.notes.append(text)  # not to the file: a resumed measurement tries it again
+                    self.notes.append(text)  # not to the file: a resumed measurement tries it again
                     self.progress.print(f"note: {text}", style="yellow")
 
     def _measure_concurrency(
@@ -169,7 +186,9 @@ class BenchRun:
                 measured = {}
                 for one in benches if number % 2 == 0 else reversed(benches):
                     measured[one.target.name] = self._measure_block(one, number, phase)
-                self.log.append(Block(session, concurrency, number), measured)
+                block = Block(session, concurrency, number)
+                self.measured[block] = measured
+                self.log.append((block, measured))
 
     def _measure_block(self, one: ServerBench, number: int, phase: Phase) -> Measurement:
         """Measure a block, again if requests fail in it."""
@@ -181,7 +200,7 @@ class BenchRun:
             except BlockFault as fault:
                 if attempt == ATTEMPTS:
                     raise BlockFault(f"{one.target.name}: {fault}") from None
-                self.note(f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again")
+                self.note(f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again", "note")
             else:
                 self._check(one.target, measurement)
                 return measurement
@@ -209,7 +228,7 @@ class BenchRun:
         """
         drafts = measurement.drafts
         if drafts is None:
-            self.log.note(f"{target.name}: no counters of vLLM at /metrics, so its acceptance is unknown")
+            self.note(f"{target.name}: no counters of vLLM at /metrics, so its acceptance is unknown")
             return
         if target.name == PLAIN and drafts.drafts:
             raise ServerError(
@@ -217,10 +236,10 @@ class BenchRun:
                 "without --speculative-config"
             )
         if target.has_heads and not drafts.drafts:
-            self.log.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
+            self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
         tokens = sum(answer.tokens for answer in measurement.answers)
         if drafts.generated > FOREIGN_TRAFFIC * tokens + 100:
-            self.log.note(
+            self.note(
                 f"{target.name}: its counters show over {FOREIGN_TRAFFIC:g} times the tokens of the answers measured "
                 "here: others use it too, which lowers its figures"
             )
@@ -228,8 +247,6 @@ class BenchRun:
 
 def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directory: Path) -> None:
     """Start the servers of every session with blocks to do, and measure them."""
-    for note in served.notes:
-        run.log.note(note)
     with ServerPool(served, directory, cfg.serve_start_seconds, run.progress) as pool:
         for session in served.sessions:
             if not run.remaining(session.name):
@@ -245,7 +262,7 @@ def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
     """Write the report, and print its tables."""
     cells = run.cells()
     summary = summarize(cells, greedy=run.options.sampling.temperature == 0)
-    notes = [*run.log.notes, *summary.pop("notes")]
+    notes = [*run.notes, *summary.pop("notes")]
     report = {"meta": {**meta, "seconds": round(run.progress.total_seconds, 1), "notes": notes}, **summary}
     written = write_report(report, cells, directory)
     run.progress.console.print(terminal_report(report))

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnLog, TurnRecord
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord, completed_turns, turn_log
 
 SETTINGS = {"bench": "small", "tree": [[0], [0, 0]], "threads": 2}
 QUESTIONS = [Question(1, "a", ("q", "r"), ""), Question("two", "a", ("q",), ""), Question(3, "a", ("q", "r"), "")]
@@ -16,8 +16,8 @@ def turn(question: int | str, number: int) -> TurnRecord:
 
 
 def write(path: Path, *turns: TurnRecord | SkippedTurn) -> None:
-    log = TurnLog(path, SETTINGS)
-    log.start("bfloat16", {})
+    log = turn_log(path, SETTINGS)
+    log.start([], dtype="bfloat16", compiled=False)
     for one in turns:
         log.append(one)
     log.close()
@@ -27,10 +27,10 @@ def test_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "turns.jsonl"
     turns = [turn(1, 1), turn(1, 2), SkippedTurn("two", 1, 400)]
     write(path, *turns)
-    log = TurnLog(path, SETTINGS)
+    log = turn_log(path, SETTINGS)
     assert log.entries == turns
-    assert (log.dtype, log.compiled) == ("bfloat16", False)
-    assert log.completed(QUESTIONS) == {1: turns[:2], "two": turns[2:]}
+    assert (log.header["dtype"], log.header["compiled"]) == ("bfloat16", False)
+    assert completed_turns(log.entries, QUESTIONS) == {1: turns[:2], "two": turns[2:]}
 
 
 def test_partial_conversations_and_incomplete_lines_are_measured_again(tmp_path: Path) -> None:
@@ -38,19 +38,19 @@ def test_partial_conversations_and_incomplete_lines_are_measured_again(tmp_path:
     write(path, turn(1, 1), turn(1, 2), turn(3, 1), turn("two", 1))
     text = path.read_text(encoding="utf-8")
     path.write_text(text[:-30], encoding="utf-8")
-    assert set(TurnLog(path, SETTINGS).completed(QUESTIONS)) == {1}
+    assert set(completed_turns(turn_log(path, SETTINGS).entries, QUESTIONS)) == {1}
 
 
 def test_kept_turns_survive_a_second_interruption(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2), turn(3, 1))
-    log = TurnLog(path, SETTINGS)
-    kept = log.completed(QUESTIONS)
-    log.start("bfloat16", kept, compiled=True)
+    log = turn_log(path, SETTINGS)
+    kept = completed_turns(log.entries, QUESTIONS)
+    log.start([turn for turns in kept.values() for turn in turns], dtype="bfloat16", compiled=True)
     log.append(turn("two", 1))
     log.close()
-    assert TurnLog(path, SETTINGS).compiled
-    assert set(TurnLog(path, SETTINGS).completed(QUESTIONS)) == {1, "two"}
+    assert turn_log(path, SETTINGS).header["compiled"]
+    assert set(completed_turns(turn_log(path, SETTINGS).entries, QUESTIONS)) == {1, "two"}
     log.remove()
     assert not path.exists()
 
@@ -58,9 +58,9 @@ def test_kept_turns_survive_a_second_interruption(tmp_path: Path) -> None:
 def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2))
-    log = TurnLog(path, {**SETTINGS, "tree": [[0]], "seed": 1})
+    log = turn_log(path, {**SETTINGS, "tree": [[0]], "seed": 1})
     assert log.entries == []
-    assert log.dtype is None
+    assert log.header == {}
     assert log.differing == ["tree", "seed"]
 
 
@@ -68,5 +68,5 @@ def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path
 def test_a_file_that_is_no_log_is_ignored(tmp_path: Path, content: str) -> None:
     path = tmp_path / "turns.jsonl"
     path.write_text(content)
-    log = TurnLog(path, SETTINGS)
+    log = turn_log(path, SETTINGS)
     assert (log.entries, log.differing) == ([], [])
