@@ -1,7 +1,4 @@
-"""Fit the tree to how a model decodes: on request (`--calibrate`), or where tree.json was fitted with other settings.
-
-Writes tree.json and a report page.
-"""
+"""Fit the tree to how a model decodes: by `--calibrate`, or where tree.json was fitted with other settings."""
 
 from __future__ import annotations
 
@@ -19,11 +16,8 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.report_page import size_figures
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.io import replace_text
-from medusa_train.pages.charts import Curve, curves, tree_drawing
-from medusa_train.pages.page import Figure, Section, Table, number, render_page
+from medusa_train.pages.page import Table, number
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
 from medusa_train.tree_search.traces import (
@@ -54,8 +48,6 @@ def load_model(
 def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> list[Path]:
     """Choose the tree with the most expected tokens per second on this machine; returns the paths of the files.
 
-    tree.json goes to the run (or `output_dir`), calibration.html to eval/calibration beside it.
-
     Raises:
         CheckpointError: there are no heads, or too few prompts.
         BackboneError: the backbone cannot be loaded.
@@ -76,7 +68,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     progress.console.print(_sizes_table(choice).terminal())
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
-    return save(choice, traced, cfg, paths)
+    return [save(choice, traced, cfg, paths)]
 
 
 def refit_tree(
@@ -131,7 +123,7 @@ def refit_tree(
         progress.print(f"using the tree as it is: {error}")
         return None
     progress.print(f"chosen: {choice.describe()}")
-    paths = replace(paths, tree=save(choice, traced, cfg, paths)[0])
+    paths = replace(paths, tree=save(choice, traced, cfg, paths))
     return replace(model, tree=choice.best.tree, dynamic=load_dynamic_trees(paths)), paths
 
 
@@ -201,40 +193,12 @@ def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_bu
     return None if data is None else prompts_by_conversation(data[0], token_budget, seed)
 
 
-def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> list[Path]:
-    """Write tree.json and the traces to the run (or `output_dir`), calibration.html to eval/calibration."""
+def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> Path:
+    """Write tree.json, whose path is returned, and the traces to the run (or `output_dir`)."""
     home = Path(cfg.output_dir) if cfg.output_dir else paths.home
-    tree, page = home / TREE, home / "eval" / "calibration" / "calibration.html"
-    replace_text(page, calibration_page(choice, f"Calibration of {paths.home.name}"))
     save_traces(home / TREE_TRACES, traced, weights_key(paths, choice.settings))
-    choice.save(tree)
-    return [tree, page]
-
-
-def calibration_page(choice: TreeChoice, title: str) -> str:
-    """Render calibration.html: acceptance, speed and latency over tree size (like Medusa, Figure 6), and the tree."""
-    about, best, record = choice.about, choice.best, choice.record()
-    basis = (
-        f"Simulated on {about['tokens']:,} greedy tokens in {about['answers']} answers of {about['conversations']} "
-        "conversations, with trees fitted to other conversations. Tokens per step measured on a bench differ."
-    )
-    latency = Curve("latency", [(one.tree.size, one.step_ms) for one in choice.sizes])
-    cards = [
-        *size_figures(record["sizes"], best.tree.size),
-        Figure(
-            "Step latency",
-            curves([latency], "step latency", "nodes", y_text=lambda y: f"{y:g} ms"),
-            "Measured latency of a decoding step by number of nodes.",
-        ),
-        Figure(
-            "The chosen tree",
-            tree_drawing(best.tree.paths, choice.accepted),
-            f"{best.tree.size} nodes, {best.tokens_per_step:.2f} tokens per step (simulated). Below each node: the "
-            "share of steps in which it was accepted.",
-            wide=True,
-        ),
-    ]
-    return render_page(title, basis, [Section(figures=cards, tables=[_sizes_table(choice)])])
+    choice.save(home / TREE)
+    return home / TREE
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

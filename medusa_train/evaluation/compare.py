@@ -16,8 +16,7 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.report import equal_cell
 from medusa_train.evaluation.report_page import speedup_figure
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
-from medusa_train.io import replace_text
-from medusa_train.pages.page import Section, Table, number, render_page
+from medusa_train.pages.page import Section, Table, number, render_page, write_files
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
@@ -165,7 +164,5 @@ def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
         Section("Speed", figures=[speedup_figure(reports)]),
         Section(tables=[categories_table(evaluated)]),
     ]
-    page, data = directory / "compare.html", directory / "compare.json"
-    replace_text(page, render_page("Comparison of runs", f"{len(reports)} evaluations", sections))
-    replace_text(data, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
-    return [page, data]
+    page = render_page("Comparison of runs", f"{len(reports)} evaluations", sections)
+    return write_files(directory, {"compare.html": page, "compare.json": reports})

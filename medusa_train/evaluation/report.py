@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,8 +16,7 @@ from medusa_train.evaluation.metrics import Figures, by_category, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, meta_rows
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
-from medusa_train.io import replace_text
-from medusa_train.pages.page import Table, number
+from medusa_train.pages.page import Table, bullets, number, write_files
 from medusa_train.tree_search.traces import node_acceptance
 from medusa_train.trees.tree import Tree
 
@@ -84,24 +82,18 @@ def write_report(
     name = model_id(report.meta)
     tables = [figures_table(report), decoders_table(report)]
     contents = {
-        "report.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n",
+        "report.json": report.as_json(),
         "report.md": markdown(report),
-        "report.html": html_page(report.as_json(), answers, tables, notes(report)),
-        "answers.jsonl": _json_lines(answers),
-        f"model_answer/{name}.jsonl": _json_lines(model_answers(records, name)),
+        "report.html": html_page(report.as_json(), answers, tables, summary_of(report)),
+        "answers.jsonl": answers,
+        f"model_answer/{name}.jsonl": model_answers(records, name),
     }
-    for file, content in contents.items():
-        replace_text(directory / file, content)
-    return [directory / file for file in contents]
+    return write_files(directory, contents)
 
 
 def model_id(meta: Mapping[str, Any]) -> str:
     """Return a short name of the model for file names and other tools."""
     return Path(meta["model"] or meta["base_model"]).name
-
-
-def _json_lines(lines: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def _answer_line(record: TurnRecord) -> dict[str, Any]:
@@ -140,7 +132,7 @@ def markdown(report: Report) -> str:
     """Return the content of report.md."""
     blocks = [f"# {title_of(report)}", *summary_of(report), figures_table(report).markdown()]
     blocks += [decoders_table(report).markdown(), "\n".join(further_figures(report)), TERMS]
-    blocks += ["## Run", "\n".join(f"- {label}: {value}" for label, value in meta_rows(report.meta))]
+    blocks += ["## Run", bullets(f"{label}: {value}" for label, value in meta_rows(report.meta))]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

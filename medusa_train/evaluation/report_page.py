@@ -18,12 +18,12 @@ SPEEDUP_CAPTION = (
 )
 
 
-def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], notes: Sequence[str]) -> str:
+def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]) -> str:
     """Render the page of one evaluation from the contents of report.json and answers.jsonl.
 
     Args:
         tables: of the figures, as in report.md.
-        notes: sentences that say how to read the figures.
+        summary: sentences that say what was measured and how to read the figures.
     """
     meta = report["meta"]
     setting = (
@@ -34,7 +34,7 @@ def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], no
         f"{meta['bench']}: {meta['model'] or meta['base_model']}",
         setting,
         [
-            Section(lines=notes),
+            Section(lines=summary),
             Section("Speed", figures=_speed_figures(report), tables=tables),
             Section("Draft", figures=_draft_figures(report)),
             answers_section(answers),
@@ -45,50 +45,16 @@ def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], no
 
 
 def _tiles(report: Json) -> list[tuple[str, str]]:
-    overall, scores, judged = report["overall"], report["overall"]["scores"], report.get("judge")
-    tiles: list[tuple[str, str]] = []
-
-    def tile(key: str, label: str, suffix: str = "", digits: int = 2, scale: float = 1.0) -> None:
-        if (value := overall[key]) is not None:
-            bounds = overall["intervals"].get(key)
-            figure, _, interval = number(value * scale, digits, suffix, bounds).partition(" (")
-            tiles.append((figure, f"{label} ({interval}" if interval else label))
-
-    tile("speedup", "speedup over plain decoding", "x")
-    if overall["looping_answers"]:
-        tile("speedup_without_loops", "speedup without answers that loop", "x")
-    tile("acceleration_rate", "tokens per step on this bench")
-    tile("overhead", "overhead: step latency over a plain step's")
-    tile("tokens_per_s", "tokens per second", digits=0)
-    if overall["time_to_first_token_s"] is not None:
-        tiles.append((f"{1000 * overall['time_to_first_token_s']:.1f} ms", "time to first token"))
-    for key, dtype in (("equal_answers", "float32"), ("equal_answers_bf16", "bfloat16")):
-        if (equal := overall[key]) is not None:
-            ties = overall["tie_answers"] if dtype == "float32" else 0
-            label = f"answers equal to plain ones in {dtype}" + (f" + {ties} ties" if ties else "")
-            tiles.append((f"{equal} / {overall['answers']}", label))
-    if (joint := report.get("joint")) is not None:
-        label = f"perplexity after joint training ({joint['perplexity_before']:.2f} before)"
-        tiles.append((f"{joint['perplexity_after']:.2f}", label))
-    if scores is not None:
-        tiles.append(_score_tile(scores))
-    if judged is not None and judged["score"] is not None:
-        tiles.append((f"{judged['score']:.2f} / 10", f"quality, graded by {judged['model']}"))
-    elif scores is None:
-        tiles.append(("not judged", "quality of the answers"))
-    if report["meta"]["model"] is None:
-        tile("baseline_tokens_per_s", "tokens per second, plain decoding", digits=0)
-    return tiles
-
-
-def _score_tile(scores: Json) -> tuple[str, str]:
-    """Return the share of correct answers and its label: the tree's, beside plain decoding's."""
-    score = scores.get("tree", scores["plain"])
-    low, high = score["interval"]
-    label = f"{scores['metric']}: {score['correct']} of {scores['answers']} ({low:.1%}-{high:.1%})"
-    if "tree" in scores:
-        label += f"; plain {scores['plain']['rate']:.1%}" if scores["differing"] else "; plain decoding is equal"
-    return f"{score['rate']:.1%}", label
+    overall = report["overall"]
+    first_token = overall["time_to_first_token_s"]
+    tiles = {
+        "speedup over plain decoding": number(overall["speedup"], 2, "x"),
+        "tokens per step on this bench": number(overall["acceleration_rate"]),
+        "tokens per second": number(overall["tokens_per_s"], 0),
+        "tokens per second, plain decoding": number(overall["baseline_tokens_per_s"], 0),
+        "time to first token": number(None if first_token is None else 1000 * first_token, 1, " ms"),
+    }
+    return [(figure, label) for label, figure in tiles.items() if figure != "-"]
 
 
 def _speed_figures(report: Json) -> list[Figure]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -12,6 +14,7 @@ from markupsafe import Markup
 from rich import box
 from rich.table import Table as TerminalTable
 
+from medusa_train.io import replace_text
 from medusa_train.pages.charts import PALETTE
 
 
@@ -74,6 +77,22 @@ def number(value: float | None, digits: int = 2, suffix: str = "", interval: Seq
         return "-"
     bounds = "" if not interval else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
     return f"{value:.{digits}f}{suffix}{bounds}"
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """Return a Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def write_files(directory: Path, contents: Mapping[str, Any]) -> list[Path]:
+    """Write files by their names, text as it is, lists as JSON Lines, and other values as JSON; returns their paths."""
+    for name, content in contents.items():
+        if isinstance(content, list):
+            content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in content)
+        elif not isinstance(content, str):
+            content = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        replace_text(directory / name, content)
+    return [directory / name for name in contents]
 
 
 @dataclass(frozen=True)

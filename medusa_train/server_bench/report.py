@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from rich.text import Text
 
 from medusa_train.evaluation.report_page import meta_rows
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
-from medusa_train.io import replace_text
 from medusa_train.pages.charts import Bar, bars
-from medusa_train.pages.page import Figure, Section, Table, number, render_page
+from medusa_train.pages.page import Figure, Section, Table, bullets, number, render_page, write_files
 from medusa_train.server_bench.figures import Cell
 
 Json = Mapping[str, Any]
@@ -40,14 +38,12 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
         for answer in cell.answers.values()
     ]
     contents = {
-        "served.json": json.dumps(report, indent=2, ensure_ascii=False) + "\n",
+        "served.json": report,
         "served.md": markdown(report),
         "served.html": html_page(report),
-        "answers.jsonl": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
+        "answers.jsonl": answers,
     }
-    for name, content in contents.items():
-        replace_text(directory / name, content)
-    return [directory / name for name in contents]
+    return write_files(directory, contents)
 
 
 def title_of(report: Json) -> str:
@@ -134,15 +130,11 @@ def terminal_report(report: Json) -> Group:
 def markdown(report: Json) -> str:
     """Return the content of served.md."""
     notes = report["meta"]["notes"]
-    blocks = [f"# {title_of(report)}", figures_table(report).markdown(), _bullets(HOW)]
-    blocks += ["## Notes", _bullets(notes)] if notes else []
-    blocks += ["## Run", _bullets(f"{label}: {value}" for label, value in _facts(report))]
-    blocks += ["## Recommendation", _bullets(recommendation_lines(report)), advice_note(report)]
+    blocks = [f"# {title_of(report)}", figures_table(report).markdown(), bullets(HOW)]
+    blocks += ["## Notes", bullets(notes)] if notes else []
+    blocks += ["## Run", bullets(f"{label}: {value}" for label, value in _facts(report))]
+    blocks += ["## Recommendation", bullets(recommendation_lines(report)), advice_note(report)]
     return "\n\n".join(blocks).rstrip() + "\n"
-
-
-def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def _facts(report: Json) -> list[tuple[str, str]]:

@@ -51,11 +51,7 @@ _OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 # vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
-_LEAK_REPORT = re.compile(
-    r"^(?:\([^)]*\) )?"
-    r"(?:nanobind: (?:leaked|this is likely)| - (?:leaked (?:instance|type|function) |\.\.\. skipped)"
-    r"|See https://nanobind\.)"
-)
+_LEAK_REPORT = re.compile(r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind")
 _HEADS = re.compile(r"medusa|speculative|token_map|org_vocab_size|not initialized from checkpoint", re.IGNORECASE)
 
 
@@ -224,7 +220,7 @@ class VLLMServer:
     def _tail(self) -> str:
         """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
         log = self._read_log().splitlines()
-        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.match(line)]
+        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.search(line)]
         return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
 
 

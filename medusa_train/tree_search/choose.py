@@ -25,7 +25,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import TreeCandidate, cross_validate, joint_trees
 from medusa_train.tree_search.fit_dynamic import DynamicFit, fit_dynamic_trees
-from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy, node_acceptance
+from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy
 from medusa_train.trees.tree import Tree
 
 #: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
@@ -61,7 +61,6 @@ class TreeChoice:
         sizes: trees by ascending size, fitted to all traces and rated on conversations that they were not fitted to;
             latencies are measured, or interpolated.
         accuracy: top-1 to top-10 accuracy per head, [K][10].
-        accepted: share of steps that accept each node of the chosen tree.
         about: number of conversations, answers and tokens that this is based on.
         settings: with which the steps were timed.
         dynamic: the dynamic trees; None if they could not be fitted.
@@ -70,7 +69,6 @@ class TreeChoice:
     best: TreeCandidate
     sizes: Sequence[TreeCandidate]
     accuracy: Sequence[Sequence[float]]
-    accepted: Sequence[float] | None
     about: Mapping[str, int]
     settings: DecodingSettings
     dynamic: DynamicFit | None = None
@@ -172,7 +170,6 @@ def choose_tree(
         best,
         [best if size == nodes else one for size, one in joint.items()],
         head_accuracy(traces),
-        node_acceptance(traces, best.tree),
         {"conversations": len(conversations), "answers": len(traces), "tokens": traced.tokens},
         DecodingSettings.of(backbone),
         dynamic,
