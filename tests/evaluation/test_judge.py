@@ -133,8 +133,8 @@ def test_an_evaluation_is_graded_where_a_judge_is_named(
     report, shown = evaluate(
         bench_file, run_dir, tmp_path, judge_base_url=server.url, judge_model="small/judge", **keys
     )
-    assert report["judge"]["score"] == 7.0  # type: ignore[index]
-    assert report["judge"]["graded"] == 4  # type: ignore[index]
+    assert report["judge"]["score"] == 7.0
+    assert report["judge"]["graded"] == 4
     assert "Quality: 7.00 of 10 by small/judge (4 answers)." in shown
     assert len((tmp_path / "model_judgment" / "small_judge_single.jsonl").read_text().splitlines()) == 4
 

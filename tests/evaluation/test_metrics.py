@@ -54,12 +54,6 @@ def test_acceleration_rate_leaves_the_prefills_token_out_and_divides_sums() -> N
     assert acceleration_rate([timed(11, 1.0, steps=10)]) == 1.0
 
 
-def test_overhead_compares_step_latencies_without_prefill() -> None:
-    tree = [timed(9, 5.0, prefill=2.0, steps=2)]  # 1.5 s a step
-    plain = [timed(9, 10.0, prefill=2.0, steps=8)]  # 1.0 s a step
-    assert (step_seconds(tree) or 0) / (step_seconds(plain) or 1) == 1.5
-
-
 def test_a_batch_counts_its_passes_once() -> None:
     # a batch of two took 8 passes of 1 s after 2 s of prefill; the second answer was complete after 4 passes
     plain = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
@@ -143,14 +137,10 @@ ANSWERS = [TimedAnswer((1,) * 8, 1.0, steps=4, accepted=(3, 0, 0, 1)), TimedAnsw
 TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
 
 
-def test_accepted_lengths_are_counted_from_none_to_the_most() -> None:
+def test_accepted_lengths_are_counted_and_ctar_is_the_share_of_steps_with_at_least_w() -> None:
     assert accepted_lengths(ANSWERS) == [2, 1, 0, 1]
-    assert accepted_lengths([TimedAnswer((1,), 1.0)]) == []
-
-
-def test_ctar_is_the_share_of_steps_with_at_least_w_accepted() -> None:
     assert ctar(ANSWERS) == [0.5, 0.25, 0.25]
-    assert ctar([]) == []
+    assert accepted_lengths([TimedAnswer((1,), 1.0)]) == ctar([]) == []
 
 
 def test_nodes_count_in_the_steps_that_accept_them() -> None:

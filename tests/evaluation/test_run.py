@@ -30,7 +30,7 @@ def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
 
 
-def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, object], str]:
+def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, Any], str]:
     cfg = EvalConfig(bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys)
     bench = load_bench(str(bench_file))
     paths = resolve_model(None if model is None else str(model), cfg.base_model, cfg.tree, lookup=cfg.lookup_choice)
@@ -42,22 +42,19 @@ def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tupl
 def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
     report, shown = run(bench_file, run_dir, tmp_path / "out", dtype="bfloat16")
     overall, meta = report["overall"], report["meta"]
-    assert isinstance(overall, dict)
-    assert isinstance(meta, dict)
     assert overall["answers"] == 4
     assert overall["equal_answers"] + overall["tie_answers"] == 4
     assert 0 <= overall["equal_answers_bf16"] <= 4
     assert overall["acceleration_rate"] >= 1.0
     assert overall["speedup"] > 0
-    assert set(report["categories"]) == {"sums", "words"}  # type: ignore[arg-type]
+    assert set(report["categories"]) == {"sums", "words"}
     assert (meta["dtype"], meta["tree_nodes"], meta["heads"], meta["skipped_turns"]) == ("bfloat16", 6, 3, 2)
     assert meta["command"] == "medusa-eval --bench small"
     assert (meta["chat_template"], meta["chat_template_kwargs"]) == (None, None)
     assert set(meta["baselines"]) == {"baseline_tokens_per_s", "generate_tokens_per_s", "prompt_lookup"}
-    assert set(report["baselines"]) == {"plain", "generate", "prompt_lookup"}  # type: ignore[arg-type]
-    assert report["baselines"]["prompt_lookup"]["tokens_per_s"] > 0  # type: ignore[index]
+    assert set(report["baselines"]) == {"plain", "generate", "prompt_lookup"}
+    assert report["baselines"]["prompt_lookup"]["tokens_per_s"] > 0
     tree = report["tree"]
-    assert isinstance(tree, dict)
     assert len(tree["accepted"]) == len(tree["medusa_choices"]) == 6
     assert len(overall["head_accuracy"]) == 3
     assert overall["chain_rates"][-1] >= 1.0
@@ -81,8 +78,6 @@ def test_drafts_without_training_are_timed_like_heads(
     keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
     report, shown = run(bench_file, run_dir, tmp_path, draft=draft, lookup={"nodes": 4}, **keys)
     overall, meta = report["overall"], report["meta"]
-    assert isinstance(overall, dict)
-    assert isinstance(meta, dict)
     assert overall["acceleration_rate"] > 1.0
     assert overall["equal_answers"] + overall["tie_answers"] == 4
     assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4, min probability 0.05)"
@@ -90,10 +85,10 @@ def test_drafts_without_training_are_timed_like_heads(
     assert ("tree" in report) == (draft != "prompt_lookup")
     assert f"draft {draft} (" in shown
     parts = set() if draft == "prompt_lookup" else {"heads_alone", "lookup_alone"}
-    assert set(report["baselines"]) == {"plain", "generate", *parts}  # type: ignore[arg-type]
+    assert set(report["baselines"]) == {"plain", "generate", *parts}
     for name in parts:
-        assert report["baselines"][name]["tokens_per_step"] >= 1.0  # type: ignore[index]
-        assert report["baselines"][name]["equal_to_plain"] == 4  # type: ignore[index]
+        assert report["baselines"][name]["tokens_per_step"] >= 1.0
+        assert report["baselines"][name]["equal_to_plain"] == 4
         assert re.search(rf"^ {name.replace('_', ' ')} +\d", shown, re.MULTILINE)
 
 
@@ -111,14 +106,12 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
     Tree.cartesian([2, 2]).save(run_copy / "tree.json", dynamic=dynamic.record())
     report, _ = run(bench_file, run_copy, tmp_path / "out", draft=draft, **keys)
     overall, meta = report["overall"], report["meta"]
-    assert isinstance(overall, dict)
-    assert isinstance(meta, dict)
     assert overall["acceleration_rate"] >= 1.0
     assert overall["equal_answers"] + overall["tie_answers"] == 4
     fixed = {"fixed_tree", "fixed_tree_of_equal_latency", *({"heads_alone", "lookup_alone"} if draft else ())}
-    assert set(report["baselines"]) == {"plain", "generate", *fixed}  # type: ignore[arg-type]
+    assert set(report["baselines"]) == {"plain", "generate", *fixed}
     for name in fixed:
-        baseline = report["baselines"][name]  # type: ignore[index]
+        baseline = report["baselines"][name]
         assert baseline["tokens_per_step"] >= 1.0
         assert baseline["equal_to_plain"] == 4
         assert len(baseline["speedup_interval"]) == 2
@@ -137,7 +130,7 @@ def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path,
     bench = tmp_path / "sums.jsonl"
     bench.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
     report, shown = run(bench, run_dir, tmp_path / "out", dtype="float32", exactness=False)
-    scores = report["overall"]["scores"]  # type: ignore[index]
+    scores = report["overall"]["scores"]
     assert (scores["metric"], scores["answers"]) == ("exact match", 2)
     assert scores["tree"] == scores["plain"]
     assert "with plain decoding equal on every question" in shown
@@ -160,15 +153,13 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     keys = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "batch_size": 2}
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", **keys)
     overall, meta = report["overall"], report["meta"]
-    assert isinstance(overall, dict)
-    assert isinstance(meta, dict)
     settings = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "top_k": 0, "batch_size": 2}
     assert meta["decoding"] == settings
     assert (meta["exactness"], meta["plain_equal_generate"]) == (None, None)
     assert overall["equal_answers"] is None
     assert overall["speedup"] > 0
     assert overall["overhead"] > 0
-    assert set(report["baselines"]) == {"plain", "generate"}  # type: ignore[arg-type]
+    assert set(report["baselines"]) == {"plain", "generate"}
     assert "in float32, sampling at temperature 0.8, top-p 0.9, in batches of 2" in shown
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -182,8 +173,6 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
 def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
     report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
     overall, meta = report["overall"], report["meta"]
-    assert isinstance(overall, dict)
-    assert isinstance(meta, dict)
     assert overall["speedup"] is None
     assert overall["generate_tokens_per_s"] > 0
     assert meta["model"] is None
@@ -210,8 +199,8 @@ def test_an_interrupted_evaluation_is_resumed(
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
     assert "2 turns are measured" in shown
     assert asked == [1, 1, 2, 2, 2]  # the first question is not asked again
-    assert report["overall"]["answers"] == 4  # type: ignore[index]
-    assert report["meta"]["resumed_turns"] == 2  # type: ignore[index]
+    assert report["overall"]["answers"] == 4
+    assert report["meta"]["resumed_turns"] == 2
     assert not (tmp_path / "turns.jsonl").exists()
 
 
@@ -231,8 +220,6 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
     monkeypatch.setattr(module, "compare_regenerated_answers", fails_at_the_end)
     report, shown = run(bench_file, run_dir, tmp_path, dtype="bfloat16")
     overall, meta = report["overall"], report["meta"]
-    assert isinstance(overall, dict)
-    assert isinstance(meta, dict)
     assert overall["speedup"] > 0
     assert (overall["equal_answers"], overall["tie_answers"]) == (None, None)
     assert overall["equal_answers_bf16"] is not None
@@ -246,7 +233,6 @@ def test_weights_that_do_not_fit_are_not_loaded_for_the_comparison(
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: False)
     monkeypatch.setattr(module, "compare_regenerated_answers", lambda *args, **keys: pytest.fail("loaded nevertheless"))
     meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
-    assert isinstance(meta, dict)
     assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
 
 
@@ -279,7 +265,6 @@ def test_answers_are_not_compared_in_an_emulated_dtype(
 ) -> None:
     monkeypatch.setattr(module, "emulates_bf16", lambda device: True)
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32")
-    assert isinstance(report["meta"], dict)
     assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": module.EMULATED}
     assert "answers were not compared in bfloat16: this device emulates it" in shown
 
