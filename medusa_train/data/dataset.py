@@ -124,10 +124,11 @@ def load_datasets(
         ConfigError: unknown chat template.
     """
     readers = open_datasets(cfg, encoder, on_progress)
+    options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
     if cfg.dataset_prepared_path is None:
-        encoded = encode_datasets(cfg, readers, on_progress)
+        encoded = encode_datasets(readers, cfg.sequence_len, **options)
     else:
-        encoded = load_or_encode(cfg, readers, expand_user(cfg.dataset_prepared_path), on_progress)
+        encoded = load_or_encode(readers, expand_user(cfg.dataset_prepared_path), cfg.sequence_len, **options)
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))

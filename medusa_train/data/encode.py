@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
 from medusa_train.data.examples import CorruptDataError, EncodedExamples, encode_examples
-from medusa_train.data.records import describe_problems
+from medusa_train.data.records import ReadResult, describe_problems
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -46,11 +47,16 @@ TOKENIZING = "tokenizing"
 
 @dataclass(frozen=True)
 class DatasetReader:
-    """One entry of `datasets`, opened, with the encoder for its chats."""
+    """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in `read_conversations`."""
 
     config: DatasetConfig
     source: LocalFiles | HubSplit
     encoder: ChatEncoder
+    skip_bad: bool
+
+    def read(self) -> ReadResult:
+        """Read all conversations."""
+        return self.source.read(self.config.type, skip_bad=self.skip_bad, tags=self.encoder.template.reasoning_tags)
 
 
 def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None) -> list[DatasetReader]:
@@ -73,26 +79,31 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgres
                 train_on_inputs=cfg.train_on_inputs,
                 reasoning_tags=cfg.reasoning_tags,
             ),
+            cfg.skip_bad_records,
         )
         for entry in cfg.datasets
     ]
 
 
 def load_or_encode(
-    cfg: TrainConfig, readers: Sequence[DatasetReader], directory: Path, on_progress: OnProgress | None = None
+    readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
 ) -> EncodedExamples:
-    """Load the examples from the cache in `directory`, or encode them and store them there, and note which."""
-    path = directory / f"{cache_key(cfg, readers)[:32]}.safetensors"
+    """Load the examples from the cache in `directory`, or encode them and store them there, and note which.
+
+    Args:
+        options: of `encode_datasets`.
+    """
+    path = directory / f"{cache_key(readers, max_length)[:32]}.safetensors"
     note = None
     try:
-        encoded = EncodedExamples.from_bytes(path.read_bytes(), cfg.sequence_len)
+        encoded = EncodedExamples.from_bytes(path.read_bytes(), max_length)
         encoded.report.notes.append(f"loaded tokenized data from {path}")
         return encoded
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, CorruptDataError) as error:
         note = f"{path} is corrupt ({error}), tokenizing again"
-    encoded = encode_datasets(cfg, readers, on_progress)
+    encoded = encode_datasets(readers, max_length, **options)
     content = encoded.to_bytes()  # without notes, which concern this run
     encoded.report.notes += [note] if note else []
     try:
@@ -103,38 +114,38 @@ def load_or_encode(
 
 
 def encode_datasets(
-    cfg: TrainConfig, readers: Sequence[DatasetReader], on_progress: OnProgress | None = None
+    readers: Sequence[DatasetReader],
+    max_length: int,
+    max_workers: int | None = None,
+    on_progress: OnProgress | None = None,
 ) -> EncodedExamples:
     """Read and tokenize every data set; see `encode_conversations`.
 
     Raises:
-        DataError: a data set cannot be read, or holds invalid records (unless `skip_bad_records`).
+        DataError: a data set cannot be read, or holds invalid records (unless `skip_bad`).
     """
-    encoded = EncodedExamples.empty(cfg.sequence_len)
+    encoded = EncodedExamples.empty(max_length)
     for index, reader in enumerate(readers):
-        result = reader.source.read(reader.config.type, skip_bad=cfg.skip_bad_records, tags=cfg.reasoning_tags)
+        result = reader.read()
         encoded.report.skipped += result.skipped
-        part = encode_conversations(
-            result.conversations, reader.encoder, cfg.sequence_len, cfg.dataset_processes, on_progress
-        )
-        if part.report.skipped and not cfg.skip_bad_records:
+        part = encode_conversations(result.conversations, reader.encoder, max_length, max_workers, on_progress)
+        if part.report.skipped and not reader.skip_bad:
             raise DataError(describe_problems(part.report.skipped, reader.config.path))
         part.origins = [index] * len(part.examples)
         encoded.extend(part)
     return encoded
 
 
-def cache_key(cfg: TrainConfig, readers: Sequence[DatasetReader]) -> str:
+def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     """Hash everything that affects the tokens: data, tokenizer, templates, settings, code and library versions.
 
     The source text of this package is part of the key, so that a changed tokenization never uses an old cache.
     """
     package = Path(__file__).parent
     inputs = {
-        "sequence_len": cfg.sequence_len,
-        "skip_bad_records": cfg.skip_bad_records,
+        "sequence_len": max_length,
         "sources": [
-            [reader.config.type, reader.source.fingerprint(), reader.encoder.fingerprint()] for reader in readers
+            [one.config.type, one.skip_bad, one.source.fingerprint(), one.encoder.fingerprint()] for one in readers
         ],
         "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.glob("*.py"))],
         "libraries": [metadata.version(name) for name in _LIBRARIES],

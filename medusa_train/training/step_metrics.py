@@ -38,24 +38,24 @@ class MicroBatchResult:
         return cls(batch.records, loss, torch.cat([figure.double().flatten() for figure in figures]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTotals:
     """Sums over a global batch: all micro-batches of all processes.
 
     Attributes:
         loss: the step's loss. tokens: tokens read.
         lm_ce, lm_kl, lm_count: cross-entropy and KL of the backbone in nats, and its targets; 0 where it is frozen.
-        correct, counts, in_vocab: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
+        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
     """
 
-    loss: float
-    tokens: int
-    lm_ce: float
-    lm_kl: float
-    lm_count: int
-    correct: list[int]
-    counts: list[int]
-    in_vocab: list[int]
+    loss: float = 0.0
+    tokens: int = 0
+    lm_ce: float = 0.0
+    lm_kl: float = 0.0
+    lm_count: int = 0
+    correct: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
 
     @classmethod
     def reduce(cls, results: Sequence[MicroBatchResult], world: World) -> StepTotals:
@@ -69,41 +69,28 @@ class StepTotals:
 
 
 @dataclass
-class Window:
+class Window(StepTotals):
     """Sums over the optimizer steps since the last log line.
 
     It is saved in checkpoints, so that a resumed run logs the same. `lr` is not a sum but the learning rate of the
-    last step. `known` counts targets in the head's vocabulary. `overscaled` counts steps skipped because float16
+    last step. `overscaled` counts steps skipped because float16
     gradients overflowed under the loss scale; they count as steps and have no norm.
     """
 
     steps: int = 0
-    loss: float = 0.0
     grad_norm: float = 0.0
     lr: float = 0.0
-    tokens: int = 0
     seconds: float = 0.0
-    correct: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
-    lm_ce: float = 0.0
-    lm_kl: float = 0.0
-    lm_count: int = 0
     overscaled: int = 0
 
     def add(self, totals: StepTotals, grad_norm: float, seconds: float) -> None:
         """Add one optimizer step."""
         self.steps += 1
-        self.loss += totals.loss
         self.grad_norm += grad_norm
-        self.tokens += totals.tokens
         self.seconds += seconds
-        self.correct = _added(self.correct, totals.correct)
-        self.counts = _added(self.counts, totals.counts)
-        self.known = _added(self.known, totals.in_vocab)
-        self.lm_ce += totals.lm_ce
-        self.lm_kl += totals.lm_kl
-        self.lm_count += totals.lm_count
+        for name, number in vars(totals).items():
+            before = getattr(self, name)
+            setattr(self, name, _added(before, number) if isinstance(number, list) else before + number)
 
     def means(self) -> dict[str, Any]:
         """Return the window's figures of a training record in metrics.jsonl.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,17 +53,11 @@ def config(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    """Every time that something is encoded."""
-    calls: list[TrainConfig] = []
-    encode_datasets = encode.encode_datasets
-
-    def counted(cfg: TrainConfig, *args: Any) -> EncodedExamples:
-        calls.append(cfg)
-        return encode_datasets(cfg, *args)
-
+def encoded(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Count how often something is encoded."""
+    counted = Mock(side_effect=encode.encode_datasets)
     monkeypatch.setattr(encode, "encode_datasets", counted)
-    return calls
+    return counted
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -70,11 +65,11 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_the_second_run_takes_exactly_what_the_first_encoded(
-    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig], tmp_path: Path
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: Mock, tmp_path: Path
 ) -> None:
     plain = load_datasets(config(dataset_prepared_path=None), encoder)
     first, second = (load_datasets(config(), encoder) for _ in range(2))
-    assert len(encoded) == 1
+    assert encoded.call_count == 1
     (path,) = files(tmp_path)
     for parts in (first, second):
         for got, expected in zip(parts, plain, strict=True):
@@ -91,7 +86,8 @@ def test_what_shapes_the_tokens_makes_another_key(
     config: Callable[..., TrainConfig], data: Path, make_tokenizer: Callable[..., Any]
 ) -> None:
     def key(encoder: ChatEncoder, **changes: Any) -> str:
-        return cache_key(config(**changes), encode.open_datasets(config(**changes), encoder))
+        cfg = config(**changes)
+        return cache_key(encode.open_datasets(cfg, encoder), cfg.sequence_len)
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]
@@ -113,7 +109,7 @@ def test_what_shapes_the_tokens_makes_another_key(
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])
 def test_a_damaged_file_is_made_again_and_told_in_one_line(
-    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: list[TrainConfig], tmp_path: Path, damage: str
+    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: Mock, tmp_path: Path, damage: str
 ) -> None:
     whole = load_datasets(config(), encoder)[0]
     (path,) = files(tmp_path)
@@ -123,7 +119,7 @@ def test_a_damaged_file_is_made_again_and_told_in_one_line(
     bad = {"cut": good[:-9], "flipped": bytes(flipped), "emptied": b"", "other": b"not tensors at all" * 9}[damage]
     path.write_bytes(bad)
     again = load_datasets(config(), encoder)[0]
-    assert len(encoded) == 2
+    assert encoded.call_count == 2
     (note,) = again.report.notes
     assert note.startswith(f"{path} is corrupt (")
     assert note.endswith("), tokenizing again")

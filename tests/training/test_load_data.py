@@ -171,13 +171,17 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
     encoded, directories = [], []
     encode, replace = encode_module.encode_datasets, encode_module.replace_bytes
 
+    def record(*args, **options):
+        encoded.append(options)
+        return encode(*args, **options)
+
     def write(path, chunks):
         directories.append(path.parent)
         if is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(path, chunks)
 
-    monkeypatch.setattr(encode_module, "encode_datasets", lambda *args: encoded.append(args[0]) or encode(*args))
+    monkeypatch.setattr(encode_module, "encode_datasets", record)
     monkeypatch.setattr(encode_module, "replace_bytes", write)
     cfg = make_config(dataset_prepared_path=str(tmp_path / "prepared") if prepared else None)
     barrier, values = threading.Barrier(3), {}
@@ -186,7 +190,7 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
         loaded = list(pool.map(lambda world: load_data(cfg, console, world), worlds))
     # with one directory for all, the second machine may come late and read what the first has written
     expected = [None, None, *([1] if is_full else [])]
-    assert [one.dataset_processes for one in encoded] in ([expected, [None]] if prepared else [expected])
+    assert [one["max_workers"] for one in encoded] in ([expected, [None]] if prepared else [expected])
     alone = load_data(make_config(), console)
     for data in loaded:
         assert data.train.fingerprint() == alone.train.fingerprint()

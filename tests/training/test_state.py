@@ -26,7 +26,7 @@ from medusa_train.training.step_metrics import Window
 def test_round_trip_through_json_keeps_every_bit():
     state = TrainState(step=7, epoch=1 / 3, data={"epoch": 1, "place": [3, 4]}, best_loss=0.1 + 0.2, best_step=5)
     state.tokens, state.seconds, state.evaluated = 12345, 1.1, 6
-    state.window = Window(2, 1 / 7, 0.3, 1e-3, 99, 0.25, [1, 2], [3, 4])
+    state.window = Window(loss=1 / 7, tokens=99, correct=[1, 2], counts=[3, 4], steps=2, grad_norm=0.3, lr=1e-3)
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
