@@ -115,8 +115,8 @@ def validate(
     Returns:
         The result, or None if aborted.
     """
-    heads, backbone = _HeadSums(draft.num_heads), _BackboneSums(recipe.adapter is not None)
-    minimized = _MinimizedSums(objective) if objective.aims_at_acceptance else None
+    heads, lm = _HeadSums(draft.num_heads), torch.zeros(3, dtype=torch.float64)
+    minimized = torch.zeros(2, draft.trained_heads, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
@@ -129,35 +129,37 @@ def validate(
             feats = recipe.features(batch, draft.needs)
             with recipe.precision.autocast():
                 ranks = heads.add(draft, batch, feats)
-                if minimized is not None:
-                    minimized.add(recipe, batch, feats)
+                if objective.aims_at_acceptance:
+                    minimized += _minimized_sums(objective, recipe, batch, feats)
                 if recipe.joint:
-                    backbone.add(recipe, batch, feats)
+                    lm += _lm_sums(recipe, batch, feats)
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
     finally:
         recipe.train()
         draft.train(was_training)
     heads.reduce(world)
-    backbone.sums = world.sum(backbone.sums)
+    ce, kl, lm_count = world.sum(lm).tolist()
+    lm_loss = ce / lm_count if lm_count else None
+    lm_kl = kl / lm_count if lm_count and recipe.adapter is not None else None
     counts = heads.in_vocab.clamp(min=1)
     head_loss = heads.loss / counts
     trained = head_loss[: draft.trained_heads]
     alpha: list[float] | None = None
-    if minimized is not None:
-        loss_sum, alpha_sum = world.sum(minimized.sums) / counts[: draft.trained_heads]
+    if objective.aims_at_acceptance:
+        loss_sum, alpha_sum = world.sum(minimized) / counts[: draft.trained_heads]
         trained = objective.weight * loss_sum
         alpha = None if objective.lk_eta is None else alpha_sum.tolist()
     turns = zip_longest(*world.gather(conversations), fillvalue=[])  # processes take turns with the batches
     loss = float(sum(objective.head_weight(k) * float(mean) for k, mean in enumerate(trained, start=1)))
     return ValidationResult(
         loss=loss,
-        objective=validation_objective(objective, loss, backbone.ce, backbone.kl),
+        objective=validation_objective(objective, loss, lm_loss, lm_kl),
         head_loss=head_loss.tolist(),
         top=(heads.hits / heads.targets.clamp(min=1)[:, None]).tolist(),
         targets=heads.targets.tolist(),
         in_vocab=heads.in_vocab.tolist(),
-        lm_loss=backbone.ce,
-        lm_kl=backbone.kl,
+        lm_loss=lm_loss,
+        lm_kl=lm_kl,
         head_alpha=alpha,
         conversations=[one for turn in turns for of_batch in turn for one in of_batch],
     )
@@ -236,53 +238,23 @@ def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
     return loss, torch.cat(ranks)
 
 
-class _MinimizedSums:
-    """The heads' loss as training minimizes it, where it is not a cross-entropy, without the objective's weight.
-
-    Attributes:
-        sums: float64 [2, K], over the validation set: loss in nats, alpha.
-    """
-
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-        self.sums = torch.zeros(2, objective.draft.trained_heads, dtype=torch.float64)
-
-    def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
-        teacher = recipe.teacher(batch, feats) if self._objective.soft_heads else (None, None)
-        for i, sums in enumerate(self._objective.head_sums(feats, batch, *teacher)):
-            self.sums[:, i] += torch.stack([sums.loss_sum, sums.alpha_sum]).double().cpu()
+def _minimized_sums(objective: Objective, recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
+    """Sum the heads' loss as training minimizes it, without its weight, and alpha: float64 [2, K] on the CPU."""
+    teacher = recipe.teacher(batch, feats) if objective.soft_heads else (None, None)
+    sums = objective.head_sums(feats, batch, *teacher)
+    return torch.stack([torch.stack([head.loss_sum, head.alpha_sum]).double().cpu() for head in sums], dim=1)
 
 
-class _BackboneSums:
-    """The figures of the trained backbone.
-
-    Attributes:
-        sums: float64 [3], over the validation set: cross-entropy, KL from the teacher, number of targets.
-    """
-
-    def __init__(self, has_teacher: bool) -> None:
-        self._has_teacher = has_teacher
-        self.sums = torch.zeros(3, dtype=torch.float64)
-
-    @property
-    def ce(self) -> float | None:
-        """Mean cross-entropy, nats per token; None if the backbone is frozen."""
-        return float(self.sums[0] / self.sums[2]) if self.sums[2] else None
-
-    @property
-    def kl(self) -> float | None:
-        """Mean KL from the teacher, nats per token; None without one."""
-        return float(self.sums[1] / self.sums[2]) if self.sums[2] and self._has_teacher else None
-
-    def add(self, recipe: BackboneRecipe, batch: Batch, feats: Features) -> None:
-        target = shift_labels(batch.labels, 0, batch.segments).flatten()
-        theirs = None
-        if self._has_teacher:
-            teacher, teacher_lm_head = recipe.teacher(batch, feats)
-            theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
-        sums = linear_loss(feats.hidden.flatten(0, 1), recipe.lm_head(), target, theirs)
-        count = (target != IGNORE_INDEX).sum()
-        self.sums += torch.stack([figure.double() for figure in (sums.ce_sum, sums.kl_sum, count)]).cpu()
+def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
+    """Sum a trained backbone's cross-entropy, KL from its teacher, and targets: float64 [3] on the CPU."""
+    target = shift_labels(batch.labels, 0, batch.segments).flatten()
+    theirs = None
+    if recipe.adapter is not None:
+        teacher, teacher_lm_head = recipe.teacher(batch, feats)
+        theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
+    sums = linear_loss(feats.hidden.flatten(0, 1), recipe.lm_head(), target, theirs)
+    count = (target != IGNORE_INDEX).sum()
+    return torch.stack([figure.double() for figure in (sums.ce_sum, sums.kl_sum, count)]).cpu()
 
 
 def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:

@@ -20,34 +20,29 @@ from medusa_train.training.setup import build_heads
 from tests.families import random_backbone
 from tests.varlen import APART, LEAKING
 
-
-def test_on_a_cpu_each_document_is_computed_by_itself_whatever_is_asked_for() -> None:
-    for wanted, reason in (("auto", "needs a GPU"), (True, "needs a GPU"), (False, "flash_attention: false")):
-        backbone = random_backbone("llama")
-        line = choose_attention(backbone, wanted, packed=True)
-        assert line.startswith("attention: torch sdpa, one call per document, for packed rows (")
-        assert reason in line
-        assert backbone.varlen
+DOCUMENTS_APART = "torch sdpa, one call per document, for packed rows ("
+MASKED = "torch eager with a mask for packed rows ("
+WINDOWS = "one call per document, for rows with sliding windows"
 
 
-def test_soft_capped_scores_need_a_mask() -> None:
-    backbone = random_backbone("gemma2")
-    line = choose_attention(backbone, "auto", packed=True)
-    assert line.startswith("attention: torch eager with a mask for packed rows (")
-    assert "soft-capped scores" in line
-    assert not backbone.varlen
-
-
-def test_rows_of_one_conversation_need_neither() -> None:
-    backbone = random_backbone("llama")
-    assert "causal" in choose_attention(backbone, True, packed=False)
-    assert not backbone.varlen
-
-
-def test_sliding_windows_are_computed_from_bounds_in_all_rows() -> None:
-    backbone = random_backbone("mistral-window")
-    assert "one call per document, for rows with sliding windows" in choose_attention(backbone, "auto", packed=False)
-    assert backbone.varlen
+@pytest.mark.parametrize(
+    ("family", "wanted", "packed", "words", "varlen"),
+    [
+        ("llama", "auto", True, [DOCUMENTS_APART, "needs a GPU"], True),
+        ("llama", True, True, [DOCUMENTS_APART, "needs a GPU"], True),
+        ("llama", False, True, [DOCUMENTS_APART, "flash_attention: false"], True),
+        ("gemma2", "auto", True, [MASKED, "soft-capped scores"], False),
+        ("llama", True, False, ["causal"], False),
+        ("mistral-window", "auto", False, [WINDOWS], True),
+    ],
+)
+def test_on_a_cpu_documents_are_kept_apart_whatever_is_asked_for(
+    family: str, wanted: bool | str, packed: bool, words: list[str], varlen: bool
+) -> None:
+    backbone = random_backbone(family)
+    line = choose_attention(backbone, wanted, packed=packed)
+    assert all(part in line for part in words)
+    assert backbone.varlen == varlen
 
 
 def test_where_nothing_stands_in_the_way_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A run with a reduced vocabulary: its vocabulary is the text's, it is trained, resumed, exported and decoded with."""
+"""Runs with a reduced vocabulary, which is the text's, or a Markov bias: trained, resumed, exported, decoded with."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
+from medusa_train.training.estimate import Estimate
 from medusa_train.training.load_data import load_data
 from medusa_train.training.run import train
 from medusa_train.training.validation import validate
@@ -60,7 +62,7 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
     assert Decoder(backbone, draft, Tree.load(out / "tree.json")).generate(prompt, 30).tokens == plain
 
     facts = export_run(resolve_model(str(out), None, None), "vllm").facts
-    assert any("the 276 other rows are filled in" in fact for fact in facts)
+    assert any("the other rows are filled in" in fact for fact in facts)
     config = json.loads((out / "export" / "vllm" / "config.json").read_text())
     assert (config["truncated_vocab_size"], config["medusa_vocab_size"]) == (300, SIZE)
     for to in ("reference", "reference-v2", "tgi", "trtllm"):
@@ -74,6 +76,38 @@ MARKOV = {"medusa_markov_rank": 4}
 
 def heads(run) -> dict[str, torch.Tensor]:
     return load_file(run / "heads" / "medusa_lm_head.safetensors")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"medusa_share_lm_head": True, "medusa_vocab_size": 24}],
+    ids=["plain", "shared lm_head, reduced"],
+)
+def test_a_run_with_a_markov_bias(make_config, console, tmp_path, backbone_dir, keys) -> None:
+    cfg = make_config(**MARKOV, **keys, calibration_tokens=60)
+    assert train(cfg, console, console) == 0
+    out = tmp_path / "run"
+    assert "with a Markov bias of rank 4" in console.file.getvalue()
+    learnt = heads(out)
+    rows = learnt["markov.output.weight"]
+    assert rows.shape == (24 if keys else 300, 4)
+    assert float(rows.abs().max()) > 1e-3  # 0 before training
+    logged = [line["loss"] for line in metrics(out) if line["kind"] == "train"]
+    assert logged[-1] < logged[0]
+    backbone = load_backbone(str(backbone_dir))
+    draft = load_draft(out / "heads", backbone)
+    assert isinstance(draft, MedusaDraft)
+    assert draft.settings == cfg.draft_config.settings
+    memory = Estimate(cfg, backbone.config).memory(rows=2, width=64, dtype=torch.float32, device="cpu")
+    assert memory.trained == sum(parameter.numel() for parameter in draft.parameters())
+    prompt = load_data(cfg, console).prompts.prompts()[0]
+    plain = Decoder(backbone).generate(prompt, 30).tokens
+    for tree in (Tree.load(out / "tree.json"), Tree.cartesian([3, 2, 2])):
+        assert Decoder(backbone, draft, tree).generate(prompt, 30).tokens == plain
+    for to in ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers"):
+        with pytest.raises(CheckpointError, match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store"):
+            export_run(resolve_model(str(out), None, None), to)
+    assert not (out / "export").exists()
 
 
 @pytest.mark.parametrize("options", [REDUCED, MARKOV], ids=["vocabulary", "markov"])

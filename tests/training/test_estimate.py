@@ -299,14 +299,6 @@ def test_a_shared_lm_head_is_multiplied_with_but_not_trained() -> None:
     assert kangaroo == pytest.approx(PASS + LM_HEAD + (6 * adapter + shared) * 600)
 
 
-def test_a_markov_bias_is_a_product_per_head_after_a_lookup() -> None:
-    added = operations(medusa_markov_rank=4) - operations()
-    assert added == pytest.approx(6 * 2 * 4 * VOCAB * 600)
-    reduced = {"medusa_vocab_size": 20}
-    added = operations(**reduced, medusa_markov_rank=4) - operations(**reduced)
-    assert added == pytest.approx(6 * 2 * 4 * 20 * 600)
-
-
 @pytest.mark.parametrize("family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type)
 def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
     """Falcon's list of layers is called `h`."""
