@@ -324,18 +324,13 @@ def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(make_confi
         train(make_config(deepspeed={}, datasets=[{"path": "absent.jsonl"}]), console)
 
 
-def test_fp16_on_a_cpu_is_float32_and_says_so(make_config, console, tmp_path):
-    assert train(make_config(fp16=True, max_steps=1), console) == 0
-    assert "fp16: not supported on cpu; using float32" in console.file.getvalue()
+@pytest.mark.parametrize(("key", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float32)])
+def test_heads_are_saved_in_the_compute_dtype(make_config, console, tmp_path, key, dtype):
+    assert train(make_config(**{key: True}, calibration_tokens=80), console) == 0
     tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-
-
-def test_bf16_trains_and_saves_heads_in_bf16(make_config, console, tmp_path):
-    assert train(make_config(bf16=True, calibration_tokens=80), console) == 0
-    tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     assert losses(tmp_path / "run")[-1][1] < losses(tmp_path / "run")[0][1]
+    assert ("fp16: not supported on cpu; using float32" in console.file.getvalue()) == (key == "fp16")
 
 
 def test_medusa_logging_adds_top_k_to_the_log(make_config, console, tmp_path):
