@@ -161,11 +161,8 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     assert overall["overhead"] > 0
     assert set(report["baselines"]) == {"plain", "generate"}
     assert "in float32, sampling at temperature 0.8, top-p 0.9, in batches of 2" in shown
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    for content in (page, text):
-        assert "lossless in distribution" in content
-        assert "sampling at temperature 0.8" in content
+    assert "lossless in distribution" in text
     assert "equal fp32" not in text
     assert "equal to plain" not in text
 
