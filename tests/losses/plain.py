@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,6 +80,19 @@ def assert_gradients(
         assert mine.dtype == direct.dtype
         torch.testing.assert_close(mine, other.to(mine.dtype), rtol=0, atol=tolerance)
         torch.testing.assert_close(direct, other.to(mine.dtype), rtol=0, atol=tolerance)
+
+
+def assert_equal(
+    compute: Callable[..., Any], wanted: Tensor, tensors: Sequence[Tensor], tolerance: float = 1e-10, count: int = 1
+) -> None:
+    """Compare `compute().loss_sum` with `wanted`, and the gradients of their means over `count` rows."""
+    assert compute().loss_sum.item() == pytest.approx(wanted.item(), rel=tolerance)
+
+    def mean(scale: float | None) -> Tensor:
+        total: Tensor = compute(grad_scale=scale and scale / count).loss_sum
+        return total if scale else total / count
+
+    assert_gradients(mean, wanted / count, tensors, tolerance)
 
 
 def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tensor:

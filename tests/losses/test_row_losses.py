@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from medusa_train.losses.fused_losses import LossSums, linear_loss, linear_targe
 from medusa_train.losses.row_losses import RowLoss
 from medusa_train.models.lm_head import LMHead
 from tests.losses.acceptance import lk, row
-from tests.losses.plain import RANK, VARIANTS, Largest, Random, assert_gradients, leaves, name, plain_logits
+from tests.losses.plain import RANK, VARIANTS, Largest, Random, assert_equal, leaves, name, plain_logits
 
 N, D, V, AHEAD = 23, 6, 29, 2
 KEPT = torch.tensor([12, 3, 5, 0, 9, 16, 28])
@@ -56,12 +56,9 @@ class Case:
             losses.append(loss if row_loss.weights is None else loss * row_loss.weights[n])
         return torch.stack(losses).sum()
 
-
-def assert_equal(case: Case, compute: Callable[..., LossSums], wanted: Tensor, tolerance: float = 1e-10) -> None:
-    """Value and gradients, from the backward pass and with the loss."""
-    assert compute().loss_sum.item() == pytest.approx(wanted.item(), rel=tolerance)
-    tensors = [case.hidden, *leaves(case.head)]
-    assert_gradients(lambda scale: compute(grad_scale=scale).loss_sum, wanted, tensors, tolerance)
+    def assert_formula(self, share: float, row_loss: RowLoss, tolerance: float = 1e-10) -> None:
+        tensors = [self.hidden, *leaves(self.head)]
+        assert_equal(partial(self.compute, share, row_loss), self.plain(share, row_loss), tensors, tolerance)
 
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["whole", "reduced"])
@@ -73,7 +70,7 @@ def test_value_and_gradients_are_the_formulas(
 ) -> None:
     case = Case(VARIANTS[-1], kept)
     row_loss = RowLoss(eta, case.weights if weighted else None)
-    assert_equal(case, lambda **scale: case.compute(share, row_loss, **scale), case.plain(share, row_loss))
+    case.assert_formula(share, row_loss)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name)
@@ -81,13 +78,13 @@ def test_value_and_gradients_are_the_formulas(
 @pytest.mark.parametrize("eta", [None, 3.0])
 def test_any_lm_head(eta: float | None, share: float, variant: dict[str, Any]) -> None:
     case, row_loss = Case(variant), RowLoss(eta)
-    assert_equal(case, lambda **scale: case.compute(share, row_loss, **scale), case.plain(share, row_loss))
+    case.assert_formula(share, row_loss)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_float32(share: float) -> None:
     case, row_loss = Case(VARIANTS[-1], KEPT, torch.float32), RowLoss(3.0)
-    assert_equal(case, lambda **scale: case.compute(share, row_loss, **scale), case.plain(share, row_loss), 2e-6)
+    case.assert_formula(share, row_loss, 2e-6)
 
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["whole", "reduced"])
