@@ -94,7 +94,7 @@ def test_what_shapes_the_tokens_makes_another_key(
     same = {"val_set_size": 0.3, "seed": 1, "sample_packing": True, "source": {"weight": 2}}
     assert key(ChatEncoder(make_tokenizer()), **same) == keys[0]
     for change in (
-        *({"sequence_len": 61}, {"train_on_inputs": True}, {"roles_to_train": ["user"]}),
+        *({"sequence_len": 61}, {"train_on_inputs": True}, {"roles_to_train": ["user"]}, {"skip_bad_records": False}),
         *({"source": {"conversation": "chatml"}}, {"source": {"type": "messages"}}),
     ):
         keys.append(key(ChatEncoder(make_tokenizer()), **change))
@@ -104,7 +104,7 @@ def test_what_shapes_the_tokens_makes_another_key(
     keys.append(key(ChatEncoder(make_tokenizer(grown.chat_template + " "))))
     data.write_text(data.read_text().replace("q1", "q9"))
     keys.append(key(ChatEncoder(make_tokenizer())))
-    assert len(set(keys)) == 9
+    assert len(set(keys)) == 10
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])

@@ -187,6 +187,14 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     assert [shares[2] for shares in found.top] == pytest.approx(top3)
     assert found.loss == pytest.approx(0.8 * losses[0] + 0.64 * losses[1], rel=1e-5)
     assert found.objective == found.loss  # the backbone is frozen
+    recipe = BackboneRecipe(backbone, PRECISION, parameters=dict(backbone.model.named_parameters()))
+    joint = validation.validate(recipe, draft, random_batches(), Objective(draft, 0.8, lm="ce"))
+    backbone.model.eval()
+    targets = [shift_labels(batch.labels, 0, batch.segments) for batch in random_batches()]
+    logits = [backbone.logits(backbone.run(batch.tokens).hidden).detach() for batch in random_batches()]
+    flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (logits, targets))
+    assert joint.lm_loss == pytest.approx(float(cross_entropy(*flat)), rel=1e-5)  # IGNORE_INDEX is torch's
+    assert joint.lm_kl is None
 
 
 def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
