@@ -2,7 +2,6 @@
 
     make smollm2-model                                           # once: the model
     python benchmarks/drafts.py                                  # trains and counts six drafts; run again, it continues
-    python benchmarks/drafts.py --compare losses --name losses   # head_loss x head_weights on Medusa-1 and Hydra++
     python benchmarks/drafts.py --compare recipes --name recipes --gsm8k gsm8k.jsonl
     python benchmarks/drafts.py --compare medusa1 --draft-vocab 1024 4096 --name draft_vocab
     python benchmarks/drafts.py --quick                          # tiny backbone, a minute or two: does it run here?
@@ -42,7 +41,6 @@ from medusa_train.errors import MedusaError  # noqa: E402
 from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.io import replace_text  # noqa: E402
 
-LK, DPACE = "head_loss=lk", "head_weights=dpace"
 HYDRA = ("hydra.prefix_layer=false", "hydra.num_layers=1", "hydra.soft_targets=0.0")
 
 #: name: title, configuration, overrides. Hydra is Hydra++ without its prefix layer, deeper heads and soft targets.
@@ -53,19 +51,14 @@ VARIANTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "amphista": ("Amphista", "amphista", ()),
     "kangaroo-published": ("Kangaroo as published", "kangaroo", ("kangaroo.mlp_size=0",)),
     "kangaroo": ("Kangaroo with our MLP", "kangaroo", ()),
+    "eagle3": ("EAGLE-3", "eagle3", ()),
     "hydra": ("Hydra", "hydra", HYDRA),
     "hydra-plain": ("Hydra, embeddings as published", "hydra", (*HYDRA, "hydra.normalize_embeddings=false")),
     "hydra++-plain": ("Hydra++, embeddings as published", "hydra", ("hydra.normalize_embeddings=false",)),
     "amphista-plain": ("Amphista, embeddings as published", "amphista", ("amphista.normalize_embeddings=false",)),
     "medusa2-ce": ("Medusa-2, cross-entropy for KL", "m2", ("medusa_self_distillation=false",)),
     "medusa2-lambda0": ("Medusa-2, lambda0 0.05", "m2", ("medusa_heads_coefficient=0.05",)),
-    "medusa1-lk": ("Medusa-1, LK", "m1", (LK,)),
-    "medusa1-dpace": ("Medusa-1, D-PACE", "m1", (DPACE,)),
-    "medusa1-lk-dpace": ("Medusa-1, LK and D-PACE", "m1", (LK, DPACE)),
     "medusa1-markov": ("Medusa-1, Markov bias", "m1", ("medusa_markov_rank=64",)),
-    "hydra++-lk": ("Hydra++, LK", "hydra", (LK,)),
-    "hydra++-dpace": ("Hydra++, D-PACE", "hydra", (DPACE,)),
-    "hydra++-lk-dpace": ("Hydra++, LK and D-PACE", "hydra", (LK, DPACE)),
     "amphista-alpha": ("Amphista alpha", "amphista", ("amphista.auto_blocks=2",)),
 }
 #: Comparisons that `--compare` takes by one name; the first draft of each is its reference.
@@ -74,9 +67,6 @@ GROUPS = {
     "embeddings": ("hydra", "hydra-plain", "hydra++", "hydra++-plain", "amphista", "amphista-plain"),
     "markov": ("medusa1", "medusa1-markov"),
     "recipes": ("medusa1", "medusa2", "medusa2-ce", "medusa2-lambda0"),
-    "losses": tuple(
-        f"{draft}{loss}" for draft in ("medusa1", "hydra++") for loss in ("", "-lk", "-dpace", "-lk-dpace")
-    ),
 }
 MODEL_CONFIGS, QUICK_CONFIGS = "configs/smollm2", "configs/tiny"
 QUICK_STEPS = 8  # optimizer steps of every training with --quick

@@ -33,11 +33,7 @@ _JOINT_KEYS = (
 def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others; `cfg` must be resolved."""
     if cfg.draft in SECTIONS:
-        yield from _HEAD_KEYS
-    if cfg.head_weights == "dpace" or (cfg.draft in SECTIONS and cfg.head_weights is None):
-        yield "medusa_decay_coefficient"
-    if cfg.head_loss != "lk":
-        yield "lk_eta"
+        yield from (*_HEAD_KEYS, "medusa_decay_coefficient")
     if cfg.recipe == "medusa1":
         yield from _JOINT_KEYS
     elif cfg.adapter is not None:
@@ -99,7 +95,7 @@ _EXPORTS = "; ".join(
     f"draft: {name} is exported to {', '.join(section.exports)}" if section.exports else f"no program reads {name}"
     for name, section in DRAFT_CONFIGS.items()
 )
-_WITHOUT_WEIGHTS = " or ".join(name for name, section in DRAFT_CONFIGS.items() if not section.weighs_heads)
+
 
 #: Constraints of `medusa-train`, reported by `load_config` together with errors in single keys.
 TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
@@ -173,21 +169,6 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         ("amphista",),
         lambda cfg: cfg.amphista is not None and not (cfg.amphista.alignment_weight or cfg.amphista.label_weight),
         "alignment_weight and label_weight are both 0, so there is no loss; set at least one of them",
-    ),
-    Constraint(
-        ("head_weights", "draft"),
-        lambda cfg: cfg.head_weights is not None and not DRAFT_CONFIGS[cfg.draft].weighs_heads,
-        f"{_WITHOUT_WEIGHTS} trains one head, so there are no weights to choose; remove head_weights",
-    ),
-    *(
-        Constraint(
-            ("head_weights", name),
-            lambda cfg, name=name: (  # type: ignore[misc]
-                cfg.head_weights is not None and getattr(getattr(cfg, name), "decay_coefficient", 1.0) != 1.0
-            ),
-            f"replaces {name}.decay_coefficient; remove one of the two",
-        )
-        for name in SECTIONS
     ),
     Constraint(
         ("draft", *_RECIPE_KEYS),

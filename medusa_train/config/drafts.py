@@ -19,25 +19,19 @@ class HeadsLoss(NamedTuple):
 
     Attributes:
         soft_targets: weight of the backbone's distribution in the target of L_k; the data's token has the rest.
-        lk_eta: eta of the LK loss (key `head_loss`); None: cross-entropy.
-        dpace: D-PACE's weights in place of decay**k (key `head_weights`).
     """
 
     decay: float
     soft_targets: float
     weight: float = 1.0
-    lk_eta: float | None = None
-    dpace: bool = False
 
     def describe(self) -> str:
         """Describe the loss in one phrase."""
-        soft, kind = self.soft_targets, "cross-entropy" if self.lk_eta is None else f"LK loss (eta {self.lk_eta:g})"
+        soft, kind = self.soft_targets, "cross-entropy"
         if soft in (0.0, 1.0):
             text = f"{kind} against the {'distribution of the backbone' if soft else 'tokens of the data'}"
         else:
             text = f"{soft:.0%} {kind} against the distribution of the backbone, rest cross-entropy against the data"
-        if self.dpace:
-            return f"{text}; targets weighted by D-PACE"
         return text if self.decay == 1.0 else f"{text}; head k weighted by {self.decay:g}^k"
 
 
@@ -50,7 +44,6 @@ class DraftConfig(BaseModel):
         title: name of the draft in messages.
         trains_jointly: whether it can be trained together with the backbone.
         exports: the layouts in which other programs read it.
-        weighs_heads: whether several heads are trained, whose losses `head_weights` weighs.
         merges: whether the guesses of drafts without training can be added to its own.
         guesses_at_once: whether its guesses are all known before a tree is chosen.
         lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
@@ -63,7 +56,6 @@ class DraftConfig(BaseModel):
     title: ClassVar[str]
     trains_jointly: ClassVar[bool] = False
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
-    weighs_heads: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     guesses_at_once: ClassVar[bool] = False
     lr_multiplier: ClassVar[float] = 1.0
@@ -241,7 +233,6 @@ class KangarooConfig(DraftConfig):
 
     prefix = "kangaroo."
     title = "Kangaroo"
-    weighs_heads = False
     merges = False  # its guesses pass through the backbone's first layers while they are drafted
 
     num_heads: Int = key(6, "gamma: maximum number of tokens that are drafted per step, one after another", ge=1, le=32)

@@ -27,7 +27,6 @@ from medusa_train.config.drafts import (
     AmphistaConfig,
     DraftConfig,
     Eagle3Config,
-    HeadsLoss,
     HydraConfig,
     KangarooConfig,
     LookaheadConfig,
@@ -172,19 +171,6 @@ class TrainConfig(Config):
         0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", ge=0, le=1
     )
     medusa_soft_targets: Float = key(0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1)
-    head_loss: Literal["ce", "lk"] = key(
-        "ce",
-        "loss of the heads; ce: cross-entropy; lk: LK loss, which optimizes the acceptance rate; it replaces the "
-        "cross-entropy against the backbone's distribution, or against the data's tokens if soft targets have weight 0",
-    )
-    lk_eta: Float = key(
-        3.0, "eta of head_loss: lk; its KL part has the weight exp(-eta * acceptance) for each token", ge=0
-    )
-    head_weights: Literal["decay", "dpace"] | None = key(
-        None,
-        "weights of the heads' losses; decay: medusa_decay_coefficient ** k under every draft; dpace: per token, from "
-        "the heads' own probabilities (D-PACE); default: the draft's own decay_coefficient ** k",
-    )
     medusa_num_unfreeze_layers: Int = key(
         0, "N: train the last N layers, the final norm and the lm_head (medusa2 without an adapter)", ge=0
     )
@@ -403,16 +389,6 @@ class TrainConfig(Config):
             return getattr(self, self.draft) or SECTIONS[self.draft].model_validate({})
         flat = {name: getattr(self, f"{MedusaConfig.prefix}{name}") for name in MedusaConfig.model_fields}
         return MedusaConfig(**flat)
-
-    @property
-    def heads_loss(self) -> HeadsLoss:
-        """The loss of the selected draft's heads, with `head_loss` and `head_weights`."""
-        loss = self.draft_config.heads_loss
-        return loss._replace(
-            decay=self.medusa_decay_coefficient if self.head_weights == "decay" else loss.decay,
-            lk_eta=self.lk_eta if self.head_loss == "lk" else None,
-            dpace=self.head_weights == "dpace",
-        )
 
     @property
     def heads_learning_rate(self) -> float:

@@ -20,7 +20,7 @@ Json = Mapping[str, Any]
 #: Keys of config.yaml that the card lists.
 SETTINGS = (
     "recipe", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler", "medusa_self_distillation",
-    "medusa_soft_targets", "head_loss", "lk_eta", "head_weights", "adapter", "lora_r", "lora_alpha", "lora_dropout",
+    "medusa_soft_targets", "adapter", "lora_r", "lora_alpha", "lora_dropout",
     "load_in_4bit", "load_in_8bit", "sequence_len", "num_epochs", "max_steps", "micro_batch_size",
     "gradient_accumulation_steps", "optimizer", "learning_rate", "medusa_lr_multiplier", "lr_scheduler",
     "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",

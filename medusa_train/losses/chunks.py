@@ -4,8 +4,7 @@ A chunk is one matrix product; softmax and loss run over blocks of it that fit t
 the logits in the products' dtype, so float32 logits exist for one block only.
 
 Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a cross-entropy up to a
-constant, and its gradient with respect to the logits is softmax minus target. Rows with weights, and the LK loss, are
-those of `row_losses.py`.
+constant, and its gradient with respect to the logits is softmax minus target.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
-from medusa_train.losses.row_losses import RowLoss, label_terms, lk_terms, soft_cross_entropy_terms
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 #: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has taken.
@@ -35,7 +33,6 @@ class Teacher(NamedTuple):
         shift: row n of the student is compared with row n + shift of the teacher.
         teacher_weight: weight of the teacher in the target; the label has the rest.
         divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same gradient.
-        log_mass: [N], see `log_mass`, where `lm_head` is restricted to a reduced vocabulary; only the LK loss reads it.
     """
 
     hidden: Tensor
@@ -43,7 +40,6 @@ class Teacher(NamedTuple):
     shift: int = 0
     teacher_weight: float = 1.0
     divergence: bool = False
-    log_mass: Tensor | None = None
 
 
 class LossInputs(NamedTuple):
@@ -54,7 +50,6 @@ class LossInputs(NamedTuple):
         lm_head: of the student. teacher: None for labels only.
         autocast: the products' dtype under autocast, None without it.
         chunk: rows of a product; None: `chunk_rows`.
-        row_loss: LK loss, or weights [M] of the supervised rows; None: cross-entropy (or divergence) without weights.
     """
 
     rows: Tensor
@@ -63,7 +58,6 @@ class LossInputs(NamedTuple):
     teacher: Teacher | None
     autocast: torch.dtype | None
     chunk: int | None
-    row_loss: RowLoss | None = None
 
 
 class Gradients(NamedTuple):
@@ -91,8 +85,6 @@ class ChunkedLoss:
         correct: long scalar, rows whose argmax is the label.
         ce, kl: cross-entropy against the labels and KL(teacher || student) in nats, float32 (float64 for float64
             weights). entropy: the teacher's.
-        rows, alpha: with a `row_loss`, the minimized loss, and the acceptance of the LK loss.
-        label_log_probs: [M], log-probability of each supervised row's label.
     """
 
     def __init__(
@@ -119,9 +111,8 @@ class ChunkedLoss:
         self.scale_before, self.scale_after = (scale, 1.0) if half else (1.0, scale)
         self.any_grad = any(grad is not None for grad in grads)
         self.correct = inputs.labels.new_zeros(())
-        zeros = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(5))
-        self.ce, self.kl, self.entropy, self.rows, self.alpha = zeros
-        self.label_log_probs = student.weight.new_empty(len(inputs.labels), dtype=student.dtype)
+        zeros = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(3))
+        self.ce, self.kl, self.entropy = zeros
 
         vocab, device = student.weight.shape[0], hidden.device.type
         chunk = inputs.chunk or chunk_rows(vocab, device, student.buffer_dtype.itemsize, free_bytes(hidden.device))
@@ -136,8 +127,6 @@ class ChunkedLoss:
 
     def loss(self) -> Tensor:
         """Return the loss from the sums so far."""
-        if self.inputs.row_loss is not None:
-            return self.rows.clone()
         if (teacher := self.teacher) is None:
             return self.ce.clone()
         soft = self.kl if teacher.divergence else self.kl + self.entropy
@@ -164,16 +153,11 @@ class ChunkedLoss:
         logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
         self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()  # scale and soft cap are monotonic
         log_probs = log_softmax(student.transform_(logits), dim=1)
-        label = log_probs.gather(1, index)
-        self.ce -= label.sum()
-        self.label_log_probs[part] = label[:, 0]
+        self.ce -= log_probs.gather(1, index).sum()
         theirs = None
         if self.teacher is not None and self.theirs is not None:
             theirs = self.teacher.log_probs(self.theirs[block], part).to(student.dtype)
-        if self.inputs.row_loss is None:
-            grad = self._add_sums(log_probs, index, theirs)
-        else:
-            grad = self._add_row_losses(self.inputs.row_loss, log_probs, index, theirs, part)
+        grad = self._add_sums(log_probs, index, theirs)
         if not self.any_grad:
             return
         student.transform_grad_(grad, logits)
@@ -204,34 +188,6 @@ class ChunkedLoss:
             grad -= soft
         if label_weight:
             grad.scatter_add_(1, index, grad.new_full((1, 1), -label_weight).expand_as(index))
-        return grad
-
-    def _add_row_losses(
-        self, row_loss: RowLoss, log_probs: Tensor, index: Tensor, theirs: Tensor | None, part: slice
-    ) -> Tensor:
-        """Add the rows' weighted losses; return their gradient over the logits. Arguments as in `_add_sums`."""
-        eta, teacher = row_loss.eta, self.teacher
-        label_weight = 1.0 if teacher is None else 1.0 - teacher.teacher_weight
-        # without a teacher the LK loss is that against the label; beside one the label keeps its cross-entropy
-        label = label_terms(log_probs.gather(1, index), eta if teacher is None else None)
-        loss, alpha, soft_grad = label_weight * label.loss[:, 0], label.alpha[:, 0], None
-        if teacher is not None and theirs is not None:
-            if eta is None:
-                soft = soft_cross_entropy_terms(log_probs, theirs)
-            else:
-                soft = lk_terms(log_probs, theirs, teacher.log_mass_of(part), eta)
-            self.kl += soft.kl.sum()
-            loss, alpha = loss + teacher.teacher_weight * soft.loss, soft.alpha
-            soft_grad = soft.grad.mul_(teacher.teacher_weight)
-        slope = label_weight * label.slope  # of softmax minus one-hot label
-        grad = log_probs.exp_().mul_(slope).scatter_add_(1, index, -slope)
-        if soft_grad is not None:
-            grad.add_(soft_grad)
-        if row_loss.weights is not None:
-            weights = row_loss.weights[part].to(grad.dtype)
-            loss, grad = loss * weights, grad.mul_(weights[:, None])
-        self.rows += loss.sum()
-        self.alpha += alpha.sum()
         return grad
 
     def _add_grads(self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice) -> None:
@@ -286,7 +242,6 @@ class _TeacherRows:
         self.hidden = teacher.hidden.detach()
         self.matrix = Projection(teacher.lm_head, inputs.autocast, shared=student)
         self.teacher_weight, self.divergence = teacher.teacher_weight, teacher.divergence
-        self._log_mass = teacher.log_mass
         self.z: Tensor | None = None
         low_rank = teacher.lm_head.low_rank
         if low_rank is not None:
@@ -301,38 +256,6 @@ class _TeacherRows:
         """Return log-probabilities [b, V] of a block from its W h, which may be overwritten."""
         logits = self.matrix.raw_logits(product, None if self.z is None else self.z[part])
         return log_softmax(self.matrix.transform_(logits), dim=1)
-
-    def log_mass_of(self, part: slice) -> Tensor | None:
-        """Return the teacher's log-mass in the reduced vocabulary for a block, [b]; None without one."""
-        return None if self._log_mass is None else self._log_mass[self.rows[part]]
-
-
-@torch.no_grad()
-def log_mass(hidden: Tensor, lm_head: LMHeadLike, tokens: Tensor, rows: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return the log-probability that the next token is among `tokens`, [N]; 0 except at `rows`.
-
-    Args:
-        hidden: [N, d]. lm_head: over all tokens. tokens: long [S]. rows: long, among N, ascending.
-        autocast: the products' dtype under autocast, None without it.
-    """
-    matrix = Projection(lm_head, autocast)
-    inputs = LossInputs(rows, rows, lm_head, None, autocast, None)
-    source = _TeacherRows(
-        Teacher(hidden, lm_head, 0, teacher_weight=1.0, divergence=True), inputs, hidden.shape[0], matrix
-    )
-    vocab, device = matrix.weight.shape[0], hidden.device.type
-    chunk = chunk_rows(vocab, device, matrix.buffer_dtype.itemsize, free_bytes(hidden.device))
-    block = block_rows(vocab, device)
-    buffer = matrix.weight.new_empty(min(chunk, len(rows)), vocab, dtype=matrix.buffer_dtype)
-    mass = matrix.weight.new_zeros(hidden.shape[0], dtype=matrix.dtype)
-    for start in range(0, len(rows), chunk):
-        product = buffer[: min(chunk, len(rows) - start)]
-        source.product(slice(start, start + chunk), product)
-        for first in range(0, len(product), block):
-            part = slice(start + first, start + min(first + block, len(product)))
-            log_probs = source.log_probs(product[first : first + block], part)
-            mass[rows[part]] = log_probs[:, tokens].logsumexp(dim=1)
-    return mass
 
 
 def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int:

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.chunks import ChunkedLoss, Gradients, LossInputs, Teacher
 from medusa_train.losses.logits import LMHeadLike, autocast_dtype, low_rank_input, low_rank_matrix
-from medusa_train.losses.row_losses import RowLoss
 
 
 class LossSums(NamedTuple):
@@ -33,28 +32,12 @@ class LossSums(NamedTuple):
         correct: long scalar, rows whose argmax is the label.
         ce_sum: cross-entropy against the labels, in nats.
         kl_sum: KL(teacher || student) in nats; 0 without a teacher.
-        alpha_sum: expected acceptance, with the LK loss only; else 0.
     """
 
     loss_sum: Tensor
     correct: Tensor
     ce_sum: Tensor
     kl_sum: Tensor
-    alpha_sum: Tensor
-
-
-@torch.no_grad()
-def linear_target_log_probs(hidden: Tensor, lm_head: LMHeadLike, targets: Tensor) -> Tensor:
-    """Log-probability of each row's target, [N], without the [N, V] logits; -inf for IGNORE_INDEX.
-
-    Arguments and errors as in `linear_loss`.
-    """
-    rows, labels = _supervised_rows(targets, lm_head)
-    hidden, z = low_rank_input(hidden, lm_head, rows)
-    inputs = LossInputs(rows, labels, lm_head, None, autocast_dtype(hidden.device.type), None)
-    with torch.autocast(hidden.device.type, enabled=False):
-        log_probs = ChunkedLoss(inputs, hidden, z).label_log_probs
-    return log_probs.new_full(targets.shape, -torch.inf).index_copy_(0, rows, log_probs)
 
 
 def linear_loss(
@@ -63,7 +46,6 @@ def linear_loss(
     targets: Tensor,
     teacher: Teacher | None = None,
     *,
-    row_loss: RowLoss | None = None,
     chunk: int | None = None,
     grad_scale: float | None = None,
 ) -> LossSums:
@@ -79,8 +61,6 @@ def linear_loss(
         lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is then [N, d + r]).
         targets: long [N], rows of the weight (token ids, unless there is a token_map) or IGNORE_INDEX.
         teacher: its part of the target distribution; None for labels only.
-        row_loss: LK loss in place of the teacher's cross-entropy (the label's part stays one), without a teacher in
-            place of the label's; and weights [N] of the rows. None: neither.
         chunk: rows per chunk; default `chunk_rows`.
         grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned loss has no graph.
             Those of leaf matrices in the softmax's dtype are added to `.grad` directly, without running hooks; the
@@ -91,11 +71,9 @@ def linear_loss(
         ValueError: the teacher has a different number of rows or tokens.
     """
     rows, labels = _supervised_rows(targets, lm_head)
-    if row_loss is not None and row_loss.weights is not None:
-        row_loss = row_loss._replace(weights=row_loss.weights[rows])
     hidden, z = low_rank_input(hidden, lm_head, rows)
     tensors = (hidden, lm_head.weight, lm_head.bias, z, low_rank_matrix(lm_head))
-    inputs = LossInputs(rows, labels, lm_head, teacher, autocast_dtype(hidden.device.type), chunk, row_loss)
+    inputs = LossInputs(rows, labels, lm_head, teacher, autocast_dtype(hidden.device.type), chunk)
     if grad_scale is not None:
         return _loss_and_gradients(tensors, inputs, grad_scale)
     return LossSums(*_LinearLoss.apply(*tensors, inputs))
@@ -130,7 +108,7 @@ def _loss_and_gradients(tensors: Sequence[Tensor | None], inputs: LossInputs, sc
         ]
         if rest:
             torch.autograd.backward([tensor for tensor, _ in rest], [grad for _, grad in rest])
-    return LossSums(sums.loss(), sums.correct, sums.ce, sums.kl, sums.alpha)
+    return LossSums(sums.loss(), sums.correct, sums.ce, sums.kl)
 
 
 class GraphCut:
@@ -172,8 +150,8 @@ class _LinearLoss(torch.autograd.Function):
             sums = ChunkedLoss(inputs, hidden, z)
         ctx.inputs = inputs
         ctx.save_for_backward(hidden, weight, bias, z, up)
-        ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl, sums.alpha)
-        return sums.loss(), sums.correct, sums.ce, sums.kl, sums.alpha
+        ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl)
+        return sums.loss(), sums.correct, sums.ce, sums.kl
 
     @staticmethod
     @once_differentiable

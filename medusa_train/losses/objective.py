@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.chunks import Teacher, log_mass
-from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_loss, linear_target_log_probs
-from medusa_train.losses.logits import LMHeadLike, autocast_dtype
-from medusa_train.losses.row_losses import RowLoss
-from medusa_train.losses.weights import dpace_weights, head_weight, lambda0
+from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_loss
+from medusa_train.losses.logits import LMHeadLike
+from medusa_train.losses.weights import head_weight, lambda0
 
 
 class DraftHeads(Protocol):
@@ -39,38 +37,23 @@ class DraftHeads(Protocol):
 class TeacherStates:
     """A teacher's hidden states [B, T, d] and its lm_head."""
 
-    def __init__(self, hidden: Tensor, lm_head: LMHeadLike, rows: Tensor) -> None:
-        """Keep the states.
-
-        Args:
-            hidden: [B, T, d]. lm_head: over all tokens.
-            rows: bool [B, T], positions whose predictions are compared with a student's.
-        """
+    def __init__(self, hidden: Tensor, lm_head: LMHeadLike) -> None:
+        """Keep the states [B, T, d], and lm_head over all tokens."""
         self.hidden = hidden
-        self._rows = rows
         self._whole = self._part = lm_head
         self._tokens: Tensor | None = None  # the vocabulary of _part
-        self._mass: Tensor | None = None
 
-    def target(self, tokens: Tensor | None, k: int, weight: float, *, divergence: bool, mass: bool) -> Teacher:
+    def target(self, tokens: Tensor | None, k: int, weight: float, *, divergence: bool) -> Teacher:
         """Return its part, `weight`, of the target of a predictor of token t + k + 1 over `tokens` (None for all).
 
         What is restricted to the tokens is shared by all heads. Rows are flattened, so t + k can point into the next
         row. That happens only where t + k + 1 is not a valid target, and such positions are ignored.
-
-        Args:
-            mass: include the probability mass of the tokens, which the LK loss reads.
         """
         if tokens is not self._tokens:
             self._part = self._whole if tokens is None else self._whole.restrict_to(tokens)
-            self._tokens, self._mass = tokens, None
+            self._tokens = tokens
         states = self.hidden.flatten(0, -2)
-        if mass and tokens is not None and self._mass is None:
-            device = self.hidden.device.type
-            rows, dtype = self._rows.flatten().nonzero().squeeze(1), autocast_dtype(device)
-            with torch.autocast(device, enabled=False):  # all casts are explicit
-                self._mass = log_mass(states, self._whole, tokens, rows, dtype)
-        return Teacher(states, self._part, k, weight, divergence, self._mass if mass else None)
+        return Teacher(states, self._part, k, weight, divergence)
 
 
 @dataclass(frozen=True)
@@ -127,10 +110,6 @@ class Objective:
     `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S. With teacher
     weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S
     is the teacher's distribution restricted to S.
-
-    Two options aim at the heads' acceptance (`row_losses.py`). `lk_eta` puts the LK loss in place of the teacher's part
-    of CE(q_t, p_k,t), or with s = 0 in place of the whole. `dpace` puts D-PACE's weights of each target, from the
-    heads' own probabilities of the labels, in place of `c^k`.
     """
 
     def __init__(
@@ -144,8 +123,6 @@ class Objective:
         schedule: str = "constant",
         soft_heads: float = 0.0,
         weight: float = 1.0,
-        lk_eta: float | None = None,
-        dpace: bool = False,
     ) -> None:
         """Configure the terms.
 
@@ -159,8 +136,6 @@ class Objective:
             schedule: of lambda0, `medusa_scheduler`.
             soft_heads: weight of the teacher in the heads' targets: head k at t against the teacher at t + k.
             weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
-            lk_eta: eta of the heads' LK loss (`lk_eta`); None: cross-entropy.
-            dpace: D-PACE's weights instead of `decay` (`head_weights`).
 
         Raises:
             ValueError: unknown schedule, or a weight outside [0, 1].
@@ -177,13 +152,6 @@ class Objective:
         self.schedule = schedule
         self.soft_heads = soft_heads
         self.weight = weight
-        self.lk_eta = lk_eta
-        self.dpace = dpace
-
-    @property
-    def aims_at_acceptance(self) -> bool:
-        """Whether the heads' loss is another one than their weighted cross-entropies."""
-        return self.lk_eta is not None or self.dpace
 
     @property
     def needs_teacher(self) -> bool:
@@ -196,7 +164,7 @@ class Objective:
 
     def head_weight(self, k: int) -> float:
         """Return the weight of head k's mean loss."""
-        return 1.0 if self.dpace else head_weight(k, self.decay)
+        return head_weight(k, self.decay)
 
     def target_counts(self, batch: Batch) -> Tensor:
         """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the language model's.
@@ -241,7 +209,7 @@ class Objective:
         """
         factors = self._factors(counts_total, progress)
         scales = [None if grad_scale is None else grad_scale * factor for factor in factors]
-        teacher_states = self._teacher_states(batch, teacher, teacher_lm_head)
+        teacher_states = self._teacher_states(teacher, teacher_lm_head)
         terms: list[LossSums] = []
         if self.lm is not None:
             if lm_head is None:
@@ -257,24 +225,9 @@ class Objective:
         valid = [(self._targets(batch, k) != IGNORE_INDEX).sum() for k in range(1, self.draft.trained_heads + 1)]
         return self._sum(terms, torch.stack(valid), self.target_counts(batch), factors)
 
-    def head_sums(
-        self,
-        feats: Any,
-        batch: Batch,
-        teacher: Tensor | None = None,
-        teacher_lm_head: LMHeadLike | None = None,
-    ) -> list[LossSums]:
-        """Return the sums of each head's loss, not weighted by head; for evaluation.
-
-        Args:
-            feats, batch, teacher, teacher_lm_head: as in `loss`; the teacher is needed if `soft_heads` is not 0.
-        """
-        states = self._teacher_states(batch, teacher, teacher_lm_head) if self.soft_heads else None
-        return self._head_terms(feats, batch, states, [None] * self.draft.trained_heads)
-
-    def _teacher_states(self, batch: Batch, teacher: Tensor | None, lm_head: LMHeadLike | None) -> TeacherStates | None:
+    def _teacher_states(self, teacher: Tensor | None, lm_head: LMHeadLike | None) -> TeacherStates | None:
         if teacher is not None and lm_head is not None:
-            return TeacherStates(teacher, lm_head, self._targets(batch, 0) != IGNORE_INDEX)
+            return TeacherStates(teacher, lm_head)
         if self.needs_teacher:
             raise ValueError("this objective needs a teacher: pass teacher and teacher_lm_head")
         return None
@@ -285,34 +238,13 @@ class Objective:
         """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
         terms: list[LossSums] = []
         cut = GraphCut()
-        states: Iterable[Tensor] = self.draft.head_states(feats, batch)
-        weights: Sequence[Tensor | None] = [None] * self.draft.trained_heads
-        if self.dpace and self.draft.independent_heads:  # a pass of its own, so that one head's activations are alive
-            with _without_graph(feats.hidden.device.type):
-                weights = self._depth_weights(self.draft.head_states(feats, batch), batch)
-        elif self.dpace:
-            states = list(states)
-            weights = self._depth_weights(states, batch)
-        for k, hidden in enumerate(states, start=1):
+        for k, hidden in enumerate(self.draft.head_states(feats, batch), start=1):
             head, scale = self.draft.lm_head(k), scales[k - 1]
             student = hidden if scale is None or self.draft.independent_heads else cut.detach(hidden)
             target = self._target_rows(batch, k, head)
-            row_loss = RowLoss(self.lk_eta, weights[k - 1]) if self.aims_at_acceptance else None
-            terms.append(
-                _predictor_loss(student, head, target, k, teacher, self.soft_heads, row_loss=row_loss, grad_scale=scale)
-            )
+            terms.append(_predictor_loss(student, head, target, k, teacher, self.soft_heads, grad_scale=scale))
         cut.backward()
         return terms
-
-    def _depth_weights(self, states: Iterable[Tensor], batch: Batch) -> Sequence[Tensor]:
-        """Return D-PACE's weights of each head's positions, [B * T] each, from the heads' `states`."""
-        log_probs, valid = [], []
-        for k, hidden in enumerate(states, start=1):
-            head = self.draft.lm_head(k)
-            target = self._target_rows(batch, k, head).flatten()
-            log_probs.append(linear_target_log_probs(hidden.flatten(0, -2), head, target))
-            valid.append((self._targets(batch, k) != IGNORE_INDEX).flatten())
-        return dpace_weights(torch.stack(log_probs).exp(), torch.stack(valid)).unbind()
 
     def _factors(self, totals: Tensor, progress: float) -> list[float]:
         """Return the factor on each term's sum in L: its weight over its number of targets."""
@@ -357,23 +289,11 @@ def _predictor_loss(
     teacher_weight: float,
     *,
     divergence: bool = False,
-    row_loss: RowLoss | None = None,
     grad_scale: float | None = None,
 ) -> LossSums:
     """Return the sums of the predictor of token t + k + 1, from states [B, T, d] and rows of its lm_head [B, T]."""
     theirs = None
     if teacher is not None and teacher_weight:
-        mass = row_loss is not None and row_loss.eta is not None
-        theirs = teacher.target(lm_head.token_map, k, teacher_weight, divergence=divergence, mass=mass)
+        theirs = teacher.target(lm_head.token_map, k, teacher_weight, divergence=divergence)
     states = hidden.flatten(0, -2)
-    return linear_loss(states, lm_head, target.flatten(), theirs, row_loss=row_loss, grad_scale=grad_scale)
-
-
-@contextmanager
-def _without_graph(device: str) -> Iterator[None]:
-    """Disable gradients, and autocast's cache: older releases of torch (2.9 is supported) would give the pass that
-    follows the weights that were cast here, without a graph (pytorch issue 112583).
-    """
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    with torch.no_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
-        yield
+    return linear_loss(states, lm_head, target.flatten(), theirs, grad_scale=grad_scale)

@@ -129,8 +129,7 @@ class Estimate:
         if rank:  # the embeddings of a Markov bias are looked up
             multiplied = self._count_heads(markov_rank=0) + self._section.num_heads * rank * self._draft_vocab
         shared = self._section.shared_lm_heads * self._draft_vocab * text.hidden_size
-        once_more = 2 if cfg.heads_loss.dpace else 0
-        in_heads = ((6 + once_more) * multiplied + (4 + once_more) * shared) * supervised * epochs
+        in_heads = (6 * multiplied + 4 * shared) * supervised * epochs
         if cfg.recipe == "medusa1":
             soft = 2 * lm_head * supervised if self._section.heads_loss.soft_targets else 0
             return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + soft * epochs + in_heads
@@ -243,34 +242,24 @@ class Estimate:
     def _heads_loss(self, tokens: int, item: int, device: str) -> int:
         """Estimate the buffers of one head's loss.
 
-        A reduced vocabulary makes them smaller; the teacher's rows for it are copied. The LK loss needs the teacher's
-        whole distribution all the same.
+        A reduced vocabulary makes them smaller; the teacher's rows for it are copied.
         """
-        loss = self._cfg.heads_loss
+        taught = bool(self._section.heads_loss.soft_targets)
         lm_head_rows, hidden = self._lm_head.shape
-        taught, lk = bool(loss.soft_targets), loss.lk_eta is not None
-        vocab = lm_head_rows if lk and taught else self._draft_vocab
         teacher_rows = self._draft_vocab * hidden * item if self._draft_vocab < lm_head_rows and taught else 0
-        blocks = 7 if lk or loss.dpace else None
-        return self._loss_buffers(vocab, tokens, item, device, taught=taught, blocks=blocks) + teacher_rows
+        return self._loss_buffers(self._draft_vocab, tokens, item, device, taught=taught) + teacher_rows
 
-    def _loss_buffers(
-        self, vocab: int, tokens: int, item: int, device: str, *, taught: bool, blocks: int | None = None
-    ) -> int:
+    def _loss_buffers(self, vocab: int, tokens: int, item: int, device: str, *, taught: bool) -> int:
         """Estimate a loss's buffers: a chunk of logits (and the teacher's), float32 blocks of it, and lm_head.
 
         One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which is counted
         elsewhere. A GPU with more free memory takes larger chunks.
-
-        Args:
-            blocks: tensors of one block; None: logits and log-probabilities, and the teacher's, with its probabilities.
         """
         logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
         block = min(block_rows(vocab, device), tokens) * vocab * _TRAINED
         matrix = vocab * self._text.hidden_size * item if item < _TRAINED else 0
-        if blocks is None:
-            blocks = 4 if taught else 2
-            blocks -= item == _TRAINED  # these logits need no copy
+        # logits and log-probabilities, and the teacher's, with its probabilities; float32 logits need no copy
+        blocks = (4 if taught else 2) - (item == _TRAINED)
         return logits + blocks * block + matrix
 
     def _layer_bytes(self, item: int, device: str, *, of_draft: bool = False) -> int:

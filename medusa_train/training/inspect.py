@@ -180,7 +180,7 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     token_map = choose_draft_vocabulary(size, train, tokenizer, stage.vocab_size, cfg.draft_config.vocab_size_key)
     if token_map is not None:
         table.add_row("vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size))
-    table.add_row("loss", cfg.heads_loss.describe())
+    table.add_row("loss", cfg.draft_config.heads_loss.describe())
     table.add_row("rows", _describe_rows(train, loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     table.add_row(

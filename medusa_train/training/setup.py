@@ -214,7 +214,7 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
 
 
 def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
-    loss = cfg.heads_loss
+    loss = cfg.draft_config.heads_loss
     keys: dict[str, Any] = {"weight": loss.weight}
     if joint:
         keys = {
@@ -223,7 +223,7 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
             "heads_coefficient": cfg.medusa_heads_coefficient,
             "schedule": cfg.medusa_scheduler,
         }
-    return Objective(draft, loss.decay, soft_heads=loss.soft_targets, lk_eta=loss.lk_eta, dpace=loss.dpace, **keys)
+    return Objective(draft, loss.decay, soft_heads=loss.soft_targets, **keys)
 
 
 def _describe_run(

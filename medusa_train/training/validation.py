@@ -44,7 +44,7 @@ class ValidationResult:
 
     Attributes:
         loss: the heads' loss, comparable with the training loss of Medusa-1: `sum_k c^k * head_loss[k]`, nats, also
-            with soft targets; with the LK loss or D-PACE's weights that loss itself, from the heads in evaluation mode.
+            with soft targets.
         objective: the value that early stopping compares, nats: `loss` if the backbone is frozen, otherwise see
             `validation_objective`.
         head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
@@ -52,8 +52,6 @@ class ValidationResult:
         targets: valid targets per head. in_vocab: those of them in the head's vocabulary.
         lm_loss: mean cross-entropy of the backbone, nats per token; None if it is frozen.
         lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
-        head_alpha: mean alpha of each trained head: the probability that lossless sampling accepts a token drawn from
-            the head; None without the LK loss.
         conversations: per token the rank that each head gives it, see `ranked_conversations`.
     """
 
@@ -65,7 +63,6 @@ class ValidationResult:
     in_vocab: list[int]
     lm_loss: float | None = None
     lm_kl: float | None = None
-    head_alpha: list[float] | None = None
     conversations: list[RankedConversation] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
@@ -86,7 +83,6 @@ class ValidationResult:
             **({} if self.in_vocab == self.targets else {"targets_in_vocabulary": self.in_vocab}),
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
-            **({} if self.head_alpha is None else {"head_alpha": self.head_alpha}),
             **({} if acceptance is None else {"acceptance_length": acceptance.length}),
         }
 
@@ -116,7 +112,6 @@ def validate(
         The result, or None if aborted.
     """
     heads, lm = _HeadSums(draft.num_heads), torch.zeros(3, dtype=torch.float64)
-    minimized = torch.zeros(2, draft.trained_heads, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
@@ -129,8 +124,6 @@ def validate(
             feats = recipe.features(batch, draft.needs)
             with recipe.precision.autocast():
                 ranks = heads.add(draft, batch, feats)
-                if objective.aims_at_acceptance:
-                    minimized += _minimized_sums(objective, recipe, batch, feats)
                 if recipe.joint:
                     lm += _lm_sums(recipe, batch, feats)
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
@@ -144,11 +137,6 @@ def validate(
     counts = heads.in_vocab.clamp(min=1)
     head_loss = heads.loss / counts
     trained = head_loss[: draft.trained_heads]
-    alpha: list[float] | None = None
-    if objective.aims_at_acceptance:
-        loss_sum, alpha_sum = world.sum(minimized) / counts[: draft.trained_heads]
-        trained = objective.weight * loss_sum
-        alpha = None if objective.lk_eta is None else alpha_sum.tolist()
     turns = zip_longest(*world.gather(conversations), fillvalue=[])  # processes take turns with the batches
     loss = float(sum(objective.head_weight(k) * float(mean) for k, mean in enumerate(trained, start=1)))
     return ValidationResult(
@@ -160,7 +148,6 @@ def validate(
         in_vocab=heads.in_vocab.tolist(),
         lm_loss=lm_loss,
         lm_kl=lm_kl,
-        head_alpha=alpha,
         conversations=[one for turn in turns for of_batch in turn for one in of_batch],
     )
 
@@ -236,13 +223,6 @@ def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
         loss += float(cross_entropy(logits, targets, reduction="sum", ignore_index=-1))
         ranks.append(rank_of(head.guesses(states, logits, MAX_RANK), targets).cpu())
     return loss, torch.cat(ranks)
-
-
-def _minimized_sums(objective: Objective, recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
-    """Sum the heads' loss as training minimizes it, without its weight, and alpha: float64 [2, K] on the CPU."""
-    teacher = recipe.teacher(batch, feats) if objective.soft_heads else (None, None)
-    sums = objective.head_sums(feats, batch, *teacher)
-    return torch.stack([torch.stack([head.loss_sum, head.alpha_sum]).double().cpu() for head in sums], dim=1)
 
 
 def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:

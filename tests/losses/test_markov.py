@@ -13,13 +13,12 @@ from torch.nn.functional import log_softmax, one_hot
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.losses.chunks import Teacher
-from medusa_train.losses.fused_losses import linear_loss, linear_target_log_probs
+from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.losses.objective import Objective
-from medusa_train.losses.row_losses import RowLoss
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
-from tests.losses import acceptance
+from tests.losses import formula
 from tests.losses.plain import Random, assert_gradients
 
 N, D, R, V = 23, 6, 3, 17
@@ -34,7 +33,7 @@ def plain_logits(states: Tensor, head: LMHead) -> Tensor:
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
-@pytest.mark.parametrize("kind", ["labels", "teacher", "weights"])
+@pytest.mark.parametrize("kind", ["labels", "teacher"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "transformed"])
 def test_value_and_gradients_of_a_loss(transform: dict[str, Any], kind: str) -> None:
     random = Random(5, torch.float64)
@@ -44,7 +43,6 @@ def test_value_and_gradients_of_a_loss(transform: dict[str, Any], kind: str) -> 
     targets = torch.randint(0, V, (N,), generator=random.generator)
     targets[::4] = IGNORE_INDEX
     targets[-1] = IGNORE_INDEX  # the teacher's row lies shift
-    weights = torch.rand(N, generator=random.generator, dtype=torch.float64)
     assert head.bias is not None
     assert head.token_bias is not None
     tensors = [states, head.weight, head.bias, head.token_bias]
@@ -53,20 +51,16 @@ def test_value_and_gradients_of_a_loss(transform: dict[str, Any], kind: str) -> 
         common: dict[str, Any] = {"chunk": 5, "grad_scale": grad_scale}
         if kind == "teacher":
             return linear_loss(states, head, targets, Teacher(theirs, teacher, 1, 0.6), **common).loss_sum
-        row_loss = RowLoss(weights=weights) if kind == "weights" else None
-        return linear_loss(states, head, targets, row_loss=row_loss, **common).loss_sum
+        return linear_loss(states, head, targets, **common).loss_sum
 
     log_probs = log_softmax(plain_logits(states, head), dim=1)
     valid = (targets != IGNORE_INDEX).nonzero()[:, 0]
     goal = one_hot(targets[valid], V).double()
     if kind == "teacher":
         goal = 0.6 * teacher.logits(theirs)[valid + 1].softmax(1) + 0.4 * goal
-    rows = -(goal * log_probs[valid]).sum(1)
-    wanted = (rows * weights[valid]).sum() if kind == "weights" else rows.sum()
+    wanted = -(goal * log_probs[valid]).sum()
     torch.testing.assert_close(fused(None), wanted, rtol=1e-12, atol=0)
     assert_gradients(fused, wanted, tensors, 1e-12)
-    found = linear_target_log_probs(states, head, targets)[valid]
-    torch.testing.assert_close(found, log_probs[valid, targets[valid]], rtol=1e-12, atol=0)
 
 
 #: Two documents in the first row, one and padding in the second.
@@ -109,7 +103,7 @@ class Plain:
         return SimpleNamespace(logits=lambda states: states, token_map=self.draft.token_map)
 
 
-@pytest.mark.parametrize("how", ["labels", "acceptance"])
+@pytest.mark.parametrize("how", ["labels", "teacher"])
 @pytest.mark.parametrize("reduced", [False, True], ids=["all", "reduced"])
 def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     draft = trained_heads(reduced=reduced)
@@ -123,8 +117,7 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     if how == "labels":
         objective, keys = Objective(draft, 0.8), {"decay": 0.8}
     else:
-        objective = Objective(draft, 1.0, soft_heads=0.5, lk_eta=3.0, dpace=True)
-        keys = {"share": 0.5, "eta": 3.0, "dpace": True, "teacher": teacher}
+        objective, keys = Objective(draft, 1.0, soft_heads=0.5), {"share": 0.5, "teacher": teacher}
     counts = objective.target_counts(batch)
 
     def fused(grad_scale: float | None) -> Tensor:
@@ -132,7 +125,7 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
             feats, batch, counts, teacher=feats.hidden, teacher_lm_head=teacher, grad_scale=grad_scale
         ).loss
 
-    wanted = acceptance.objective(Plain(draft), feats, batch, **keys)
+    wanted = formula.objective(Plain(draft), feats, batch, **keys)
     torch.testing.assert_close(fused(None), wanted, rtol=1e-10, atol=0)
     assert_gradients(fused, wanted, list(draft.parameters()))
     assert all(float(p.grad.abs().sum()) > 0 for name, p in draft.named_parameters() if "markov" in name)

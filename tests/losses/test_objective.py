@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.objective import Objective, lambda0
-from medusa_train.losses.weights import dpace_weights
 from medusa_train.models.features import Features
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, one_document
 
@@ -72,13 +71,3 @@ def test_schedules(schedule: str, values: list[float]) -> None:
 def test_unknown_schedules_are_refused(schedule: str) -> None:
     with pytest.raises(ValueError, match=r"sine_R|unknown schedule"):
         lambda0(schedule, 0.5)
-
-
-def test_dpace_weights_in_numbers() -> None:
-    """s = (0.9, 0.6, 0.75): P = (0.9, 0.54, 0.405)."""
-    q = torch.tensor([[0.8], [0.2], [0.5]], dtype=torch.float64)
-    found = dpace_weights(q, torch.ones(3, 1, dtype=torch.bool))
-    assert found[:, 0].tolist() == pytest.approx([1.845, 0.945, 0.405])
-    # without the depth in the middle: P = (0.9, -, 0.675)
-    found = dpace_weights(q, torch.tensor([[True], [False], [True]]))
-    assert found[[0, 2], 0].tolist() == pytest.approx([1.575, 0.675])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.fused_losses import GraphCut
-from medusa_train.losses.objective import Objective, ObjectiveOutput
+from medusa_train.losses.objective import Objective, ObjectiveOutput, TeacherStates
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from tests.losses.plain import Random, accumulated, leaves
@@ -149,7 +149,9 @@ def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: 
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1
-    heads = ours.head_sums(Features(joint.states), batch, joint.teacher_feats.hidden, joint.teacher)
+    heads = ours._head_terms(
+        Features(joint.states), batch, TeacherStates(joint.teacher_feats.hidden, joint.teacher), [None] * K
+    )
     assert all(sums.kl_sum == 0 for sums in heads)
 
 

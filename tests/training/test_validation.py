@@ -20,7 +20,7 @@ from medusa_train.training import validation
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
 from medusa_train.tree_search.fit import fit_tree
-from tests.losses.acceptance import objective as plain_objective
+from tests.losses.formula import objective as plain_objective
 from tests.losses.plain import accumulated
 
 
@@ -268,9 +268,7 @@ def test_the_validation_objective(backbone, keys, wanted):
 
 
 @pytest.mark.parametrize("kind", list(DRAFTS))
-@pytest.mark.parametrize("options", [{"lk_eta": 3.0}, {"lk_eta": 3.0, "dpace": True}], ids=["lk", "lk+dpace"])
-def test_losses_that_aim_at_acceptance_are_validated_and_trained_alike(backbone, kind, options):
-    """Every draft: gradients of the plain formula, and the value in the validation of the same batch."""
+def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     torch.manual_seed(3)
     settings = {"kangaroo": {"num_heads": 3, "exit_layer": 1}, "hydra": {"num_heads": 2, "num_layers": 1}}
     draft = DRAFTS[kind].from_backbone(backbone, **settings.get(kind, {"num_heads": 2}))
@@ -279,12 +277,11 @@ def test_losses_that_aim_at_acceptance_are_validated_and_trained_alike(backbone,
     draft.eval()
     batch, recipe = random_batches()[0], BackboneRecipe(backbone, PRECISION)
     share = 0.6 if kind == "amphista" else 1.0
-    objective = Objective(draft, 0.8, soft_heads=share, weight=0.5, **options)
+    objective = Objective(draft, 0.8, soft_heads=share, weight=0.5)
     feats = recipe.features(batch, draft.needs)
     states, lm_head = recipe.teacher(batch, feats)
     parameters = list(draft.parameters())
-    keys = {"share": share, "eta": 3.0, "dpace": "dpace" in options, "decay": 0.8}
-    wanted = 0.5 * plain_objective(draft, feats, batch, teacher=lm_head, **keys)
+    wanted = 0.5 * plain_objective(draft, feats, batch, teacher=lm_head, share=share, decay=0.8)
     gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     counts = objective.target_counts(batch)
     found = accumulated(
@@ -293,12 +290,3 @@ def test_losses_that_aim_at_acceptance_are_validated_and_trained_alike(backbone,
     )
     for mine, other in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    result = validation.validate(recipe, draft, [batch], objective)
-    assert result.loss == result.objective == pytest.approx(wanted.item(), rel=1e-5)
-    assert len(result.head_alpha) == draft.trained_heads
-    assert all(0 < alpha < 1 for alpha in result.head_alpha)
-    assert result.record()["head_alpha"] == result.head_alpha
-    plain = validation.validate(recipe, draft, [batch], Objective(draft, 0.8))
-    assert plain.head_loss == result.head_loss
-    assert plain.top == result.top
-    assert "head_alpha" not in plain.record()

@@ -104,7 +104,7 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
     strategy: Strategy = LocalStrategy(optimizer, scheduler, cfg.max_grad_norm)
     if world.size > 1:
         strategy = _deepspeed(case, cfg, draft, recipe, optimizer, scheduler, world)
-    loss = cfg.heads_loss
+    loss = cfg.draft_config.heads_loss
     lm: Literal["kl", "ce"] | None = "kl" if recipe.adapter else "ce" if recipe.joint else None
     return Trainer(
         recipe=recipe,
@@ -116,8 +116,6 @@ def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> T
             heads_coefficient=0.5,
             soft_heads=loss.soft_targets,
             weight=loss.weight,
-            lk_eta=loss.lk_eta,
-            dpace=loss.dpace,
         ),
         strategy=strategy,
         loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),

@@ -1,4 +1,4 @@
-"""The heads' objective (cross-entropy, LK, D-PACE) against plain loops: value, gradients, accumulation, memory."""
+"""The heads' objective against plain loops: value, gradients, accumulation, memory."""
 
 from __future__ import annotations
 
@@ -14,28 +14,21 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
-from tests.losses.acceptance import objective as plain
+from tests.losses.formula import objective as plain
 from tests.losses.plain import accumulated, peak_bytes
 from tests.losses.toy import DECAY, KEPT, B, D, Heads, K, ReducedHeads, Rows, Stem, T, V, one_document, part
 
 TEACHER = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
-OPTIONS: list[dict[str, Any]] = [{}, {"lk_eta": 3.0}, {"dpace": True}, {"lk_eta": 10.0, "dpace": True}]
 
 
-def ids(options: dict[str, Any]) -> str:
-    return "+".join(options) or "cross-entropy"
-
-
-def pair(heads: Any, options: dict[str, Any], share: float) -> tuple[Objective, dict[str, Any], dict[str, Any]]:
-    """An objective, its teacher's arguments, and those of the plain one."""
-    plain_options = {"eta": options.get("lk_eta"), "dpace": options.get("dpace", False), "decay": DECAY, "share": share}
-    return Objective(heads, DECAY, soft_heads=share, **options), {"teacher_lm_head": TEACHER}, plain_options
-
-
-def assert_equal(heads: Any, feats: Features, batch: Rows, options: dict[str, Any], share: float) -> None:
-    ours, teacher, theirs = pair(heads, options, share)
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("make", [Heads, Stem, ReducedHeads])
+def test_value_and_gradients_are_the_formulas(make: Any, share: float, batch: Rows, feats: Features) -> None:
+    """Independent heads, heads that share a layer, and heads over a reduced vocabulary."""
+    heads = make()
+    ours, teacher = Objective(heads, DECAY, soft_heads=share), {"teacher_lm_head": TEACHER}
     counts = ours.target_counts(batch)
-    wanted = plain(heads, feats, batch, teacher=TEACHER, **theirs)
+    wanted = plain(heads, feats, batch, teacher=TEACHER, decay=DECAY, share=share)
     out = ours.loss(feats, batch, counts, teacher=feats.hidden, **teacher)
     torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=0)
     parameters = list(heads.parameters())
@@ -46,16 +39,6 @@ def assert_equal(heads: Any, feats: Features, batch: Rows, options: dict[str, An
     for mine, direct, other in zip(torch.autograd.grad(out.loss, parameters), at_once, gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
         torch.testing.assert_close(direct, other, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
-@pytest.mark.parametrize("make", [Heads, Stem, ReducedHeads])
-def test_value_and_gradients_are_the_formulas(
-    make: Any, options: dict[str, Any], share: float, batch: Rows, feats: Features
-) -> None:
-    """Independent heads, heads that share a layer, and heads over a reduced vocabulary."""
-    assert_equal(make(), feats, batch, options, share)
 
 
 def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -> None:
@@ -76,11 +59,10 @@ def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -
     assert bool((out.head_in_vocab > 0).all() & (out.head_in_vocab < out.head_counts).all())  # or this shows nothing
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_micro_batches_add_up(options: dict[str, Any], share: float, batch: Rows, feats: Features) -> None:
+def test_micro_batches_add_up(share: float, batch: Rows, feats: Features) -> None:
     heads = ReducedHeads()
-    ours, teacher, _ = pair(heads, options, share)
+    ours, teacher = Objective(heads, DECAY, soft_heads=share), {"teacher_lm_head": TEACHER}
     counts, parameters = ours.target_counts(batch), list(heads.parameters())
     slices = [slice(0, 1), slice(1, B)]
 
@@ -95,21 +77,9 @@ def test_micro_batches_add_up(options: dict[str, Any], share: float, batch: Rows
     torch.testing.assert_close(sum(run(rows) for rows in slices), run(slice(0, B)), rtol=1e-12, atol=0)
 
 
-def test_only_the_heads_loss_differs_in_joint_training(batch: Rows, feats: Features) -> None:
-    heads = Heads()
-    head = LMHead(torch.randn(V, D, dtype=torch.float64))
-    arguments: dict[str, Any] = {"lm": "ce", "heads_coefficient": 0.3}
-    ours = Objective(heads, DECAY, lk_eta=3.0, dpace=True, **arguments)
-    out = ours.loss(feats, batch, ours.target_counts(batch), lm_head=head)
-    assert out.lm is not None
-    wanted = out.lm.ce / out.lm.count + 0.3 * plain(heads, feats, batch, eta=3.0, dpace=True)
-    torch.testing.assert_close(out.loss, wanted)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
-def test_nothing_supervised_gives_zero_not_nan(options: dict[str, Any], feats: Features) -> None:
+def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
     heads = ReducedHeads()
-    ours, teacher, _ = pair(heads, options, 1.0)
+    ours, teacher = Objective(heads, DECAY, soft_heads=1.0), {"teacher_lm_head": TEACHER}
     for label in (IGNORE_INDEX, 1):  # 1: not in KEPT
         rows = one_document(torch.full((B, T), label))
         out = ours.loss(feats, rows, ours.target_counts(rows), teacher=feats.hidden, **teacher)
@@ -134,9 +104,8 @@ def medusa(
 
 @pytest.mark.parametrize("grad_scale", [1.0, None])
 def test_autocast_gives_every_weight_its_gradient(grad_scale: float | None) -> None:
-    """The pass for D-PACE's weights has no graph: casts that autocast kept from it would have none either."""
     draft, feats, batch = medusa(3, 64, 50, 16)
-    ours = Objective(draft, DECAY, dpace=True)
+    ours = Objective(draft, DECAY)
     counts, parameters = ours.target_counts(batch), list(draft.parameters())
 
     def run() -> None:
@@ -159,7 +128,7 @@ def test_memory_is_flat_in_the_number_of_heads(monkeypatch: pytest.MonkeyPatch) 
 
     def peak(heads: int) -> int:
         draft, feats, batch = medusa(heads, tokens, vocab, width)
-        ours = Objective(draft, 0.8, soft_heads=1.0, lk_eta=3.0, dpace=True)
+        ours = Objective(draft, 0.8, soft_heads=1.0)
         counts, teacher = ours.target_counts(batch), LMHead(torch.randn(vocab, width))
 
         def run() -> None:
@@ -169,6 +138,5 @@ def test_memory_is_flat_in_the_number_of_heads(monkeypatch: pytest.MonkeyPatch) 
         return peak_bytes(run)
 
     few, many = peak(1), peak(5)
-    weights = 5 * 4 * tokens * 8  # [K, tokens] figures of D-PACE
-    assert many < 1.1 * few + weights
+    assert many < 1.1 * few
     assert many < 0.15 * 5 * tokens * vocab * 4
