@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+#: Attempts to continue a broken download, after each of which more time passes.
+MAX_ATTEMPTS = 5
+_TIMEOUT = 30.0  # seconds without a byte
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 #: First word of the name of a download's progress, which is counted in bytes.
@@ -41,39 +47,93 @@ def hub_is_unreachable() -> bool:
 
 
 def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None) -> Path:
-    """Return the local path of a file of the dataset `repo`, downloaded if it is not in the hub's cache.
+    """Return the local path of a file of the dataset `repo`, downloaded if it is not in a cache.
+
+    The hub's client starts a download over in every process, so files of hundreds of megabytes are fetched here: a
+    broken download continues in the same call or in a later one. Size and, where the hub knows it, SHA-256 are checked
+    before the file gets its name.
 
     Args:
         on_bytes: called while the file is downloaded.
 
     Raises:
-        FetchError: it is not in the cache, and the hub does not have it, refuses it or cannot be reached.
+        FetchError: it is in no cache, and the hub does not have it, refuses it or cannot be reached.
     """
-    from huggingface_hub import hf_hub_download
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
-    class Reported(tqdm):
-        """Passes the bytes to `on_bytes` instead of showing a bar of its own."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            self.n += n or 0
-            if on_bytes is not None:
-                on_bytes(int(self.n), int(self.total or 0))
-
-    offline = hub_is_unreachable()
+    cached = try_to_load_from_cache(repo, filename, repo_type="dataset")
+    if isinstance(cached, str):
+        return Path(cached)
+    target = Path(constants.HF_HOME) / "medusa-train" / repo.replace("/", "--") / filename
+    if target.is_file():
+        return target
+    if hub_is_unreachable():
+        raise FetchError("no network, or HF_HUB_OFFLINE is set")
     try:
-        path = hf_hub_download(repo, filename, repo_type="dataset", local_files_only=offline, tqdm_class=Reported)
+        url = hf_hub_url(repo, filename, repo_type="dataset")
+        metadata = get_hf_file_metadata(url)
+        if metadata.size is None or metadata.etag is None:
+            raise FetchError("the hub does not say how large it is")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _download(url, target, metadata.size, metadata.etag, on_bytes)
+    except FetchError:
+        raise
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
-        if offline:
-            raise FetchError("no network, or HF_HUB_OFFLINE is set") from error
         reason = describe_hub_error(error, repo, "dataset")
         if reason is None and not isinstance(error, OSError):
             raise
-        raise FetchError(reason or getattr(error, "strerror", None) or str(error)) from error
-    return Path(path)
+        raise FetchError(reason or f"{target.parent}: {getattr(error, 'strerror', None) or error}") from error
+    return target
+
+
+def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | None) -> None:
+    """Download a file of `size` bytes to `target`, or continue where an earlier process stopped."""
+    from filelock import FileLock
+
+    part = target.with_name(f"{target.name}.{re.sub(r'[^0-9A-Za-z]', '', etag)[:16]}.part")
+    with FileLock(target.with_name(f"{target.name}.lock")):
+        if target.is_file():  # by another process
+            return
+        attempt = 0
+        while (done := part.stat().st_size if part.exists() else 0) < size:
+            try:
+                _append(url, part, done, size, on_bytes)
+            except Exception as error:
+                attempt = 1 if part.exists() and part.stat().st_size > done else attempt + 1
+                if not _is_connection_error(error) or attempt >= MAX_ATTEMPTS:
+                    raise
+                time.sleep(attempt)
+        is_sha256 = re.fullmatch("[0-9a-f]{64}", etag) is not None
+        if done != size or (is_sha256 and _sha256(part) != etag):
+            part.unlink()
+            raise FetchError("the download was damaged and is deleted; run the command again")
+        part.replace(target)
+
+
+def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None) -> None:
+    """Append the bytes from `done` on to `part`; raise httpx.TransportError if the connection breaks."""
+    import httpx
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = {**build_hf_headers(), "Range": f"bytes={done}-", "Accept-Encoding": "identity"}
+    with httpx.stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as answer:
+        answer.raise_for_status()
+        if answer.status_code != httpx.codes.PARTIAL_CONTENT:
+            done = 0
+        with part.open("ab" if done else "wb") as file:
+            for block in answer.iter_raw():
+                file.write(block)
+                done += len(block)
+                if on_bytes is not None:
+                    on_bytes(done, size)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "dataset"]) -> str | None:
@@ -103,7 +163,7 @@ def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "
             return f"the hub answered with HTTP status {status} to a request for {name}; try again later"
         if _is_connection_error(cause):
             what = str(cause) or type(cause).__name__
-            return f"the connection to {constants.ENDPOINT} failed ({what}); run the command again"
+            return f"the connection to {constants.ENDPOINT} failed ({what}); run the command again to continue"
     return None
 
 

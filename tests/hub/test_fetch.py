@@ -15,7 +15,7 @@ import pytest
 from tests.hub.server import StandInHub, serve
 
 REPO, FILE = "somebody/chats", "chats.json"
-CONTENT = b"0123456789" * 2_400_000  # two of the chunks that the client reads
+CONTENT = b"0123456789" * 500_000
 FETCH = f"""
 from medusa_train.hub import FetchError, fetch_dataset_file
 seen = []
@@ -68,18 +68,40 @@ def run(hub: StandInHub, tmp_path: Path) -> Callable[..., str]:
     return start
 
 
-def test_a_file_is_fetched_once_and_then_read_without_a_network(hub: StandInHub, run) -> None:
+def fetched(home: Path) -> list[str]:
+    return sorted(path.name for path in home.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
+def test_a_file_is_fetched_once_and_then_read_without_a_network(hub: StandInHub, run, tmp_path: Path) -> None:
     first = run()
     assert first.split()[1:] == [str(len(CONTENT)), f"[({len(CONTENT)},", f"{len(CONTENT)})]"]
     assert run(HF_HUB_OFFLINE="1").split()[:2] == first.split()[:2]
     assert len(hub.ranges) == 1
+    assert fetched(tmp_path / "home") == [FILE]
 
 
-def test_a_broken_download_continues(hub: StandInHub, run, tmp_path: Path) -> None:
-    hub.breaks[FILE] = [20_000_000]
+def test_a_broken_download_continues_in_the_same_call_and_in_the_next(hub: StandInHub, run, tmp_path: Path) -> None:
+    hub.breaks[FILE] = [2_000_000, 0, 1_000_000]
     assert run().split()[1] == str(len(CONTENT))
-    assert [start > 0 for _, start in hub.ranges] == [False, True]
+    starts = [start for _, start in hub.ranges]
+    assert starts[0] == 0
+    assert 0 < starts[1] == starts[2] < starts[3] <= 3_000_000
+
+    hub.ranges.clear()
+    hub.breaks[FILE] = [2_000_000, *[0] * 5]
+    os.remove(next((tmp_path / "home").rglob(FILE)))
+    assert "the connection to http://127.0.0.1" in run()
+    assert [name for name in fetched(tmp_path / "home") if name.endswith(".part")]
+    hub.ranges.clear()
+    assert run().split()[1] == str(len(CONTENT))
+    assert hub.ranges[0][1] > 0
     assert next((tmp_path / "home").rglob(FILE)).read_bytes() == CONTENT
+
+
+def test_a_damaged_download_is_never_used(hub: StandInHub, run, tmp_path: Path) -> None:
+    hub.damaged.add(FILE)
+    assert "FetchError: the download was damaged and is deleted; run the command again" in run()
+    assert fetched(tmp_path / "home") == []
 
 
 def test_a_data_set_of_the_hub_is_read_by_its_name(run, tmp_path: Path) -> None:
