@@ -92,7 +92,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         expected = START_SECONDS + cases * (CASE_SECONDS + PROCESS_SECONDS)
         return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
 
-    data = ("data/selfdistill/smollm2_greedy.jsonl", "data/selfdistill/smollm2_t03.jsonl", SMOLLM2_BENCH)
+    data = (*(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")), SMOLLM2_BENCH)
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     loops = ("tests/gpu/test_decoding.py", "tests/gpu/test_graphs.py")
     return [

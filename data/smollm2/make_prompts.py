@@ -5,11 +5,7 @@
 Every third conversation of a category has a follow-up turn. No first turn occurs twice, and none is in the bench. The
 same seed gives the same file on every Python.
 
-data/selfdistill/smollm2_greedy.jsonl holds the model's answers to 1,988 of the first 2,000 of these, smollm2_t03.jsonl
-its answers at temperature 0.3 to 1,003 from the 2,601st on. Both were made by this command, at their temperatures:
-
-    medusa-selfdistill --prompts runs/smollm2_prompts.jsonl --model models/smollm2-135m-instruct --temperature 0 \
-        --max-new-tokens 256 --dtype bfloat16 batch_size=32 drop_truncated=false --output runs/smollm2_greedy.jsonl
+make_text.py lets the model answer them.
 """
 
 from __future__ import annotations

@@ -115,8 +115,10 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
         if kind == "validation":
             name = kind
         else:
-            start, used[kind] = used[kind], used[kind] + run["count"]
-            prompts = prompts[start : used[kind]]
+            start = run.get("first", used[kind])
+            end = start + run["count"]
+            used[kind] = max(used[kind], end)
+            prompts = prompts[start:end]
             name = f"{number:02d}_{kind}_t{run['temperature']}"
         if not prompts:
             print(f"== {name}: no {kind} are left to answer", flush=True)

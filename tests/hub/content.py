@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,10 @@ def write_local_data(place: Path) -> None:
         write_model(place / name, name)
     lines = "".join(json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:8]))
     names = ("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2")
-    for name in (*names, "tiny", "tiny_more", "smollm2_greedy", "smollm2_t03"):
+    for name in (*names, "tiny", "tiny_more"):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", lines)
+    for name in ("smollm2", "smollm2_validation"):
+        (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
 
 
 def write_model(folder: Path, name: str) -> None:
