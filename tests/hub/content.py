@@ -58,12 +58,12 @@ def write_local_data(place: Path) -> None:
     """Write what configurations find locally into the working directory: small models, and answers to prompts."""
     for name in _LOCAL:
         write_model(place / name, name)
-    lines = "".join(json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:8]))
+    lines = [json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:10])]
     names = ("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2")
     for name in (*names, "tiny", "tiny_more"):
-        _write(place / "data" / "selfdistill" / f"{name}.jsonl", lines)
-    for name in ("smollm2", "smollm2_validation"):
-        (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        _write(place / "data" / "selfdistill" / f"{name}.jsonl", "".join(lines[:8]))
+    for name, part in {"smollm2": lines[:8], "smollm2_validation": lines[8:]}.items():
+        (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(gzip.compress("".join(part).encode()))
 
 
 def write_model(folder: Path, name: str) -> None:
