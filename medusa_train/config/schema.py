@@ -520,7 +520,7 @@ class EvalConfig(Config):
     )
     serve_speculative_tokens: IntList | None = key(
         None,
-        "values of num_speculative_tokens to serve heads with; default: 1 to the number of heads",
+        "values of num_speculative_tokens to serve heads with; default: 1 to the number of heads, 1 to 5 for EAGLE-3",
         min_length=1,
     )
     serve_together: BoolOrAuto = key(

@@ -33,6 +33,7 @@ from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"
+EAGLE3_TOKENS = 5  # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
 TAIL_LINES = 12
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.5
@@ -258,7 +259,7 @@ class ServedModel:
 
     Attributes:
         python: the interpreter that vLLM is installed for. version: name and version of its vLLM.
-        backbone: directory or hub name. heads: directory in vLLM's layout.
+        backbone: directory or hub name. heads: directory in vLLM's layout. method: vLLM's name of the draft.
         sessions: the servers to start, in order. options: arguments of every server.
         notes: remarks for the report.
     """
@@ -267,6 +268,7 @@ class ServedModel:
     version: str
     backbone: str
     heads: Path
+    method: str
     sessions: tuple[Session, ...]
     options: tuple[str, ...]
     notes: tuple[str, ...]
@@ -286,7 +288,7 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
     if paths.heads is None:
         raise ConfigError(f"serve: {paths.base_model} has no heads; name a run or an export by --model")
     backbone, heads = paths.base_model, paths.heads
-    if heads_layout(heads) != "vllm":
+    if heads_layout(heads) not in ("vllm", "eagle3"):
         with progress.phase("exporting for vLLM", ticking=True):
             if paths.adapter is not None:
                 backbone = str(export_run(paths, "merged", directory / "merged").target.resolve())
@@ -299,14 +301,15 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
         notes.append(FOREIGN_WEIGHTS.format(base=backbone))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
         notes.append(f"{version} does not apply the temperature to drafts: the figures with heads mean nothing")
-    count = int(read_json(heads / "config.json").get("num_heads", 0))
+    method = "eagle3" if heads_layout(heads) == "eagle3" else "medusa"
+    count = EAGLE3_TOKENS if method == "eagle3" else int(read_json(heads / "config.json").get("num_heads", 0))
     tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or range(1, count + 1)))
-    if max(tokens) > count:
+    if method == "medusa" and max(tokens) > count:
         raise ConfigError(f"serve_speculative_tokens: {max(tokens)} is more than the {count} heads of {heads}")
     together = not torch.cuda.is_available() if cfg.serve_together == "auto" else cfg.serve_together
     options = _options(cfg, paths, directory)
     sessions = plan_sessions(tokens, together=together)
-    return ServedModel(python, version, backbone, heads, tuple(sessions), tuple(options), tuple(notes))
+    return ServedModel(python, version, backbone, heads, method, tuple(sessions), tuple(options), tuple(notes))
 
 
 def _options(cfg: EvalConfig, paths: ModelPaths, directory: Path) -> list[str]:
@@ -366,7 +369,7 @@ class ServerPool:
         speculative: dict[str, Any] | None = None
         if tokens:
             heads = str(self._model.heads.resolve())
-            speculative = {"method": "medusa", "model": heads, "num_speculative_tokens": tokens}
+            speculative = {"method": self._model.method, "model": heads, "num_speculative_tokens": tokens}
         command = serve_command(self._model.python, self._model.backbone, port, self._model.options, speculative)
         log = self._directory / f"vllm-{name}.log"
         server = VLLMServer(name, command, port, log, has_heads=tokens > 0)

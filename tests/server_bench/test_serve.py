@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from medusa_train.checkpoint.heads import save_draft
+from medusa_train.checkpoint.resolve import EAGLE3
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
+from medusa_train.models.loading import load_backbone
 from medusa_train.server_bench.serve import Session, plan_sessions, serve_command, vllm_version
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.server_bench.servers import write_questions
@@ -99,6 +103,18 @@ def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path)
     assert vllm.running == []
     assert (out / "vllm-k=3.log").is_file()
     assert "recommendation" in done.stdout
+
+
+def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Path) -> None:
+    vllm, base = Vllm(tmp_path, ""), str(trained / "backbone")
+    draft = Eagle3Draft.from_backbone(load_backbone(base, dtype="float32", device="cpu"))
+    heads = save_draft(draft, tmp_path / "heads", base)
+    done = run(trained, vllm, tmp_path / "out", f"--model={heads}", "serve_speculative_tokens=[7]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    server = vllm.started[-1]
+    config = json.loads(server[server.index("--speculative-config") + 1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 7)
+    assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"] == [EAGLE3]
 
 
 def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:

@@ -41,12 +41,13 @@ class Export:
     """Heads in vLLM's layout with the backbone to serve them on.
 
     Attributes:
-        directory: the heads. model: the backbone. k: number of draft tokens.
+        directory: the heads. model: the backbone. k: number of draft tokens. method: vLLM's name of the draft.
     """
 
     directory: Path
     model: Path
     k: int = HEADS
+    method: str = "medusa"
 
 
 @dataclass
@@ -82,7 +83,7 @@ def tokenize(question: str, model: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
-    """The exports by name: full matrices, a reduced vocabulary, a shared lm_head, both, and a merged backbone."""
+    """The exports by name: Medusa's matrices in full, reduced, shared and both, a merged backbone, and EAGLE-3 drafts."""
     root = tmp_path_factory.mktemp("serving")
     runs = {"full": train(root / "full", "tiny_m1"), "shared": train(root / "shared", "tiny_m1", SHARED)}
     runs["reduced"] = reduce_vocabulary(runs["full"], root / "reduced")
@@ -92,6 +93,8 @@ def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
     joint = train(root / "joint", "tiny_m2", f"lora_model_dir={runs['full']}")
     merged = export_run(resolve_model(str(joint), None, None), "merged").target
     exported["merged"] = Export(export(joint), merged)
+    for name, keys in {"eagle3": (), "eagle3_reduced": (f"eagle3.vocab_size={KEPT}",)}.items():
+        exported[name] = Export(export(train(root / name, "tiny_eagle3", *keys)), TINY, method="eagle3")
     return exported
 
 
@@ -102,7 +105,9 @@ def train(run: Path, recipe: str, *keys: str) -> Path:
     """Train heads for some steps, which is enough for every head to guess right now and then."""
     brief = ["max_steps=25", "warmup_steps=3", "val_set_size=0.02", "calibration_tokens=0", "bf16=false"]
     data = [f"datasets=[{{path: {text_file(run.parent)}, type: messages}}]", f"dataset_prepared_path={run.parent}/data"]
-    own = [f"medusa_num_heads={HEADS}", f"base_model={TINY}", f"output_dir={run}", *keys]
+    own = [f"base_model={TINY}", f"output_dir={run}", *keys]
+    if recipe != "tiny_eagle3":
+        own.append(f"medusa_num_heads={HEADS}")
     cfg = load_config(TrainConfig, PROJECT_ROOT / "configs" / f"{recipe}.yaml", [*brief, *data, *own])
     console = Console(file=io.StringIO(), width=200)
     assert run_training(cfg, console, console) == 0
@@ -170,15 +175,16 @@ def served(
     engines: dict[str, Any] = {
         "plain": {"model": str(TINY), "heads": None},
         "plain_merged": {"model": str(exports["merged"].model), "heads": None},
-        "too_many": {"model": str(TINY), "heads": str(exports["full"].directory), "k": HEADS + 1, "limit": 1},
+        "too_many": {**engine(exports["full"]), "k": HEADS + 1, "limit": 1},
     }
-    engines |= {name: _engine(one) for name, one in exports.items()}
-    engines |= {name: {**_engine(one), "limit": 1} for name, one in wrong.items()}
+    engines |= {name: engine(one) for name, one in exports.items()}
+    engines |= {name: {**engine(one), "limit": 1} for name, one in wrong.items()}
     return decode_with_vllm(vllm_python, engines, prompts, tmp_path_factory.mktemp("offline"))
 
 
-def _engine(one: Export) -> dict[str, Any]:
-    return {"model": str(one.model), "heads": str(one.directory), "k": one.k}
+def engine(one: Export) -> dict[str, Any]:
+    """What offline.py reads of an export."""
+    return {"model": str(one.model), "heads": str(one.directory), "k": one.k, "method": one.method}
 
 
 def decode_with_vllm(python: str, engines: dict[str, Any], prompts: list[list[int]], folder: Path) -> dict[str, Any]:

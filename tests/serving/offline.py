@@ -3,7 +3,7 @@
     VLLM_PYTHON tests/serving/offline.py JOBS.json RESULTS.json
 
 JOBS.json: {"prompts": [[token id]], "max_tokens": n, "engines": {name: {"model": directory, "heads": directory or null,
-"k": number of draft tokens, "limit": number of prompts, all without it}}}. RESULTS.json: by name {"answers":
+"method": medusa or eagle3, "k": number of draft tokens, "limit": number of prompts, all without it}}}. RESULTS.json: by name {"answers":
 [[token id]], "drafts": n, "accepted": [n per position]}, or {"error": text} where the engine does not start.
 """
 
@@ -37,7 +37,7 @@ def answer(engine: dict[str, Any], prompts: list[list[int]], max_tokens: int) ->
     """Answer all prompts greedily in float32, with the heads as a chain of k draft tokens where there are any."""
     speculative = None
     if engine["heads"] is not None:
-        speculative = {"method": "medusa", "model": engine["heads"], "num_speculative_tokens": engine["k"]}
+        speculative = {"method": engine["method"], "model": engine["heads"], "num_speculative_tokens": engine["k"]}
     llm = LLM(
         model=engine["model"],
         dtype="float32",

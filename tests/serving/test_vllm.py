@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.resolve import heads_layout, resolve_model
 from medusa_train.export.write import export_run, path_warning
 from tests.checkpoint.vllm_rules import loader_problems
-from tests.serving.conftest import HEADS, Chain, Export, decode_here, decode_with_vllm, tokenize
+from tests.serving.conftest import HEADS, Chain, Export, decode_here, decode_with_vllm, engine, tokenize
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving"), pytest.mark.timeout(3600)]
 
-VARIANTS = ["full", "reduced", "shared", "shared_reduced", "merged"]
+VARIANTS = ["full", "reduced", "shared", "shared_reduced", "merged", "eagle3", "eagle3_reduced"]
 
 
 def interval(successes: int, trials: int, z: float = 3.3) -> tuple[float, float]:
@@ -92,13 +92,12 @@ def test_a_run_of_another_backbone(vllm_python: str, tmp_path: Path) -> None:
     if not run:
         pytest.skip("MEDUSA_SERVING_RUN names no run directory")
     paths = resolve_model(run, None, None)
-    one = Export(export_run(paths, "vllm", tmp_path / "heads").target, Path(paths.base_model), k=3)
+    heads = export_run(paths, "vllm", tmp_path / "heads").target
+    method = "eagle3" if heads_layout(heads) == "eagle3" else "medusa"
+    one = Export(heads, Path(paths.base_model), k=3, method=method)
     questions = ["What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue?"]
     prompts = [tokenize(question, one.model) for question in questions]
-    engines = {
-        "plain": {"model": str(one.model), "heads": None},
-        "heads": {"model": str(one.model), "heads": str(one.directory), "k": one.k},
-    }
+    engines = {"plain": {"model": str(one.model), "heads": None}, "heads": engine(one)}
     served = decode_with_vllm(vllm_python, engines, prompts, tmp_path)
     assert served["heads"]["answers"] == served["plain"]["answers"]
     assert_same_acceptance(Chain(**served["heads"]), decode_here(one, prompts))
