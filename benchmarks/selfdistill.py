@@ -95,7 +95,7 @@ def own_rate(
     backbone.eos_ids = ()  # answers end at their last token only
     if compiled:
         compile_backbone(backbone, paths, rows=batch, trees=False)
-    engine = HFEngine(backbone, temperature=0.0, max_new_tokens=tokens, exact=False, batch_size=batch)
+    engine = HFEngine(backbone, temperature=0.0, max_new_tokens=tokens, batch_size=batch)
     ready = time.perf_counter() - started
     answer_all(engine, requests[:2])  # warm-up
     started = time.perf_counter()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
 from medusa_train.errors import DataError
@@ -32,30 +31,14 @@ class _Pending:
     prompt: list[int]
 
 
-@dataclass
-class Counts:
-    """What an engine has done so far.
-
-    Attributes:
-        steps: decoding steps of answers.
-        again: answers generated again, because rounding may have changed them.
-        draft_steps, draft_tokens: steps with heads, and the tokens that they made.
-    """
-
-    steps: int = 0
-    again: int = 0
-    draft_steps: int = 0
-    draft_tokens: int = 0
-
-
 class HFEngine:
     """Generates answers with a backbone loaded in this process.
 
     Batching is continuous: waiting requests replace finished ones. A batch is completed before the next one starts if
     the draft takes no further rows (`Proposer.can_append_rows`).
 
-    In float32 and float64 an answer without a draft does not depend on its batch: one that rounding may have changed
-    (see `is_certain`) is generated again alone. Every request has its own random generator, seeded by the request.
+    Every request has its own random generator, seeded by the request, so an answer depends on its batch only where
+    rounding decides between two tokens.
 
     Args:
         temperature: 0 for greedy decoding.
@@ -64,7 +47,6 @@ class HFEngine:
         batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
         draft, tree: heads for speculative decoding. Greedy answers equal the backbone's up to rounding; sampled ones
             follow its distribution, but differ from those without heads.
-        exact: generate answers again that rounding may have changed, in batches without a draft.
         stop_looping: end answers in refilled batches soon after they begin to loop, as they will be dropped.
 
     Raises:
@@ -86,7 +68,6 @@ class HFEngine:
         batch_size: int = 1,
         draft: Draft | None = None,
         tree: Tree | None = None,
-        exact: bool = True,
         stop_looping: bool = False,
     ) -> None:
         self.backbone = backbone
@@ -96,14 +77,12 @@ class HFEngine:
         self._prompting = ChatPrompting(
             backbone.tokenizer, chat_template, chat_template_kwargs, reasoning_tags=reasoning_tags
         )
-        self._plain = BatchDecoder(backbone)
-        self._decoder = self._plain if draft is None else BatchDecoder(backbone, draft, tree)
+        self._decoder = BatchDecoder(backbone, draft, tree)
         self._batch: Batch | None = None
         if batch_size > 1 and self._decoder.can_refill:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
-        self._exact = exact and draft is None and self._batch is not None and backbone.dtype in ROUNDING
         self._stop_looping = stop_looping
-        self.counts = Counts()
+        self.steps = self.step_tokens = 0  # decoding steps of all answers, and the tokens that they made
         self._waiting: list[_Pending] = []
         self._underway: dict[int, _Pending] = {}
         self._finished: deque[tuple[int, Answer]] = deque()
@@ -135,29 +114,25 @@ class HFEngine:
     def _generate_some(self) -> None:
         if self._batch is None:
             requests = self._pick(self.batch_size)
-            outputs = self._generate(self._decoder, requests)
+            outputs = self._generate(requests)
         else:
             requests, outputs = self._step(self._batch)
-        self._count_answers(outputs)
-        if self._exact:
-            outputs = [self._verified(asked, out) for asked, out in zip(requests, outputs, strict=True)]
         for pending, out in zip(requests, outputs, strict=True):
+            self.steps += out.steps
+            self.step_tokens += len(out.tokens) - 1
             answer = self._prompting.answer(pending.request, len(pending.prompt), out.tokens, out.finish)
             self._finished.append((pending.request_id, answer))
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Forward passes so far, and decoding steps of answers in them."""
-        return self._decoder.passes, self.counts.steps
+    def passes(self) -> int:
+        """Forward passes of the backbone so far."""
+        return self._decoder.passes
 
     def stats(self) -> Mapping[str, str]:
-        """Return the tokens per step of the heads, and the number of answers generated again."""
-        counts, figures = self.counts, {}
-        if counts.draft_steps:
-            figures["tokens per step"] = f"{counts.draft_tokens / counts.draft_steps:.2f}"
-        if counts.again:
-            figures["batched answers generated again in single rows (rounding)"] = f"{counts.again:,}"
-        return figures
+        """Return the tokens per step of the heads."""
+        if self._decoder.draft is None or not self.steps:
+            return {}
+        return {"tokens per step": f"{self.step_tokens / self.steps:.2f}"}
 
     def close(self) -> None:
         """Do nothing."""
@@ -194,128 +169,11 @@ class HFEngine:
                 if is_looping(text):
                     row.limit = len(row.out.tokens)
 
-    def _generate(self, decoder: BatchDecoder, batch: Sequence[_Pending]) -> list[Generation]:
+    def _generate(self, batch: Sequence[_Pending]) -> list[Generation]:
         generators = [self._generator(asked) for asked in batch] if self.sampling else None
         prompts = [asked.prompt for asked in batch]
-        return decoder.generate_batch(prompts, self.max_new_tokens, rule=self.sampling, generators=generators)
+        return self._decoder.generate_batch(prompts, self.max_new_tokens, rule=self.sampling, generators=generators)
 
     def _generator(self, asked: _Pending) -> torch.Generator:
         """Return a CPU generator, for the same numbers on every device."""
         return torch.Generator().manual_seed(asked.request.seed)
-
-    def _verified(self, asked: _Pending, made: Generation) -> Generation:
-        """Return the answer, or one generated alone if rounding may have changed a token."""
-        generator = self._generator(asked) if self.sampling else None
-        if is_certain(self.backbone, asked.prompt, made.tokens, self.sampling, generator):
-            return made
-        again = self._generate(self._plain, [asked])[0]
-        self.counts.again += 1
-        self.counts.steps += again.steps
-        return again
-
-    def _count_answers(self, made: Sequence[Generation]) -> None:
-        steps = sum(out.steps for out in made)
-        self.counts.steps += steps
-        if self._decoder is not self._plain:
-            self.counts.draft_steps += steps
-            self.counts.draft_tokens += sum(len(out.tokens) - 1 for out in made)
-
-
-#: Bound on the rounding error of a logit, relative to the largest: ten times the largest error observed.
-ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
-#: Bound on the rounding error of a sum of probabilities, by the dtype in which tokens are drawn.
-SUM_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
-_ROWS = 256  # positions per chunk of logits
-
-
-@torch.inference_mode()
-def is_certain(
-    backbone: Backbone,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    sampling: Sampling | None = None,
-    generator: torch.Generator | None = None,
-) -> bool:
-    """Return whether rounding errors cannot have changed any token of an answer.
-
-    Args:
-        prompt, tokens: the prompt and the answer.
-        sampling: None for greedy decoding.
-        generator: in its state before the answer, from which one number was drawn per token.
-
-    Raises:
-        KeyError: there is no bound (`ROUNDING`) for the backbone's dtype.
-    """
-    read = torch.tensor([[*prompt, *tokens[:-1]]], device=backbone.device)
-    hidden = backbone.run(read).hidden[0, len(prompt) - 1 :]
-    chosen = torch.tensor(tokens, device=backbone.device)
-    u = None
-    if sampling is not None:
-        assert generator is not None  # required for sampling
-        # one by one, as in generation: drawing many at once gives other numbers
-        numbers = [torch.rand(1, generator=generator, dtype=torch.float64, device=generator.device) for _ in tokens]
-        u = torch.cat(numbers).to(backbone.device)
-    for start in range(0, len(tokens), _ROWS):
-        rows = slice(start, start + _ROWS)
-        logits = backbone.logits(hidden[rows]).double()
-        error = ROUNDING[backbone.dtype] * logits.abs().amax(-1, keepdim=True).clamp(min=1.0)
-        if sampling is None or u is None:
-            sure = _surely_best(logits, chosen[rows], error)
-        else:
-            sure = _surely_drawn(logits, chosen[rows], u[rows], sampling, error, SUM_ROUNDING[backbone.dtype])
-        if not bool(sure.all()):
-            return False
-    return True
-
-
-def _surely_best(logits: Tensor, tokens: Tensor, error: Tensor) -> Tensor:
-    """Return whether each token [N] is the argmax of logits [N, V] by more than twice `error` [N, 1]."""
-    best, place = logits.topk(2)
-    return (place[:, 0] == tokens) & (best[:, 0] - best[:, 1] > 2 * error[:, 0])
-
-
-def _surely_drawn(
-    logits: Tensor, tokens: Tensor, u: Tensor, sampling: Sampling, error: Tensor, sums: float = 0.0
-) -> Tensor:
-    """Return whether inversion sampling at `u` [N] gives the tokens [N] for all logits within `error` [N, 1].
-
-    Args:
-        sums: bound on the rounding error of a sum of probabilities.
-    """
-    warped = sampling.warp(logits)
-    shift = error / sampling.temperature
-    mass = warped.softmax(-1).cumsum(-1)
-    upper = mass.gather(-1, tokens[:, None])
-    lower = torch.where(tokens[:, None] > 0, mass.gather(-1, (tokens[:, None] - 1).clamp(min=0)), 0.0)
-    place = u[:, None] * mass[:, -1:]
-    above = (lower == 0.0) | (place - lower > _moved(lower, shift) + sums)
-    below = (upper >= mass[:, -1:]) | (upper - place > _moved(upper, shift) + sums)
-    inside = (lower <= place) & (place < upper)
-    return (inside & above & below)[:, 0] & _surely_cut(logits, sampling, shift, sums)
-
-
-def _moved(mass: Tensor, shift: Tensor) -> Tensor:
-    """Bound the change of probabilities `mass` of token sets when each logit / T changes by at most `shift`.
-
-    Odds change by a factor between exp(-2 shift) and exp(2 shift), so probabilities near 0 or 1 hardly change.
-    """
-    return mass * (1 - mass) * torch.expm1(2 * shift)
-
-
-def _surely_cut(logits: Tensor, sampling: Sampling, shift: Tensor, sums: float = 0.0) -> Tensor:
-    """Return whether top-k and top-p keep the same tokens for all logits / T within `shift` [N, 1]; `sums` as above."""
-    sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-    scaled = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        best = scaled.topk(sampling.top_k + 1).values
-        sure &= best[:, -2] - best[:, -1] > 2 * shift[:, 0]
-        scaled = scaled.masked_fill(scaled < best[:, -2:-1], float("-inf"))
-    if sampling.top_p < 1:
-        rising = scaled.sort(-1).values
-        mass = rising.softmax(-1).cumsum(-1)
-        sure &= ((mass - (1 - sampling.top_p)).abs() > _moved(mass, shift) + sums).all(-1)
-        # the least probable kept token and the most probable cut one must not swap either
-        kept = (mass > 1 - sampling.top_p).int().argmax(-1, keepdim=True)
-        edge = rising.gather(-1, kept) - rising.gather(-1, (kept - 1).clamp(min=0))
-        sure &= ((kept == 0) | (edge > 2 * shift))[:, 0]
-    return sure
