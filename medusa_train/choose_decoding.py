@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -20,9 +18,9 @@ from medusa_train.models.compiled import has_compiler
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import (
     WeightMemory,
+    catch_out_of_memory,
     default_device,
     emulates_bf16,
-    is_out_of_memory,
     release_memory,
 )
 from medusa_train.progress import RunProgress
@@ -57,34 +55,29 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
     Raises:
         BackboneError: the backbone cannot be loaded, or fits into memory in no dtype.
     """
-    probes: dict[str, Probe] = {}
+    seconds: dict[str, float] = {}
     memory: WeightMemory | None = None
     for dtype in _candidates(paths):
-        if probes and dtype == "bfloat16" and emulates_bf16(default_device()):
+        if seconds and dtype == "bfloat16" and emulates_bf16(default_device()):
             progress.print("dtype bfloat16: emulated on this device, so slow for trees; left out")
             continue
         if memory is not None and not memory.fit(dtype):
             progress.print(f"dtype {dtype}: the weights do not fit into the free memory; left out")
             continue
-        try:
-            probes[dtype], memory = _probe(question, paths, dtype, progress)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
+        with catch_out_of_memory() as caught:
+            seconds[dtype], memory = _time_dtype(question, paths, dtype, progress)
+        if caught:
             progress.print(f"dtype {dtype}: not enough memory; left out")
         release_memory()
-    if not probes:
+    if not seconds:
         raise BackboneError(
             f"base_model {paths.base_model}: not enough memory for it in any dtype; free some, or use a larger device"
         )
-    seconds = {dtype: probe.step_seconds for dtype, probe in probes.items()}
     stored, fastest = next(iter(seconds)), min(seconds, key=lambda dtype: seconds[dtype])
     best = fastest if seconds[stored] > CLEARLY_FASTER * seconds[fastest] else stored
     reason = "the fastest for plain decoding here" if best == fastest else "the checkpoint's, since none is 10 % faster"
     measured = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
-    prepacked = [dtype for dtype, probe in probes.items() if probe.prepacked]
-    weights = f"; weights in {' and '.join(prepacked)} prepacked for this CPU" if prepacked else ""
-    progress.print(f"dtype: {best}, {reason} ({measured} per step{weights})")
+    progress.print(f"dtype: {best}, {reason} ({measured} per step)")
     return best
 
 
@@ -96,64 +89,20 @@ def _candidates(paths: ModelPaths) -> list[str]:
     return sorted(names, key=lambda name: (name == last, name != stored))
 
 
-class Probe(NamedTuple):
-    """Latency of a plain step in one dtype, and whether weights were prepacked for the CPU."""
-
-    step_seconds: float
-    prepacked: bool
-
-
-def _probe(question: str, paths: ModelPaths, dtype: str, progress: RunProgress) -> tuple[Probe, WeightMemory]:
-    """Load the backbone as for decoding and time plain steps of an answer; it is released on return."""
+def _time_dtype(question: str, paths: ModelPaths, dtype: str, progress: RunProgress) -> tuple[float, WeightMemory]:
+    """Load the backbone as for decoding and return the seconds of a plain step; it is released on return."""
     with progress.phase(PHASE, ticking=True):
         backbone = load_base_model(paths, dtype)
-        prepacked = backbone.prepack_weights()
+        backbone.prepack_weights()
         use_cuda_graphs(backbone)
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     prompt = chat.prompt([Message("user", question)])
     with progress.phase(PHASE):  # not ticking: steps are timed
         seconds = plain_step_seconds(backbone, prompt)
-    return Probe(seconds, prepacked), WeightMemory.of(backbone.model, backbone.device)
+    return seconds, WeightMemory.of(backbone.model, backbone.device)
 
 
 # Are the passes compiled?
-
-
-@dataclass(frozen=True)
-class CompileEstimate:
-    """What compiling would save and cost.
-
-    Attributes:
-        steps: plain steps ahead. step_seconds: measured time of one without compilation.
-        saving: share of a step that compilation is assumed to save.
-        refit_seconds: what fitting the tree to compiled passes takes; negative if it is fitted again without them only.
-    """
-
-    steps: int
-    step_seconds: float
-    saving: float = SAVING
-    refit_seconds: float = 0.0
-    compile_seconds: float = COMPILE_SECONDS
-
-    @property
-    def _seconds(self) -> tuple[float, float]:
-        return self.saving * self.steps * self.step_seconds, self.compile_seconds + self.refit_seconds
-
-    @property
-    def repaid(self) -> bool:
-        """Whether the saving clearly exceeds the cost."""
-        saved, cost = self._seconds
-        return saved > FACTOR * cost
-
-    def __str__(self) -> str:
-        saved, cost = self._seconds
-        tree = " and fitting the tree again" if self.refit_seconds > 0 else ""
-        relation = "more" if self.repaid else "not more"
-        return (
-            f"{self.steps:,} steps of {1000 * self.step_seconds:.1f} ms are expected, of which it may save "
-            f"{saved:.0f} s, {relation} than {FACTOR:g} times the {cost:.0f} s of "
-            f"compilation{tree}"
-        )
 
 
 def compile_if_repaid(
@@ -165,7 +114,6 @@ def compile_if_repaid(
     *,
     rows: int = 1,
     trees: bool = True,
-    refit_seconds: Callable[[float], float] = lambda step_seconds: 0.0,
 ) -> None:
     """Compile the decoding passes if that saves time; reports the decision and the reason.
 
@@ -175,27 +123,25 @@ def compile_if_repaid(
     Args:
         steps: plain steps that are expected. prompt: steps are timed after it.
         rows, trees: what will be decoded, see `Backbone.compile_passes`.
-        refit_seconds: from the seconds of a plain step to `CompileEstimate.refit_seconds`.
     """
     if (obstacle := compile_obstacle(backbone)) is not None:
         report(f"compile: no, {obstacle}")
         return
     step = plain_step_seconds(backbone, prompt, rows)
     on_gpu = backbone.device.type == "cuda"
-    cost = compile_seconds(backbone, trees=trees)
-    estimate = CompileEstimate(steps, step, GPU_SAVING if on_gpu else SAVING, refit_seconds(step), cost)
-    report(f"compile: {'yes' if estimate.repaid else 'no'}, {estimate}")
-    if not estimate.repaid:
+    saved = (GPU_SAVING if on_gpu else SAVING) * steps * step
+    cost = max(COMPILE_SECONDS, LAYER_SECONDS * backbone.num_layers * (2 if trees else 1))
+    is_repaid = saved > FACTOR * cost
+    report(
+        f"compile: {'yes' if is_repaid else 'no'}, {steps:,} steps of {1000 * step:.1f} ms are expected, of which it "
+        f"may save {saved:.0f} s, {'' if is_repaid else 'not '}more than {FACTOR:g} times the {cost:.0f} s it takes"
+    )
+    if not is_repaid:
         return
     compile_or_report(backbone, paths, report, rows=rows, trees=trees)
     if on_gpu and backbone.compiled is not None and (compiled := plain_step_seconds(backbone, prompt, rows)) >= step:
         backbone.compiled = None
         report(f"compile: dropped, steps take {1000 * compiled:.1f} ms with compiled passes")
-
-
-def compile_seconds(backbone: Backbone, *, trees: bool) -> float:
-    """Estimate the time that compilation takes: one program for plain steps, and one for trees."""
-    return max(COMPILE_SECONDS, LAYER_SECONDS * backbone.num_layers * (2 if trees else 1))
 
 
 def compile_obstacle(backbone: Backbone) -> str | None:

@@ -31,7 +31,6 @@ from medusa_train.tree_search.traces import (
 )
 
 LEAST_TOKENS = 2000  # to fit a tree to
-CHOICE_SECONDS = 30.0  # that fitting and timing trees takes for small models
 
 
 def load_model(
@@ -104,7 +103,8 @@ def refit_tree(
     if names_tree_file(cfg.tree):
         progress.print(f"{reason}; using it as named by tree")
         return None
-    kept = traced = load_traces(_traces_file(paths), weights_key(paths, settings))
+    home = paths.home if paths.tree is None else paths.tree.parent
+    kept = traced = load_traces(home / TREE_TRACES, weights_key(paths, settings))
     try:
         if traced is not None:
             progress.print(
@@ -134,34 +134,12 @@ def refit_tokens(cfg: EvalConfig, bench_tokens: int) -> int:
     return min(cfg.calibration_tokens, max(LEAST_TOKENS, bench_tokens // 2))
 
 
-def _traces_file(paths: ModelPaths) -> Path:
-    return (paths.home if paths.tree is None else paths.tree.parent) / TREE_TRACES
-
-
 def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
     """Return whether to decide about compilation: for `auto`, and by default where the tree was fitted to it."""
     if "compile" in cfg.model_fields_set or paths.tree is None:
         return cfg.compile == "auto"
     fitted = DecodingSettings.load(paths.tree)
     return fitted is not None and fitted.compiled
-
-
-def refit_seconds(
-    cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, bench_tokens: int, step_seconds: float
-) -> float:
-    """Return how much longer `refit_tree` takes if the passes are compiled; negative: it would be spared.
-
-    Answering takes at most a plain step per token.
-    """
-    if model.draft is None or paths.tree is None or names_tree_file(cfg.tree) or cfg.batch_size > 1:
-        return 0.0  # trees are fitted to steps of single rows, which batches do not compile
-    if (fitted := DecodingSettings.load(paths.tree)) is None:
-        return 0.0
-    settings = DecodingSettings.of(model.backbone)
-    seconds = CHOICE_SECONDS
-    if load_traces(_traces_file(paths), weights_key(paths, settings)) is None:
-        seconds += refit_tokens(cfg, bench_tokens) * step_seconds
-    return seconds * (bool(replace(settings, compiled=True).differences(fitted)) - bool(settings.differences(fitted)))
 
 
 def trace(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,9 @@ from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import score_answers
 from medusa_train.evaluation.answerers import extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
-from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_seconds, refit_tree
+from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree
 from medusa_train.evaluation.code_sandbox import require_code_execution
+from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,
     compare_regenerated_answers,
@@ -40,14 +39,20 @@ from medusa_train.evaluation.records import (
     turn_log,
 )
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
-from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings, note_other_bench
-from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
+from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
+from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
-from medusa_train.models.precision import WeightMemory, emulates_bf16, is_out_of_memory, release_memory
+from medusa_train.models.precision import (
+    WeightMemory,
+    catch_out_of_memory,
+    emulates_bf16,
+    is_out_of_memory,
+    release_memory,
+)
 from medusa_train.progress import RunProgress
+from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
-from medusa_train.trees.tree import Tree
 
 # Outcomes of comparing the answers in a dtype, in the report's meta.
 COMPARED = "compared"
@@ -83,79 +88,61 @@ def evaluate(
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, cfg.draft, dynamic=paths.dynamic)
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
-    note_other_bench(directory / "report.json", bench, progress.print)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-    dtype = (
-        cfg.dtype
-        if cfg.dtype != "auto"
-        else log.header.get("dtype") or choose_dtype(bench.questions[0].turns[0], paths, progress)
-    )
-
+    dtype = log.header.get("dtype", cfg.dtype)
+    if dtype == "auto":
+        dtype = choose_dtype(bench.questions[0].turns[0], paths, progress)
+    most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
     with _explain_out_of_memory(paths, dtype):
         model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
         if chooses_compilation(cfg, paths):
             _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
-        if (refitted := refit_tree(cfg, model, paths, _most_tokens(cfg, bench), progress)) is not None:
+        if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
         require_dynamic_trees(model, paths)
-        records, skipped, notes = time_bench(cfg, bench, model, paths, dtype, log, progress)
+        records, skipped = time_bench(cfg, bench, model, paths, dtype, log, progress)
     trace_records(records, model, progress)
 
     meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
     meta["resumed_turns"] = sum(len(turns) for turns in completed_turns(log.entries, bench.questions).values())
-    meta["notes"] = notes
     extra: dict[str, Any] = {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
     tree = model.tree if model.dynamic is None else None  # no tree to draw if each step has its own
-    files = ReportFiles(directory, records, skipped, meta, tree, extra, progress)
-    files.write()
+
+    def write() -> tuple[Report, list[Path]]:
+        """Write the report with the parts of `meta` and `extra` that have been measured so far."""
+        meta["seconds"] = round(progress.total_seconds, 1)
+        meta["phases"] = {name: round(seconds, 1) for name, seconds in progress.seconds.items()}
+        report = Report.from_records(records, meta, tree, extra)
+        return report, write_report(report, records, skipped, directory)
+
+    write()
     try:
         if any(question.expected is not None for question in bench.questions):
             with progress.phase("scoring the answers", len(records), "turns", ticking=True) as phase:
                 score_answers(records, bench.questions, model.backbone.tokenizer, phase.advance)
-            files.write()
+            write()
         if model.proposer is not None:
             memory = WeightMemory.of(model.backbone.model, model.backbone.device)
             if mode.acceptance == "greedy" and dtype in EQUALITY_DTYPES:
-                meta["exactness"][dtype] = _compare(
-                    records, dtype, partial(compare_timed_answers, records, model.backbone, dtype)
-                )
-                files.write()
+                with _comparing(records, dtype, meta["exactness"]):
+                    compare_timed_answers(records, model.backbone, dtype)
+                write()
             del model, refitted  # a large backbone fits into memory once, not once per dtype
             for other in EQUALITY_DTYPES if mode.acceptance == "greedy" and cfg.exactness else ():
                 if other != dtype:
-                    meta["exactness"][other] = _compare_again(cfg, records, paths, other, memory, progress)
+                    _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
             if has_trained_backbone(paths):
                 extra["joint"] = _backbone_quality(paths, progress)
         extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, progress)
     except KeyboardInterrupt:
-        progress.console.print(terminal_report(files.write()[0]))
+        progress.console.print(terminal_report(write()[0]))
         progress.print(f"interrupted after the timed part; its results are in {directory}")
         raise
-    report, written = files.write()
+    report, written = write()
     log.remove()
     _print_results(report, skipped, progress)
     return report, written
-
-
-@dataclass
-class ReportFiles:
-    """The files of the report, rewritten whenever another part of `meta` and `extra` has been measured."""
-
-    directory: Path
-    records: Sequence[TurnRecord]
-    skipped: Sequence[SkippedTurn]
-    meta: dict[str, Any]
-    tree: Tree | None
-    extra: dict[str, Any]
-    progress: RunProgress
-
-    def write(self) -> tuple[Report, list[Path]]:
-        """Write the report as it is now; returns it and the paths of the files."""
-        self.meta["seconds"] = round(self.progress.total_seconds, 1)
-        self.meta["phases"] = {name: round(seconds, 1) for name, seconds in self.progress.seconds.items()}
-        report = Report.from_records(self.records, self.meta, self.tree, self.extra)
-        return report, write_report(report, self.records, self.skipped, self.directory)
 
 
 def _choose_compile(
@@ -173,7 +160,7 @@ def _choose_compile(
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
         return
-    turns = _most_tokens(cfg, bench) // cfg.max_new_tokens
+    turns = sum(len(question.turns) for question in bench.questions)
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
         compile_if_repaid(
@@ -184,12 +171,7 @@ def _choose_compile(
             progress.print,
             rows=rows,
             trees=trees,
-            refit_seconds=lambda step: refit_seconds(cfg, model, paths, _most_tokens(cfg, bench), step),
         )
-
-
-def _most_tokens(cfg: EvalConfig, bench: Bench) -> int:
-    return cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
 
 
 def open_log(
@@ -210,12 +192,8 @@ def time_bench(
     dtype: str,
     log: MeasurementLog[Turn],
     progress: RunProgress,
-) -> tuple[list[TurnRecord], list[SkippedTurn], list[str]]:
-    """Time every decoder on every turn of the bench, appending each turn to `log`.
-
-    Returns:
-        Measured turns, skipped turns, and notes on moments in which the machine was busy with something else.
-    """
+) -> tuple[list[TurnRecord], list[SkippedTurn]]:
+    """Time every decoder on every turn of the bench, and log each turn; returns the measured and the skipped ones."""
     completed = completed_turns(log.entries, bench.questions)
     mode = DecodingMode.from_config(cfg)
     extra = extra_baselines(
@@ -236,20 +214,17 @@ def time_bench(
                 progress.print("memory does not suffice for the longest answers: their steps are captured when needed")
     kept = [turn for turns in completed.values() for turn in turns]
     log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
-    detector = SlowStepDetector(model.backbone.device.type)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
 
     def on_turn(turn: TurnRecord | SkippedTurn) -> None:
         log.append(turn)
         if isinstance(turn, SkippedTurn):
             timing.advance(len(test.names))
-        elif (note := detector.observe(turn.plain)) is not None:
-            progress.print(note, style="yellow")
 
     try:
         # Not ticking: no thread may run beside the decoders.
         with progress.phase(f"timing in {dtype}", turns * len(test.names), "answers") as timing:
-            records, skipped = test.run(
+            return test.run(
                 bench.questions, on_turn, completed, lambda answer: timing.advance(tokens=len(answer.tokens))
             )
     except KeyboardInterrupt:
@@ -257,7 +232,6 @@ def time_bench(
         raise
     finally:
         log.close()
-    return records, skipped, detector.notes
 
 
 @contextmanager
@@ -283,15 +257,13 @@ def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: R
         record.pieces = token_pieces(model.backbone.tokenizer, record.answer.tokens)
     if model.draft is None:
         return
-    try:
-        with progress.phase("tracing the heads' guesses", len(records), "answers", ticking=True) as phase:
-            for record in records:
-                prompt, answer = list(record.prompt_ids), list(record.answer.tokens)
-                record.trace = trace_answer(model.backbone, model.draft, prompt, answer)
-                phase.advance()
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+    phase = progress.phase("tracing the heads' guesses", len(records), "answers", ticking=True)
+    with catch_out_of_memory() as caught, phase:
+        for record in records:
+            prompt, answer = list(record.prompt_ids), list(record.answer.tokens)
+            record.trace = trace_answer(model.backbone, model.draft, prompt, answer)
+            phase.advance()
+    if caught:
         for record in records:
             record.trace = None
 
@@ -306,22 +278,35 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     return {key: value for key, value in record.items() if key not in ("medusa_choices", "head_accuracy")}
 
 
+@contextmanager
+def _comparing(records: Sequence[TurnRecord], dtype: str, outcomes: dict[str, str]) -> Iterator[None]:
+    """Note in `outcomes` how filling in `exact` of the records ended: COMPARED or NO_MEMORY."""
+    with catch_out_of_memory() as caught:
+        yield
+    outcomes[dtype] = NO_MEMORY if caught else COMPARED
+    if caught:
+        for record in records:
+            record.exact.pop(dtype, None)  # a count over some of the answers would pass for one over all
+
+
 def _compare_again(
     cfg: EvalConfig,
     records: Sequence[TurnRecord],
     paths: ModelPaths,
     dtype: str,
     memory: WeightMemory,
+    outcomes: dict[str, str],
     progress: RunProgress,
-) -> str:
-    """Generate every answer again in `dtype`, with the tree and plainly, and compare the two; returns the outcome."""
+) -> None:
+    """Generate every answer again in `dtype`, with the tree and plainly, and compare the two."""
     if dtype == "bfloat16" and emulates_bf16(memory.device):
-        return EMULATED
+        outcomes[dtype] = EMULATED
+        return
     release_memory()
     if not memory.fit(dtype):
-        return NO_MEMORY
-
-    def compare() -> None:
+        outcomes[dtype] = NO_MEMORY
+        return
+    with _comparing(records, dtype, outcomes):
         model = load_model(paths, dtype, progress)
         with progress.phase(f"output equality in {dtype}", len(records), "turns", ticking=True) as phase:
             compare_regenerated_answers(
@@ -333,33 +318,14 @@ def _compare_again(
                 batch_size=cfg.batch_size,
             )
 
-    return _compare(records, dtype, compare)
-
-
-def _compare(records: Sequence[TurnRecord], dtype: str, compare: Callable[[], None]) -> str:
-    """Call `compare`, which fills in `exact` of the records; returns COMPARED or NO_MEMORY."""
-    try:
-        compare()
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        for record in records:
-            record.exact.pop(dtype, None)  # a count over some of the answers would pass for one over all
-        return NO_MEMORY
-    return COMPARED
-
 
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
     """Return `measure_backbone_quality`, or None if memory does not suffice."""
     release_memory()
-    try:
-        with progress.phase("perplexity before and after joint training", ticking=True):
-            return measure_backbone_quality(paths)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        progress.print(f"perplexity was not measured: {NO_MEMORY}")
-        return None
+    with catch_out_of_memory(), progress.phase("perplexity before and after joint training", ticking=True):
+        return measure_backbone_quality(paths)
+    progress.print(f"perplexity was not measured: {NO_MEMORY}")
+    return None
 
 
 def _judge(
@@ -373,9 +339,6 @@ def _judge(
     """Have the judge grade the answers; None without a judge."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
-    from medusa_train.evaluation.judge import Judge, grade
-    from medusa_train.servers.client import OpenAIClient
-
     server = OpenAIClient(
         cfg.judge_base_url,
         timeout=JUDGE_TIMEOUT,
@@ -401,6 +364,4 @@ def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: Run
             progress.print(f"answers were not compared in {dtype}: {outcome}")
     if skipped:
         progress.print(f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context")
-    for note in report.meta["notes"]:
-        progress.print(f"note: {note}", style="yellow")
     progress.console.print(progress.table())

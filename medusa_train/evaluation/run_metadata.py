@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -117,16 +117,6 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node(),
     }
-
-
-def note_other_bench(report: Path, bench: Bench, note: Callable[[str], None]) -> None:
-    """Pass a line to `note` if `report`, which is about to be replaced, is on another question file."""
-    try:
-        earlier = json.loads(report.read_text(encoding="utf-8"))["meta"]["bench_file"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if earlier != short_path(str(bench.path)):
-        note(f"note: replaces the report on {earlier} in {report.parent}; set output_dir to keep it")
 
 
 def bench_settings(bench: Bench) -> dict[str, Any]:

@@ -31,11 +31,6 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.static.cache import KEY_BLOCK
 
 WARM_UP_TOKENS = 64
-#: Plain decoding steps that take so many times longer than others mean that the machine is busy. Longer prompts and
-#: noise account for much less.
-SLOW_FACTOR = 3.0
-#: Shorter answers are too noisy for that.
-MIN_STEPS = 8
 
 Turns = Sequence[TurnRecord | SkippedTurn]
 T = TypeVar("T")
@@ -190,7 +185,7 @@ class SpeedTest:
         self,
         asked: Sequence[_Asked],
         rotation: int,
-        on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
+        on_answer: Callable[[TimedAnswer], None],
     ) -> list[TurnRecord]:
         """Let every decoder answer the same prompts, in an order that starts at `rotation`."""
         names = self.names
@@ -218,44 +213,6 @@ class SpeedTest:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._backbone.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
-
-
-class SlowStepDetector:
-    """Notices when decoding steps take several times longer than at another time of the run.
-
-    Another process on the machine causes that. Two answers in a row have to agree, so that short pauses don't count.
-
-    Args:
-        device_type: "cpu" or "cuda", named in the note.
-
-    Attributes:
-        notes: at most one note for the user.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self.notes: list[str] = []
-        self._device = "CPU" if device_type == "cpu" else "GPU"
-        self._last: float | None = None
-        self._fastest, self._slowest = float("inf"), 0.0  # seconds of a step, kept up by two answers in a row
-
-    def observe(self, plain: TimedAnswer) -> str | None:
-        """Take a plain answer into account; returns a note if its steps are the first that stand out."""
-        if plain.steps < MIN_STEPS or self.notes:
-            return None
-        step = plain.decode_seconds / plain.passes
-        last, self._last = self._last, step
-        if last is None or last == step:  # equal: of the same batch
-            return None
-        low, high = min(last, step), max(last, step)
-        if low > SLOW_FACTOR * self._fastest:
-            change = f"decoding steps are {low / self._fastest:.0f}x slower than at the start"
-        elif SLOW_FACTOR * high < self._slowest:
-            change = f"decoding steps were {self._slowest / high:.0f}x slower at the start"
-        else:
-            self._fastest, self._slowest = min(self._fastest, high), max(self._slowest, low)
-            return None
-        self.notes.append(f"{change}: another process may be using the {self._device}; timings are unreliable")
-        return self.notes[0]
 
 
 def _waves(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -149,6 +149,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
+@contextmanager
+def catch_out_of_memory() -> Iterator[list[str]]:
+    """Suppress an error for which `is_out_of_memory`; the list then holds its message, but no frame with tensors."""
+    caught: list[str] = []
+    try:
+        yield caught
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        caught.append(str(error))
+
+
 def release_memory() -> None:
     """Free the memory of objects without references, for the next model."""
     gc.collect()

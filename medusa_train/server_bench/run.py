@@ -17,7 +17,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import MeasurementLog
-from medusa_train.evaluation.run_metadata import bench_settings, model_settings, note_other_bench, short_path
+from medusa_train.evaluation.run_metadata import bench_settings, model_settings, short_path
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
@@ -68,7 +68,6 @@ def measure_servers(
     options = request_options(cfg, mode, paths)
     remote = [] if cfg.serve else find_targets(cfg, options)
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
-    note_other_bench(directory / "served.json", bench, progress.print)
     served = prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
     log = MeasurementLog(
         directory / "blocks.jsonl",

@@ -21,7 +21,6 @@ from medusa_train.choose_decoding import (
     FACTOR,
     GPU_SAVING,
     SAVING,
-    CompileEstimate,
     WeightMemory,
     choose_dtype,
     compile_if_repaid,
@@ -154,19 +153,6 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
 ENOUGH = FACTOR * COMPILE_SECONDS / SAVING  # seconds of plain steps
 
 
-def test_the_saving_must_clearly_exceed_the_cost() -> None:
-    assert CompileEstimate(1000, 1.01 * ENOUGH / 1000).repaid
-    assert not CompileEstimate(1000, 0.99 * ENOUGH / 1000).repaid
-    assert not CompileEstimate(1000, 1.01 * ENOUGH / 1000, refit_seconds=25).repaid
-    assert CompileEstimate(1000, 0.99 * ENOUGH / 1000, refit_seconds=-25).repaid  # spared by compiling
-    assert str(CompileEstimate(40_960, 0.025)) == (
-        "40,960 steps of 25.0 ms are expected, of which it may save 256 s, more than 2 times the 60 s of compilation"
-    )
-    assert str(CompileEstimate(4_096, 0.025, refit_seconds=25)).endswith(
-        "it may save 26 s, not more than 2 times the 85 s of compilation and fitting the tree again"
-    )
-
-
 def compiled_for(
     monkeypatch: pytest.MonkeyPatch, backbone: Backbone, steps: list[float], compiler: bool = True
 ) -> tuple[list[tuple[int, bool]], list[str]]:
@@ -229,32 +215,31 @@ def model(run_dir: Path) -> LoadedModel:
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, 600), (4, 200)])
-def test_steps_and_refits_of_a_bench(
+def test_the_steps_of_a_bench(
     model: LoadedModel, run_dir: Path, bench_file: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, steps: int
 ) -> None:
     """6 turns of 100 tokens; in batches of 4, these are two batches."""
     seen: list[tuple[object, ...]] = []
 
-    def record(backbone: Backbone, paths: ModelPaths, steps: int, *given: object, **options: object) -> None:
-        refit_seconds = options["refit_seconds"]
-        assert callable(refit_seconds)
-        seen.append((steps, options["rows"], options["trees"], refit_seconds(2.0)))
+    def record(backbone: Backbone, paths: ModelPaths, steps: int, *given: object, rows: int, trees: bool) -> None:
+        seen.append((steps, rows, trees))
 
     monkeypatch.setattr(evaluation, "compile_if_repaid", record)
-    cfg = EvalConfig(max_new_tokens=100, batch_size=batch_size, calibration_tokens=200)
-    tree, bench = run_dir / "tree.json", load_bench(str(bench_file))
-    before = tree.read_text(encoding="utf-8")
-    try:
-        for compiled, seconds in ((False, 430.0), (True, -430.0)):
-            settings = replace(DecodingSettings.of(model.backbone), compiled=compiled)
-            Tree.cartesian([2, 2]).save(tree, **settings.record())
-            paths, progress = resolve_model(str(run_dir), None, None), RunProgress(Console(file=io.StringIO()))
-            evaluation._choose_compile(cfg, bench, model, paths, None, progress)
-            assert chooses_compilation(cfg, paths) == compiled
-            assert not chooses_compilation(EvalConfig(compile=False), paths)
-            assert seen.pop() == (steps, batch_size, True, seconds if batch_size == 1 else 0.0)
-    finally:
-        tree.write_text(before, encoding="utf-8")
+    cfg = EvalConfig(max_new_tokens=100, batch_size=batch_size)
+    paths, progress = resolve_model(str(run_dir), None, None), RunProgress(Console(file=io.StringIO()))
+    evaluation._choose_compile(cfg, load_bench(str(bench_file)), model, paths, None, progress)
+    assert seen == [(steps, batch_size, True)]
+
+
+def test_compilation_is_chosen_by_default_where_the_tree_was_fitted_to_it(model: LoadedModel, tmp_path: Path) -> None:
+    tree = tmp_path / "tree.json"
+    paths = ModelPaths(tmp_path, "m", None, tree, None)
+    for compiled in (False, True):
+        settings = replace(DecodingSettings.of(model.backbone), compiled=compiled)
+        Tree.cartesian([2, 2]).save(tree, **settings.record())
+        assert chooses_compilation(EvalConfig(), paths) == compiled
+        assert not chooses_compilation(EvalConfig(compile=False), paths)
+        assert chooses_compilation(EvalConfig(compile="auto"), paths)
 
 
 def test_an_interrupted_evaluation_keeps_its_decision_and_a_failing_compiler_does_not_end_it(

@@ -11,7 +11,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import SlowStepDetector, SpeedTest
+from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.static.cache import StaticCache
 from medusa_train.inference.static.graphs import StepRunner
@@ -219,31 +219,3 @@ def test_longrope_models_are_refused_in_batches(subject: LoadedModel, monkeypatc
     monkeypatch.setattr(subject.backbone, "rope_switch", 64)
     with pytest.raises(BackboneError, match="set batch_size: 1"):
         mode_test(subject, DecodingMode(batch_size=2))
-
-
-def plain(step_ms: float, steps: int = 20) -> TimedAnswer:
-    return TimedAnswer((1,) * (steps + 1), 1.0 + step_ms * steps / 1000, 1.0, steps)
-
-
-@pytest.mark.parametrize(
-    ("steps_ms", "expected"),
-    [
-        ([10, 12, 11, 14, 20, 25], None),  # longer prompts
-        ([10, 12, 90, 11, 12], None),  # one pause
-        ([10, 12, 90, 48, 12], "decoding steps are 4x slower than at the start: another process may be using the CPU"),
-        ([60, 55, 10, 11], "decoding steps were 5x slower at the start"),
-        ([10], None),
-    ],
-)
-def test_steps_that_become_several_times_slower_are_noticed_once(steps_ms: list[float], expected: str | None) -> None:
-    detector = SlowStepDetector("cpu")
-    notes = [note for ms in steps_ms if (note := detector.observe(plain(ms))) is not None]
-    assert notes == detector.notes
-    assert len(notes) == (expected is not None)
-    assert expected is None or notes[0].startswith(expected)
-
-
-def test_answers_of_the_same_batch_count_once() -> None:
-    detector = SlowStepDetector("cpu")
-    fast, slow = (TimedAnswer((1,) * 21, 1.0 + ms, 1.0, 20, rows=2, batch_passes=20) for ms in (0.1, 1.0))
-    assert [detector.observe(answer) for answer in (fast, fast, slow, slow, fast)] == [None] * 5
