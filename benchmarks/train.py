@@ -44,7 +44,6 @@ from medusa_train.config.schema import TrainConfig  # noqa: E402
 from medusa_train.data.batch import IGNORE_INDEX, Batch  # noqa: E402
 from medusa_train.losses.fused_losses import GraphCut  # noqa: E402
 from medusa_train.losses.objective import Objective  # noqa: E402
-from medusa_train.losses.weights import head_weight  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.features import Features, TokenRows  # noqa: E402
@@ -220,7 +219,7 @@ def measure_loss(case: Case) -> Result:
         batch = Batch(tokens, tokens.masked_fill(prompt, IGNORE_INDEX), tokens, torch.zeros_like(tokens), [])
     objective = Objective(draft, DECAY, lm="ce", heads_coefficient=LAMBDA0)
     parameters = [*draft.parameters(), weight]
-    weights = [1.0, *(LAMBDA0 * head_weight(k, DECAY) for k in range(1, case.heads + 1))]
+    weights = [1.0, *(LAMBDA0 * DECAY**k for k in range(1, case.heads + 1))]
 
     def loss_and_gradients(states: Tensor, rows: Batch) -> Tensor:
         feats, lm_head = Features(states), LMHead(weight)

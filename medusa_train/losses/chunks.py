@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from medusa_train.losses.logits import LMHeadLike, Projection, product_dtype
+from medusa_train.losses.logits import Projection, product_dtype
+from medusa_train.models.lm_head import LMHead
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 #: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has taken.
@@ -36,7 +37,7 @@ class Teacher(NamedTuple):
     """
 
     hidden: Tensor
-    lm_head: LMHeadLike
+    lm_head: LMHead
     shift: int = 0
     teacher_weight: float = 1.0
     divergence: bool = False
@@ -54,7 +55,7 @@ class LossInputs(NamedTuple):
 
     rows: Tensor
     labels: Tensor
-    lm_head: LMHeadLike
+    lm_head: LMHead
     teacher: Teacher | None
     autocast: torch.dtype | None
     chunk: int | None
@@ -104,7 +105,7 @@ class ChunkedLoss:
         self.student = student = Projection(inputs.lm_head, inputs.autocast)
         self.teacher: _TeacherRows | None = None
         if inputs.teacher is not None:
-            self.teacher = _TeacherRows(inputs.teacher, inputs, hidden.shape[0], student)
+            self.teacher = _TeacherRows(inputs.teacher, inputs, student)
         self.grads, self.scale = grads, scale
         # sums over rows may exceed float16's range whatever the loss scale, unless they are scaled before
         half = student.weight.dtype == torch.float16
@@ -220,25 +221,10 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor, scale: float) -> N
 
 
 class _TeacherRows:
-    """The teacher's log-probabilities for the student's supervised rows [M].
+    """The teacher's log-probabilities for the student's supervised rows [M]."""
 
-    Args:
-        inputs: the student's, with its supervised rows. total: N, all rows of the student.
-    """
-
-    def __init__(self, teacher: Teacher, inputs: LossInputs, total: int, student: Projection) -> None:
-        ours, theirs = student.weight.shape[0], teacher.lm_head.weight.shape[0]
-        if ours != theirs or teacher.hidden.shape[0] != total:
-            raise ValueError(
-                f"the teacher has {teacher.hidden.shape[0]} rows and {theirs} tokens, "
-                f"the student {total} rows and {ours} tokens"
-            )
-        rows = inputs.rows
-        self.rows = rows + teacher.shift
-        if rows.numel():
-            first, last = torch.stack((self.rows[0], self.rows[-1])).tolist()  # one transfer from the device
-            if not 0 <= first <= last < total:
-                raise IndexError(f"shift {teacher.shift:+} reaches beyond the teacher's {total} rows")
+    def __init__(self, teacher: Teacher, inputs: LossInputs, student: Projection) -> None:
+        self.rows = inputs.rows + teacher.shift
         self.hidden = teacher.hidden.detach()
         self.matrix = Projection(teacher.lm_head, inputs.autocast, shared=student)
         self.teacher_weight, self.divergence = teacher.teacher_weight, teacher.divergence

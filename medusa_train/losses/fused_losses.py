@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.chunks import ChunkedLoss, Gradients, LossInputs, Teacher
-from medusa_train.losses.logits import LMHeadLike, autocast_dtype, low_rank_input, low_rank_matrix
+from medusa_train.losses.logits import autocast_dtype, low_rank_input, low_rank_matrix
+from medusa_train.models.lm_head import LMHead
 
 
 class LossSums(NamedTuple):
@@ -42,7 +43,7 @@ class LossSums(NamedTuple):
 
 def linear_loss(
     hidden: Tensor,
-    lm_head: LMHeadLike,
+    lm_head: LMHead,
     targets: Tensor,
     teacher: Teacher | None = None,
     *,
@@ -67,8 +68,7 @@ def linear_loss(
             others, and those of `hidden`, go through their graphs, which are freed.
 
     Raises:
-        IndexError: a target is neither IGNORE_INDEX nor in [0, V), or a supervised row has no row of the teacher.
-        ValueError: the teacher has a different number of rows or tokens.
+        IndexError: a target is neither IGNORE_INDEX nor in [0, V).
     """
     rows, labels = _supervised_rows(targets, lm_head)
     hidden, z = low_rank_input(hidden, lm_head, rows)
@@ -79,7 +79,7 @@ def linear_loss(
     return LossSums(*_LinearLoss.apply(*tensors, inputs))
 
 
-def _supervised_rows(targets: Tensor, lm_head: LMHeadLike) -> tuple[Tensor, Tensor]:
+def _supervised_rows(targets: Tensor, lm_head: LMHead) -> tuple[Tensor, Tensor]:
     """Return the indices of the rows with a target, and their targets, after checking these."""
     rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     labels = targets[rows]

@@ -1,68 +1,11 @@
-"""The lm_head interface that losses need, and its products and logit transform in place."""
+"""The products and the logit transform of an lm_head in place, for the chunked losses."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class LowRankLike(Protocol):
-    """A LoRA branch beside W: it adds `scaling * B A dropout(h)`."""
-
-    @property
-    def a(self) -> Tensor:
-        """A, [r, d]."""
-
-    @property
-    def b(self) -> Tensor:
-        """B, [V, r]."""
-
-    @property
-    def scaling(self) -> float:
-        """lora_alpha / r."""
-
-    def project_down(self, hidden: Tensor) -> Tensor:
-        """`scaling * A dropout(h)`, [..., d] -> [..., r]."""
-
-
-class LMHeadLike(Protocol):
-    """`softcap * tanh(scale * (W h + b) / softcap)`; without a soft cap `scale * (W h + b)`."""
-
-    @property
-    def weight(self) -> Tensor:
-        """W, [V, d]."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """b, [V], or None."""
-
-    @property
-    def softcap(self) -> float | None:
-        """The soft cap on the logits, or None."""
-
-    @property
-    def scale(self) -> float:
-        """Factor on the logits before the soft cap, positive."""
-
-    @property
-    def low_rank(self) -> LowRankLike | None:
-        """A LoRA branch that adds to W h, or None."""
-
-    @property
-    def token_bias(self) -> Tensor | None:
-        """R, [V, r], in place of a LoRA branch: states are [h ; e], and it adds R e to W h; None: states are h."""
-
-    @property
-    def token_map(self) -> Tensor | None:
-        """Token id of each row, long [V], for a reduced vocabulary; None if row = id."""
-
-    def restrict_to(self, tokens: Tensor) -> LMHeadLike:
-        """The rows of `tokens` (long [N]) alone, in that order."""
-
-    def rows_of(self, tokens: Tensor) -> Tensor:
-        """The row of each token of any shape, long; -1 where there is none."""
+from medusa_train.models.lm_head import LMHead
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -75,12 +18,12 @@ def product_dtype(matrix: Tensor, autocast: torch.dtype | None) -> torch.dtype:
     return matrix.dtype if autocast is None or matrix.dtype == torch.float64 else autocast
 
 
-def low_rank_matrix(lm_head: LMHeadLike) -> Tensor | None:
+def low_rank_matrix(lm_head: LMHead) -> Tensor | None:
     """Return the matrix [V, r] that adds a low-rank part to W h: LoRA's B or the token bias; None without one."""
     return lm_head.token_bias if lm_head.low_rank is None else lm_head.low_rank.b
 
 
-def low_rank_input(hidden: Tensor, lm_head: LMHeadLike, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+def low_rank_input(hidden: Tensor, lm_head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the states that W reads, [N, d], and the input z of `low_rank_matrix` at `rows` [M], [M, r].
 
     Autograd handles what leads to z (LoRA's A and dropout, or an embedding): z is only [M, r].
@@ -106,9 +49,7 @@ class Projection:
 
     weight: Tensor
 
-    def __init__(
-        self, lm_head: LMHeadLike, autocast: torch.dtype | None = None, shared: Projection | None = None
-    ) -> None:
+    def __init__(self, lm_head: LMHead, autocast: torch.dtype | None = None, shared: Projection | None = None) -> None:
         """Cast the matrices to `autocast`, if any; reuse the cast weight of `shared` if it has the same source."""
         self.source = lm_head.weight
         self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32

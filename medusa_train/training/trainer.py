@@ -180,7 +180,7 @@ class Trainer:
             grad_scale: if given, `grad_scale` times the gradients are accumulated, and the loss has no graph.
         """
         feats = self.recipe.features(batch, self.draft.needs)
-        teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else (None, None)
+        teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else None
         cut = GraphCut()
         if grad_scale is not None:
             feats = replace(feats, hidden=cut.detach(feats.hidden))
@@ -191,8 +191,7 @@ class Trainer:
                 counts,
                 progress=self.state.step / self.plan.total_steps,
                 lm_head=self.recipe.lm_head() if self.recipe.joint else None,
-                teacher=teacher[0],
-                teacher_lm_head=teacher[1],
+                teacher=teacher,
                 grad_scale=grad_scale,
             )
         cut.backward()

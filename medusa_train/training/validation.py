@@ -165,7 +165,7 @@ def validation_objective(objective: Objective, heads: float, ce: float | None, k
     """
     if objective.lm is None:
         return heads
-    rho = 1.0 if objective.lm == "kl" else objective.rho
+    rho = objective.teacher_weight
     lm_loss = (1.0 - rho) * (ce or 0.0) + rho * (kl or 0.0)
     return lm_loss + objective.heads_coefficient * heads
 

@@ -1,4 +1,4 @@
-"""The heads' loss target by target, with autograd and all logits at once."""
+"""The objective's terms target by target, with autograd and all logits at once."""
 
 from __future__ import annotations
 
@@ -6,49 +6,57 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.models.lm_head import LMHead
 
 
-def row(p: Tensor | None, q: Tensor, label: int, share: float, kept: Tensor | None) -> Tensor:
-    """The loss of one target: a teacher p [V] with weight `share`, the label with the rest."""
-    hard = -q[label].log()
-    if p is None or not share:
-        return hard
-    inside = p if kept is None else p[kept] / p[kept].sum()
-    return -share * (inside * q.log()).sum() + (1 - share) * hard
+def term(
+    logits: Tensor,
+    batch: Any,
+    k: int,
+    *,
+    teacher: Tensor | None = None,
+    share: float = 0.0,
+    divergence: bool = False,
+    kept: Tensor | None = None,
+    shift: int = 1,
+    teacher_ahead: int = 0,
+) -> Tensor | None:
+    """Mean loss of the predictor of t + k + 1 from logits [B, T, V], None without a target.
+
+    A teacher's logits at t + k have the part `share` of the target. `kept` are the tokens of a reduced vocabulary.
+    `shift` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that a test must be able to see.
+    """
+    losses = []
+    rows, length = batch.labels.shape
+    for b in range(rows):
+        for t in range(length - k - max(shift, teacher_ahead)):
+            label = int(batch.labels[b, t + k + shift])
+            if label == IGNORE_INDEX or batch.segments[b, t] != batch.segments[b, t + k + shift]:
+                continue
+            if kept is not None and label not in kept:
+                continue
+            row = label if kept is None else kept.tolist().index(label)
+            log_p = log_softmax(logits[b, t], dim=0)
+            loss = (share - 1) * log_p[row]
+            if teacher is not None and share:
+                theirs = teacher[b, t + k + teacher_ahead].detach()
+                log_q = log_softmax(theirs if kept is None else theirs[kept], dim=0)
+                loss = loss + share * (log_q.exp() * ((log_q if divergence else 0.0) - log_p)).sum()
+            losses.append(loss)
+    return torch.stack(losses).mean() if losses else None
 
 
 def objective(
-    draft: Any,
-    feats: Any,
-    batch: Any,
-    *,
-    teacher: LMHead | None = None,
-    share: float = 0.0,
-    decay: float = 1.0,
+    draft: Any, feats: Any, batch: Any, *, teacher: LMHead | None = None, share: float = 0.0, decay: float = 1.0
 ) -> Tensor:
-    """The heads' loss on a frozen backbone, in plain loops over heads and positions."""
-    rows, length = batch.labels.shape
-    own = None if teacher is None else teacher.logits(feats.hidden).softmax(-1).detach()
-    probs = [
-        draft.lm_head(k).logits(states).softmax(-1) for k, states in enumerate(draft.head_states(feats, batch), start=1)
-    ]
-    heads = len(probs)
-    losses: list[list[Tensor]] = [[] for _ in probs]
-    for b in range(rows):
-        for t in range(length):
-            for k in range(1, heads + 1):
-                if t + k + 1 >= length or batch.segments[b, t] != batch.segments[b, t + k + 1]:
-                    continue
-                token = int(batch.labels[b, t + k + 1])
-                if token == IGNORE_INDEX:
-                    continue
-                kept = draft.lm_head(k).token_map
-                label = token if kept is None else kept.tolist().index(token) if token in kept.tolist() else None
-                q = probs[k - 1][b, t]
-                if label is not None:
-                    p = None if own is None else own[b, t + k]
-                    losses[k - 1].append(row(p, q, label, share, kept) * decay**k)
-    return torch.stack([torch.stack(of_head).mean() for of_head in losses if of_head]).sum()
+    """The heads' loss on a frozen backbone."""
+    theirs = None if teacher is None else teacher.logits(feats.hidden)
+    terms = []
+    for k, states in enumerate(draft.head_states(feats, batch), start=1):
+        head = draft.lm_head(k)
+        mean = term(head.logits(states), batch, k, teacher=theirs, share=share, kept=head.token_map)
+        terms += [] if mean is None else [mean * decay**k]
+    return torch.stack(terms).sum()

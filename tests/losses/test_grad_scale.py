@@ -106,13 +106,14 @@ def objective_peaks(heads: int, dtype: torch.dtype, tokens: int, vocab: int, wid
     hidden = torch.randn(1, tokens, width, requires_grad=True)
     ids = torch.randint(vocab, (1, tokens))
     batch = Batch(ids, ids, torch.arange(tokens)[None], torch.zeros_like(ids), [])
-    objective = Objective(draft, 0.8, lm="ce")
+    objective, teacher = Objective(draft, 0.8, lm="ce", soft_heads=0.5), LMHead(torch.randn(vocab, width))
     trained = [*draft.parameters(), weight, hidden]
 
     def step() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             counts = objective.target_counts(batch)
-            objective.loss(Features(hidden), batch, counts, lm_head=LMHead(weight), grad_scale=1.0)
+            taught = (hidden.detach(), teacher)
+            objective.loss(Features(hidden), batch, counts, lm_head=LMHead(weight), teacher=taught, grad_scale=1.0)
 
     step()  # loads kernels
     for tensor in trained:

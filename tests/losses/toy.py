@@ -1,4 +1,4 @@
-"""A draft, a batch and a backbone's features as small as a loss allows, and the objective's formula in plain loops."""
+"""A draft, a batch and a backbone's features as small as a loss allows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax, one_hot
 
-from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 
@@ -83,36 +81,3 @@ def part(feats: Features, rows: slice) -> Features:
 
 def one_document(labels: Tensor) -> Rows:
     return Rows(labels, torch.zeros_like(labels))
-
-
-def mean_term(
-    logits: Tensor,
-    batch: Rows,
-    k: int,
-    *,
-    teacher: Tensor | None = None,
-    share: float = 0.0,
-    divergence: bool = False,
-    shift: int = 1,
-    teacher_ahead: int = 0,
-) -> Tensor:
-    """Mean loss of the predictor of t + k + 1 from logits [B, T, V]; of the teacher's at t + k as well.
-
-    `shift` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that a test must be able to see.
-    """
-    losses = []
-    for b in range(B):
-        for t in range(T - k - max(shift, teacher_ahead)):
-            label = batch.labels[b, t + k + shift]
-            if label == IGNORE_INDEX or batch.segments[b, t] != batch.segments[b, t + k + shift]:
-                continue
-            target = one_hot(label, V).double()
-            log_p = log_softmax(logits[b, t], dim=0)
-            if teacher is not None:
-                log_q = log_softmax(teacher[b, t + k + teacher_ahead], dim=0).detach()
-                target = share * log_q.exp() + (1 - share) * target
-            loss = -(target * log_p).sum()
-            if divergence:
-                loss = loss + (target * log_q).sum()
-            losses.append(loss)
-    return torch.stack(losses).mean()

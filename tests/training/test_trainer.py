@@ -154,8 +154,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
         lm_head=recipe.lm_head(),
-        teacher=teacher[0],
-        teacher_lm_head=teacher[1],
+        teacher=teacher,
     )
     assert float(out.loss.detach()) == 0.0
     out.loss.backward()

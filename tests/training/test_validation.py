@@ -285,7 +285,7 @@ def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     counts = objective.target_counts(batch)
     found = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=states, teacher_lm_head=lm_head, grad_scale=1.0),
+        lambda: objective.loss(feats, batch, counts, teacher=(states, lm_head), grad_scale=1.0),
         parameters,
     )
     for mine, other in zip(found, gradients, strict=True):

@@ -92,9 +92,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     batch = Batch(tokens, labels, positions, segments, [])
     feats = backbone.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_heads=1.0)
-    ours = objective.loss(
-        feats, batch, objective.target_counts(batch), teacher=feats.hidden, teacher_lm_head=backbone.lm_head()
-    ).loss
+    ours = objective.loss(feats, batch, objective.target_counts(batch), teacher=(feats.hidden, backbone.lm_head())).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 
     terms: list[list[Tensor]] = [[], [], []]

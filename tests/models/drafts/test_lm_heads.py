@@ -127,12 +127,12 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     objective = Objective(draft, 0.8, soft_heads=share)
     counts = objective.target_counts(batch)
     wanted = plain_objective(draft, feats, batch, teacher=teacher, decay=0.8, share=share)
-    ours = objective.loss(feats, batch, counts, teacher=feats.hidden, teacher_lm_head=teacher)
+    ours = objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher))
     torch.testing.assert_close(ours.loss, wanted, rtol=1e-9, atol=0)
     assert bool((ours.head_in_vocab < ours.head_counts).all())
     theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     at_once = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=feats.hidden, teacher_lm_head=teacher, grad_scale=1.0),
+        lambda: objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=1.0),
         parameters,
     )
     for mine, other in zip(at_once, theirs, strict=True):
