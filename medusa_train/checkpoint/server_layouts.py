@@ -20,7 +20,7 @@ EAGLE-3, in vLLM, SGLang and speculators:
     decoder layer             midlayer.*           layers.0.*
     config of the layer       at the top           transformer_layer_config
     states after l layers     l (SGLang: l - 1)    l
-    d2t [N]                   token of draft token i is i + d2t[i]
+    d2t [N]                   token of draft token i is i + d2t[i]; like t2d missing where the draft has all tokens
     t2d [V]                   whether the draft has the token
 
 Embeddings are not written: servers take the backbone's.
@@ -207,8 +207,9 @@ def to_eagle3(
     tokens = torch.arange(vocab_size) if tokens is None else tokens.cpu()
     ordered, rows = tokens.sort()
     tensors["lm_head.weight"] = state[_LM_HEAD].cpu()[rows]
-    tensors["d2t"] = ordered - torch.arange(len(ordered))
-    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
+    if len(ordered) < vocab_size:  # vLLM refuses them for a draft that has all tokens
+        tensors["d2t"] = ordered - torch.arange(len(ordered))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
     rope = dict(layer.get("rope_parameters") or {})
     config = {
         "architectures": [EAGLE3],

@@ -243,11 +243,12 @@ def write_eagle3(
         licence=licence or "other",
         base_model=base_model,
         layers=", ".join(map(str, settings["layers"])),
-        tokens=len(tensors["d2t"]),
-        vocab_size=len(tensors["t2d"]),
+        tokens=config["draft_vocab_size"],
+        vocab_size=text_config.vocab_size,
         command=EAGLE3_COMMANDS[to].format(directory="THIS_DIRECTORY"),
     )
     write_weights(target, VLLM_WEIGHTS, tensors, config)
     replace_text(target / "README.md", card)
-    facts = [f"EAGLE-3, {len(tensors['d2t']):,} of {len(tensors['t2d']):,} tokens; backbone {base_model}"]
+    drafted = f"{config['draft_vocab_size']:,} of {text_config.vocab_size:,} tokens"
+    facts = [f"EAGLE-3, {drafted}; backbone {base_model}"]
     return [*facts, f"serve it: {command}", "servers draft a chain, or a tree of their own; tree.json is not read"]

@@ -296,7 +296,8 @@ class DecodingSession:
         if cache.length + tree.max_depth >= backbone.max_context:
             # nodes past the context are never accepted, but the model's position table must cover their ids
             positions = positions.clamp(max=backbone.max_context - 1)
-        if proposal.early is None and (compiled := self._compiled(len(tokens), tree)) is not None:
+        if (compiled := self._compiled(len(tokens), tree)) is not None:
+            # repeats the layers that a self-draft ran, which costs less than the others uncompiled
             feats, logits = compiled(tokens, positions, *self._compiled_inputs(tree))
             return feats, proposal.outputs(logits)
         feats = backbone.run(

@@ -52,6 +52,7 @@ def test_an_export_read_back_drafts_the_same(to, reduced, backbone_dir, backbone
     heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     assert any("serve it" in fact for fact in exported.facts)
+    assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced  # vLLM refuses it for all tokens
     loaded = load_draft(exported.target, backbone)
     assert isinstance(loaded, Eagle3Draft)
     assert loaded.layers == draft.layers

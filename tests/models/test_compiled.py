@@ -20,6 +20,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
+from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
@@ -217,10 +218,12 @@ def test_the_cache_is_written_in_place() -> None:
     assert 0 < max(sizes) < layer.numel() * layer.element_size()
 
 
-def check_early_states() -> None:
-    """A draft that reads states after several layers accepts the same guesses with compiled passes."""
+def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
+    """A draft that reads early states, or ran the layers itself, accepts the same guesses with compiled passes."""
     backbone = random_backbone("llama", max_position_embeddings=256)
-    draft = Eagle3Draft.from_backbone(backbone, num_heads=3)
+    draft = kind.from_backbone(
+        backbone, num_heads=3, **({} if kind is Eagle3Draft else {"exit_layer": 1, "threshold": 0.3})
+    )
     prompts, tree = [list(range(3, 30)), [7, 8]], Tree.cartesian([3, 2])
     before = [Decoder(backbone, draft, tree).generate(prompt, 40, ()) for prompt in prompts]
     assert any(any(out.accepted) for out in before)
@@ -236,8 +239,12 @@ def check_early_states() -> None:
     assert compiled.call_count == sum(out.steps for out in after)
 
 
+EARLY = pytest.mark.parametrize("kind", [Eagle3Draft, KangarooDraft])
+
+
+@EARLY
 @pytest.mark.xdist_group("traced")
-def test_traced_passes_return_early_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_passes_return_early_states(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
 
     def trace(function: Any, options: dict[str, Any]) -> Any:
@@ -245,15 +252,16 @@ def test_traced_passes_return_early_states(monkeypatch: pytest.MonkeyPatch) -> N
         return compile_(function, backend="eager", options=few_guards)
 
     monkeypatch.setattr(torch, "compile", trace)
-    check_early_states()
+    check_early_states(kind)
     torch.compiler.reset()
 
 
+@EARLY
 @needs_compiler
 @pytest.mark.slow
-def test_compiled_passes_return_early_states() -> None:
+def test_compiled_passes_return_early_states(kind: Any) -> None:
     torch.compiler.reset()
-    check_early_states()
+    check_early_states(kind)
 
 
 @pytest.mark.parametrize(
