@@ -88,6 +88,8 @@ def load_with_draft(
     draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
     if draft is not None:
         backbone.decoding_need = draft.needs
+        if paths.threshold is not None:
+            draft.threshold = paths.threshold
         if prepack:
             draft.prepack_weights()
     if compiled:

@@ -53,6 +53,7 @@ class ModelPaths:
         quantization: how the backbone was loaded in training.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
         dynamic: choose the tree of every step, by the entry `dynamic` of the tree.json.
+        threshold: confidence up to which drafting stops; None: the heads' own.
     """
 
     home: Path
@@ -66,6 +67,7 @@ class ModelPaths:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     lookup: LookupChoice | None = None
     dynamic: bool = False
+    threshold: float | None = None
 
     @property
     def has_draft(self) -> bool:
@@ -112,6 +114,13 @@ class ModelPaths:
             )
         return replace(self, dynamic=True)
 
+    def with_threshold(self, threshold: float | None) -> ModelPaths:
+        """Return the paths with another threshold of drafting; raises CheckpointError for heads that have none."""
+        kind = "no heads" if self.heads is None else heads_kind(self.heads)
+        if threshold is not None and "threshold" not in DRAFT_CONFIGS.get(kind, DraftConfig).model_fields:
+            raise CheckpointError(f"threshold: stops the drafting of Kangaroo, but {self.home} has {kind}; remove it")
+        return replace(self, threshold=threshold)
+
     @property
     def backbone_form(self) -> str:
         """How the backbone is loaded for decoding, in words for reports."""
@@ -135,6 +144,7 @@ def resolve_model(
     trust_remote_code: bool = False,
     needs_backbone: bool = True,
     lookup: LookupChoice | None = None,
+    threshold: float | None = None,
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
@@ -148,16 +158,17 @@ def resolve_model(
         tree: tree file; None or "fixed": tree.json beside the heads; "dynamic": a tree for every step.
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
+        threshold: confidence up to which drafting stops; None: the heads' own.
 
     Raises:
-        CheckpointError: no run, heads or tree there, or heads of another kind than `lookup` names or dynamic trees
-            take.
+        CheckpointError: no run, heads or tree there, or heads of another kind than `lookup` names, dynamic trees take
+            or `threshold` stops.
         BackboneError: the backbone's path does not exist.
     """
     paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
     if str(tree) == DYNAMIC and (lookup is None or lookup.heads is not None):
         paths = paths.with_dynamic_trees()
-    paths = paths.with_lookup(lookup)
+    paths = paths.with_lookup(lookup).with_threshold(threshold)
     if needs_backbone and resolve_path(paths.base_model) is None and looks_like_path(paths.base_model):
         advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
         raise BackboneError(f"base_model {paths.base_model}: no such directory{advice}")

@@ -201,6 +201,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         chat_template_kwargs=cfg.chat_template_kwargs,
         trust_remote_code=cfg.trust_remote_code,
         lookup=None if cfg.uses_server else cfg.lookup_choice,
+        threshold=None if cfg.uses_server else cfg.threshold,
     )
 
 

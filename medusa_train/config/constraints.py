@@ -171,6 +171,11 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "alignment_weight and label_weight are both 0, so there is no loss; set at least one of them",
     ),
     Constraint(
+        ("amphista",),
+        lambda cfg: cfg.amphista is not None and not (cfg.amphista.auto_blocks or cfg.amphista.position_encoding),
+        "auto_blocks: 0 also omits the positions; remove position_encoding: false",
+    ),
+    Constraint(
         ("draft", *_RECIPE_KEYS),
         lambda cfg: not DRAFT_CONFIGS[cfg.draft].trains_jointly and _is_joint(cfg),
         "can be trained on a frozen backbone only; remove the keys of joint training (recipe: medusa1)",
@@ -330,7 +335,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
 
 #: Keys of an evaluation in this process, which have no effect on a server.
 _EVAL_LOCAL_KEYS = (
-    *("tree", "draft", "lookup", "lookahead", "rest", "compile", "batch_size", "exactness"),
+    *("tree", "threshold", "draft", "lookup", "lookahead", "rest", "compile", "batch_size", "exactness"),
     *("prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
     *("allow_code_execution", "calibration_tokens"),
 )

@@ -193,6 +193,7 @@ class AmphistaConfig(DraftConfig):
         4, "number of heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32
     )
     auto_blocks: Int = key(1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", ge=0, le=8)
+    position_encoding: Bool = key(True, "learned position of every head before these blocks")
     adaptation_layers: Int = key(
         2,
         "decoder layers before the heads; 2: the later heads read the second one, 1: one for all heads, 0: none",

@@ -456,6 +456,13 @@ class EvalConfig(Config):
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
     lookahead: LookaheadConfig | None = key(None, "settings of lookahead")
     rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
+    threshold: Float | None = key(
+        None,
+        "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; without effect with CUDA "
+        "graphs; default: the run's",
+        ge=0,
+        le=1,
+    )
     max_new_tokens: Int = key(256, "maximum length of an answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "data type; auto: the checkpoint's, unless plain decoding is 10 % faster in another one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel, require_dynamic_trees
-from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.resolve import DYNAMIC, ModelPaths, names_tree_file
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
@@ -86,7 +87,7 @@ def evaluate(
     require_code_execution(cfg.allow_code_execution, bench.questions)
     torch.manual_seed(cfg.seed)
     mode = DecodingMode.from_config(cfg)
-    name = mode.directory_name(bench.name, cfg.draft, dynamic=paths.dynamic)
+    name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = log.header.get("dtype", cfg.dtype)
@@ -143,6 +144,18 @@ def evaluate(
     log.remove()
     _print_results(report, skipped, progress)
     return report, written
+
+
+def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
+    """Name what drafts, as far as it is not the run's own, for the report's directory."""
+    if cfg.draft is not None:
+        yield cfg.draft
+    if paths.dynamic:
+        yield DYNAMIC
+    elif names_tree_file(cfg.tree) and paths.tree is not None:
+        yield f"{paths.tree.stem}-{zlib.crc32(paths.tree.read_bytes()):08x}"
+    if paths.threshold is not None:
+        yield f"threshold{paths.threshold:g}"
 
 
 def _choose_compile(

@@ -178,16 +178,22 @@ class DecodingMode:
             values |= {"epsilon": self.epsilon, "delta": self.delta}
         return {**values, "batch_size": self.batch_size}
 
-    def directory_name(self, bench: str, draft: str | None = None, *, dynamic: bool = False) -> str:
+    def directory_name(self, bench: str, *drafting: str) -> str:
         """Return the name of the report's directory: the bench, and what is not the default.
 
         Args:
-            draft: a draft without training; None: the run's heads.
-            dynamic: whether trees are dynamic.
+            drafting: names of a draft without training, of a tree, of a threshold, as far as they are not the run's.
         """
-        bench = (bench if draft is None else f"{bench}-{draft}") + ("-dynamic" if dynamic else "")
-        mode = "" if self.acceptance == "greedy" else f"-{self.acceptance}-t{self.temperature:g}"
-        return bench + mode + (f"-batch{self.batch_size}" if self.batch_size > 1 else "")
+        parts = [bench, *drafting]
+        if self.acceptance != "greedy":
+            parts += [self.acceptance, f"t{self.temperature:g}"]
+            shown = {**self.settings, "seed": self.seed}
+            parts += [
+                f"{name}{shown[name]:g}"
+                for name in ("top_p", "top_k", "epsilon", "delta", "seed")
+                if name in shown and shown[name] != getattr(DecodingMode, name)
+            ]
+        return "-".join(parts) + (f"-batch{self.batch_size}" if self.batch_size > 1 else "")
 
 
 def settings_of(meta: Mapping[str, Any]) -> Mapping[str, Any]:

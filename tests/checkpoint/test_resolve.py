@@ -211,6 +211,19 @@ def test_dynamic_trees_need_heads_that_guess_all_at_once(tmp_path: Path) -> None
     assert resolve_model(str(run), None, "dynamic").dynamic
 
 
+def test_a_threshold_needs_heads_that_stop_drafting(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run")
+    assert resolve_model(str(run), None, None).threshold is None
+    for name, base in ((str(run), None), (None, "some/model")):
+        with pytest.raises(
+            CheckpointError, match=r"stops the drafting of Kangaroo, but .* has (medusa|no heads)"
+        ):
+            resolve_model(name, base, None, threshold=0.5)
+    (run / "heads" / "draft.safetensors").touch()
+    (run / "heads" / "config.json").write_text('{"draft": "kangaroo"}', encoding="utf-8")
+    assert resolve_model(str(run), None, None, threshold=0.0).threshold == 0.0
+
+
 def test_dynamic_trees_refuse_heads_with_a_markov_bias_by_their_tensors(tmp_path: Path) -> None:
     """The kind is medusa, and fitting the tree again, as a missing entry advises, would never give one."""
     run = fake_run(tmp_path / "run")

@@ -122,6 +122,10 @@ def test_weights_without_effect_are_listed() -> None:
             ["draft=amphista", "amphista.alignment_weight=0", "amphista.label_weight=0"],
             r"amphista: .*both 0, so there is no loss",
         ),
+        (
+            ["draft=amphista", "amphista.auto_blocks=0", "amphista.position_encoding=false"],
+            r"auto_blocks: 0 also omits the positions",
+        ),
         (["draft=hydra", "adapter=lora"], r"can be trained on a frozen backbone only"),
         (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen backbone only"),
         (["draft=hydra", "export=[vllm]"], r"export: .*no program reads hydra"),

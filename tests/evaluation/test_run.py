@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
@@ -19,6 +20,8 @@ from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.records import TurnRecord
 from medusa_train.evaluation.run import evaluate
 from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.models.drafts.kangaroo import KangarooDraft
+from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
 from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
@@ -122,6 +125,27 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
     summary = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "dynamic trees of up to 8 nodes, 2 of 3 heads" in summary
     assert "| fixed tree |" in summary
+
+
+def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
+    backbone_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    backbone = load_backbone(str(backbone_dir), dtype="float32")
+    save_draft(KangarooDraft(backbone, num_heads=3, exit_layer=1), tmp_path / "run" / "heads", str(backbone_dir))
+    (tmp_path / "run" / "config.yaml").write_text(f"base_model: {backbone_dir}\n", encoding="utf-8")
+    Tree.chain(2).save(tmp_path / "two.json")
+    asked = {"bench": str(bench_file), "max_new_tokens": 8, "dtype": "float32", "exactness": False, "limit": 1}
+    longest = []
+    for keys in ({"threshold": 1.0}, {"threshold": 0.0, "tree": str(tmp_path / "two.json")}):
+        cfg = EvalConfig(**asked, **keys)
+        paths = resolve_model(str(tmp_path / "run"), None, cfg.tree, threshold=cfg.threshold)
+        report, _ = evaluate(cfg, load_bench(cfg.bench).limited(1), paths, "", RunProgress(Console(file=io.StringIO())))
+        longest.append(len(report.overall["ctar"]))
+        assert report.meta["early_stop"] == cfg.threshold
+    assert longest[0] <= 1  # it stops after every token
+    names = sorted(path.name for path in (tmp_path / "run" / "eval").iterdir())
+    assert names[0] == "small-threshold1"
+    assert re.fullmatch(r"small-two-[0-9a-f]{8}-threshold0", names[1])
 
 
 def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path, tmp_path: Path) -> None:

@@ -104,14 +104,14 @@ def test_a_damaged_tree_file_is_named(tmp_path: Path) -> None:
             Sampling(0.7, 50, 0.9),
             Sampling(0.7, 50, 0.9),
             "sampling at temperature 0.7, top-p 0.9, top-k 50",
-            "b-sampling-t0.7",
+            "b-sampling-t0.7-top_p0.9-top_k50",
         ),
         (
             {"acceptance": "typical", "temperature": 1, "delta": 0.2, "top_p": 0.9, "batch_size": 2},
             Typical(1.0, 0.09, 0.2),
             Sampling(1.0),
             "typical acceptance at temperature 1 (epsilon 0.09, delta 0.2), in batches of 2",
-            "b-typical-t1-batch2",
+            "b-typical-t1-delta0.2-batch2",
         ),
     ],
 )
@@ -124,6 +124,15 @@ def test_what_the_keys_mean(
     assert describe_settings(mode.settings) == description
     assert mode.directory_name("b") == directory
     assert mode.generate_options["do_sample"] is (baseline is not None)
+
+
+def test_reports_in_different_modes_never_share_a_directory() -> None:
+    modes = [{"acceptance": rule, "temperature": t} for rule in ("sampling", "typical") for t in (0.7, 1.0)]
+    modes += [{"acceptance": "typical", name: 0.05} for name in ("epsilon", "delta")]
+    modes += [{}, {"acceptance": "sampling", "seed": 7}, {"acceptance": "sampling", "top_k": 5}]
+    names = [DecodingMode.from_config(EvalConfig(**keys)).directory_name("b") for keys in modes]
+    assert len(set(names)) == len(names)
+    assert DecodingMode().directory_name("b", "prompt_lookup", "dynamic") == "b-prompt_lookup-dynamic"
 
 
 def test_older_reports_are_of_greedy_decoding() -> None:

@@ -47,6 +47,7 @@ class AmphistaDraft(LMHeadsDraft):
         backbone: the model whose layer class, embeddings and lm_head are used; it is neither kept nor changed.
         num_heads: K.
         auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits the positions.
+        position_encoding: False omits the positions alone.
         adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they read fc[h ; e].
         sampled_token: False omits e and fc: the layers read h and h1.
         normalize_embeddings: False leaves e as it is.
@@ -56,7 +57,10 @@ class AmphistaDraft(LMHeadsDraft):
 
     guesses_at_once = True
     can_append_rows = True
-    setting_names = ("num_heads", "auto_blocks", "adaptation_layers", "sampled_token", "normalize_embeddings")
+    setting_names = (
+        *("num_heads", "auto_blocks", "position_encoding", "adaptation_layers", "sampled_token"),
+        "normalize_embeddings",
+    )
     lm_heads: StackedLinears
 
     def __init__(
@@ -65,6 +69,7 @@ class AmphistaDraft(LMHeadsDraft):
         num_heads: int = 4,
         *,
         auto_blocks: int = 1,
+        position_encoding: bool = True,
         adaptation_layers: int = 2,
         sampled_token: bool = True,
         normalize_embeddings: bool = True,
@@ -75,6 +80,7 @@ class AmphistaDraft(LMHeadsDraft):
         super().__init__()
         self.num_heads = num_heads
         self.auto_blocks = auto_blocks
+        self.position_encoding = position_encoding
         self.adaptation_layers = adaptation_layers
         self.sampled_token = sampled_token
         self.normalize_embeddings = normalize_embeddings
@@ -91,6 +97,8 @@ class AmphistaDraft(LMHeadsDraft):
         if auto_blocks:
             heads = backbone.config.num_attention_heads
             self.auto = AutoEmbedding(auto_blocks, num_heads, size, heads, head_dim(backbone.config), dtype)
+            if not position_encoding:
+                self.auto.positions = None
         self.lm_heads = StackedLinears(self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype))
         self._init_identity()
         self.to(backbone.device)
@@ -114,6 +122,7 @@ class AmphistaDraft(LMHeadsDraft):
         *,
         num_heads: int,
         auto_blocks: int,
+        position_encoding: bool = True,
         adaptation_layers: int,
         sampled_token: bool,
         vocab_size: int | None = None,
@@ -126,7 +135,8 @@ class AmphistaDraft(LMHeadsDraft):
         fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
         config = model.config.get_text_config()
         attention = 4 * d * config.num_attention_heads * head_dim(config)
-        auto = num_heads * d + auto_blocks * (attention + d) if auto_blocks else 0
+        positions = num_heads * d if auto_blocks and position_encoding else 0
+        auto = positions + auto_blocks * (attention + d)
         return heads + adaptation_layers * layer + fcs + auto
 
     # Training
@@ -292,14 +302,14 @@ class AutoEmbedding(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.positions = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=dtype))
+        self.positions: nn.Parameter | None = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=dtype))
         self.blocks = nn.ModuleList(
             HeadAttention(hidden_size, num_attention_heads, head_dim, dtype) for _ in range(num_blocks)
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
         """[..., K, d] -> [..., K, d]."""
-        x = (vectors + self.positions).flatten(0, -3)
+        x = (vectors if self.positions is None else vectors + self.positions).flatten(0, -3)
         for block in self.blocks:
             x = block(x)
         return x.unflatten(0, vectors.shape[:-2])

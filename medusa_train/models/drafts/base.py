@@ -168,9 +168,11 @@ class Draft(Proposer, nn.Module):
         guesses_at_once: whether the draft tokens of all heads are known before any node of the tree is chosen, so that
             `all_head_logits` gives them.
         setting_names: attributes that are `settings`.
+        threshold: confidence up to which drafting stops; 0: never.
     """
 
     setting_names: tuple[str, ...] = ()
+    threshold: float = 0.0
     independent_heads: bool = False
     guesses_at_once: bool = False
 

@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "amphista": {},
     "alpha": {"auto_blocks": 2},
     "no-auto-embedding": {"auto_blocks": 0},
+    "no-position-encoding": {"position_encoding": False},
     "one-adaptation-layer": {"adaptation_layers": 1},
     "no-staged-adaptation": {"adaptation_layers": 0},
     "no-sampled-token": {"sampled_token": False},
@@ -107,7 +108,7 @@ def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, block
         x = stages[0] if k + 1 <= num_heads // 2 else stages[1]
         grown = linear(x, state[f"mlps.{k}.weight"], state[f"mlps.{k}.bias"])
         vectors.append(x + grown * grown.sigmoid())
-    u = torch.stack(vectors, dim=1) + state["auto.positions"]  # [T, K, d]
+    u = torch.stack(vectors, dim=1) + state.get("auto.positions", 0.0)  # [T, K, d]
     for j in range(blocks):
         n = _norm(u, state[f"auto.blocks.{j}.norm.weight"], 1e-6)
         q, k, v = (part.unflatten(-1, (4, -1)) for part in linear(n, state[f"auto.blocks.{j}.qkv.weight"]).chunk(3, -1))
@@ -117,10 +118,13 @@ def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, block
     return [linear(u[:, k], state[f"lm_heads.{k}.weight"]) for k in range(num_heads)]
 
 
-@pytest.mark.parametrize(("blocks", "normalize_embeddings"), [(1, True), (2, True), (1, False)])
-def test_value_and_gradient_of_the_formula(blocks: int, normalize_embeddings: bool) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "normalize_embeddings", "positions"), [(1, True, True), (2, True, True), (1, False, False)]
+)
+def test_value_and_gradient_of_the_formula(blocks: int, normalize_embeddings: bool, positions: bool) -> None:
     backbone = random_backbone("llama")
-    draft = trained_like(backbone, auto_blocks=blocks, normalize_embeddings=normalize_embeddings)
+    settings = {"auto_blocks": blocks, "normalize_embeddings": normalize_embeddings, "position_encoding": positions}
+    draft = trained_like(backbone, **settings)
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
     feats = backbone.run(TOKENS)
     ours = [
