@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from medusa_train.errors import DataError
 from medusa_train.evaluation.metrics import Counts, compare_rates
 from medusa_train.server_bench.measure import ALONE, PLAIN, Block, DraftCounts, Measurement, ServedAnswer
-
-#: A note reports two measurements of the server without heads that differ relatively by more than this.
-DRIFT = 0.05
 
 #: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
 ALL_DIFFER = 8
 
 #: A turn of a question, with the number of its repeat.
 TurnKey = tuple[int | str, int, int]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,21 +43,6 @@ class Cell:
         """Tokens of all answers over the time in which the server was busy."""
         return sum(answer.tokens for answer in self.answers.values()) / max(sum(self.seconds.values()), 1e-9)
 
-    def merged(self, other: Cell) -> Cell:
-        """Return a cell with the answers of both, which are of the same server in different sessions."""
-        shift = 1 + max((repeat for _, _, repeat in self.answers), default=-1)
-
-        def both(first: Mapping[TurnKey, T], second: Mapping[TurnKey, T]) -> dict[TurnKey, T]:
-            return {**first, **{(question, turn, repeat + shift): v for (question, turn, repeat), v in second.items()}}
-
-        return replace(
-            self,
-            answers=both(self.answers, other.answers),
-            seconds=both(self.seconds, other.seconds),
-            drafts=self.drafts and other.drafts and self.drafts + other.drafts,
-            skipped=self.skipped + other.skipped,
-        )
-
 
 def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]) -> list[Cell]:
     """Join the blocks of every server, session and concurrency whose `planned` number of blocks is complete."""
@@ -77,7 +58,7 @@ def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Ma
 def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Measurement]) -> Cell:
     answers: dict[TurnKey, ServedAnswer] = {}
     seconds: dict[TurnKey, float] = {}
-    drafts: DraftCounts | None = DraftCounts(0, 0, (), 0)
+    drafts: DraftCounts | None = DraftCounts(0, 0, ())
     for measurement in measurements:
         keys = [(answer.question_id, answer.turn, answer.repeat) for answer in measurement.answers]
         answers.update(zip(keys, measurement.answers, strict=True))
@@ -217,32 +198,21 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
 
     Returns:
         `cells`: figures of every cell, with heads also compared to the server without; `plain`: figures of the server
-        without heads by concurrency, all sessions together; `recommendation`; and `notes` on the machine's drift.
+        without heads by concurrency, in its fastest session; `recommendation`; and `notes`.
     """
-    figures, merged = [], dict[int, Cell]()
+    figures, fastest = [], dict[int, Cell]()
     for cell in cells:
         plain = None if cell.server in (PLAIN, ALONE) else reference_of(cell, cells)
         comparison = None if plain is None else compare_cells(cell, plain, greedy=greedy)
         figures.append({**cell_figures(cell), **(comparison or {})})
         if cell.server == PLAIN:
-            earlier = merged.get(cell.concurrency)
-            merged[cell.concurrency] = cell if earlier is None else earlier.merged(cell)
+            fastest[cell.concurrency] = max(cell, fastest.get(cell.concurrency, cell), key=lambda one: one.tokens_per_s)
     return {
-        "plain": [cell_figures(cell) for cell in merged.values()],
+        "plain": [cell_figures(cell) for cell in fastest.values()],
         "cells": figures,
         "recommendation": recommend([one for one in figures if "ratio" in one]),
-        "notes": [*_drift_notes([cell for cell in cells if cell.server == PLAIN]), *_equality_notes(figures)],
+        "notes": _equality_notes(figures),
     }
-
-
-def _drift_notes(plain: Sequence[Cell]) -> list[str]:
-    spreads = []
-    for concurrency in sorted({cell.concurrency for cell in plain}):
-        rates = [cell.tokens_per_s for cell in plain if cell.concurrency == concurrency]
-        if (spread := max(rates) / max(min(rates), 1e-9) - 1) > DRIFT:
-            spreads.append(f"{spread:.0%} at concurrency {concurrency}")
-    note = f"measurements without heads differ, since the machine's speed drifts: by {', '.join(spreads)}"
-    return [note] if spreads else []
 
 
 def _equality_notes(figures: Sequence[Mapping[str, Any]]) -> list[str]:

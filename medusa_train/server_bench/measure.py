@@ -31,19 +31,16 @@ class DraftCounts:
 
     Attributes:
         drafts: verified drafts, one per decoding step and sequence. draft_tokens: proposed tokens.
-        accepted: accepted tokens by position in the draft. generated: tokens generated for all requests.
+        accepted: accepted tokens by position in the draft.
     """
 
     drafts: int
     draft_tokens: int
     accepted: tuple[int, ...]
-    generated: int
 
-    def since(self, earlier: DraftCounts) -> DraftCounts | None:
-        """Return the counts after `earlier`; None if a counter is lower now, since the server was restarted."""
-        difference = self._combined(earlier, -1)
-        lowest = min(difference.drafts, difference.draft_tokens, difference.generated, *difference.accepted)
-        return None if lowest < 0 else difference
+    def since(self, earlier: DraftCounts) -> DraftCounts:
+        """Return the counts after `earlier`."""
+        return self._combined(earlier, -1)
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         return self._combined(other, 1)
@@ -54,7 +51,6 @@ class DraftCounts:
             self.drafts + sign * other.drafts,
             self.draft_tokens + sign * other.draft_tokens,
             tuple(accepted),
-            self.generated + sign * other.generated,
         )
 
     @property
@@ -75,7 +71,7 @@ class DraftCounts:
 
 def parse_metrics(page: str) -> DraftCounts | None:
     """Parse a `/metrics` page; None if it is not vLLM's. A vLLM without speculative decoding has no drafts."""
-    totals = {"spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0, "generation_tokens": 0}
+    totals = {"spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0}
     accepted: dict[int, int] = {}
     is_vllm = False
     for name, labels, number in _SAMPLE.findall(page):
@@ -87,9 +83,9 @@ def parse_metrics(page: str) -> DraftCounts | None:
             accepted[index] = accepted.get(index, 0) + int(float(number))
     if not is_vllm:
         return None
-    drafts, draft_tokens, generated = totals.values()
-    per_position = tuple(accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
-    return DraftCounts(drafts, draft_tokens, per_position, generated)
+    return DraftCounts(
+        *totals.values(), tuple(accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
+    )
 
 
 @dataclass(frozen=True)
@@ -136,8 +132,8 @@ class Block(NamedTuple):
     number: int
 
 
-#: Of the log: the finished measurements of a block by the name of their servers, or a note for the report.
-BlockEntry = tuple[Block, dict[str, Measurement]] | str
+#: Of the log: the finished measurements of a block by the name of their servers.
+BlockEntry = tuple[Block, dict[str, Measurement]]
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
@@ -168,7 +164,6 @@ class Target:
         name: in reports. url: with the version. model: the model's name on the server.
         has_heads: whether it is to be served with draft heads; False if unknown.
         is_vllm: whether it takes vLLM's parameters.
-        root: directory or hub name that it says to have loaded; None where it does not say.
     """
 
     name: str
@@ -176,7 +171,6 @@ class Target:
     model: str
     has_heads: bool
     is_vllm: bool
-    root: str | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +205,6 @@ class ServerBench:
         self._options = options
         self._client = self._connect()
         self._metrics = open_server(target.url, options)
-        self._has_counters = False
 
     def close(self) -> None:
         """Close the connections; requests under way are given up."""
@@ -252,7 +245,7 @@ class ServerBench:
         """Answer a block; `on_conversation` is called with the number of tokens of every finished conversation.
 
         Raises:
-            BlockFault: requests were rejected or had to be repeated, or the server was restarted.
+            BlockFault: requests were rejected or had to be repeated.
             ServerError: the server does not answer any more.
         """
         if self._client.retries:  # after faults a client sends fewer requests at a time than `concurrency`
@@ -281,18 +274,12 @@ class ServerBench:
         if faults or self._client.retries:
             raise BlockFault(faults[0] if faults else self._client.last_fault)
         after = self._read_counts()
-        if self._has_counters and (before is None or after is None):
-            raise BlockFault("/metrics did not answer")
         drafts = None if before is None or after is None else after.since(before)
-        if before is not None and drafts is None:
-            raise BlockFault("the counters of /metrics fell, as after a restart of the server")
         return Measurement(tuple(answers), tuple(skipped), drafts)
 
     def _read_counts(self) -> DraftCounts | None:
         page = self._metrics.read_metrics()
-        counts = None if page is None else parse_metrics(page)
-        self._has_counters |= counts is not None
-        return counts
+        return None if page is None else parse_metrics(page)
 
     def _converse(self, conversation: Conversation, began: float, answers: list[ServedAnswer]) -> None:
         """Ask all turns of a question, with the server's own answers as history; they are appended to `answers`."""

@@ -53,7 +53,7 @@ def title_of(report: Json) -> str:
 
 
 def rows_of(report: Json) -> list[Json]:
-    """Return the figures to show: by concurrency the server without heads, all sessions together, then the others."""
+    """Return the figures to show: by concurrency the server without heads in its fastest session, then the others."""
     others = [figures for figures in report["cells"] if figures["server"] != "plain"]
     return sorted([*report["plain"], *others], key=lambda figures: figures["concurrency"])
 

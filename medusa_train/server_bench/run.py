@@ -42,7 +42,6 @@ from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_mod
 
 ATTEMPTS = 3  # at a block in which requests fail
 REMOTE = "running servers"  # name of the session of servers that are not started here
-FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
 
 
 def measure_servers(
@@ -79,7 +78,7 @@ def measure_servers(
     if (line := log.resumption("measurement", "blocks", len(run.measured))) is not None:
         progress.print(line)
     log.start(log.entries)
-    for note in [*model_notes(remote, paths if remote else None), *(() if served is None else served.notes)]:
+    for note in () if served is None else served.notes:
         run.note(note)
     meta = {**metadata(cfg, bench, mode, paths, served, remote), "command": command}
     try:
@@ -118,18 +117,18 @@ class BenchRun:
     progress: RunProgress
 
     def __post_init__(self) -> None:
-        self.notes = [entry for entry in self.log.entries if isinstance(entry, str)]
-        self.measured = dict(entry for entry in self.log.entries if not isinstance(entry, str))
+        self.notes: list[str] = []
+        self.measured = dict(self.log.entries)
         self._blocks = {
             concurrency: plan_blocks(self.bench.questions, concurrency)
             for concurrency in dict.fromkeys(self.cfg.concurrency)
         }
 
     def note(self, text: str) -> None:
-        """Keep a remark for the report, once."""
+        """Print a remark, and keep it for the report, once."""
         if text not in self.notes:
             self.notes.append(text)
-            self.log.append(text)
+            self.progress.print(f"note: {text}", style="yellow")
 
     def cells(self) -> list[Cell]:
         """Return the cells that are complete."""
@@ -162,9 +161,7 @@ class BenchRun:
                 try:
                     self._measure_concurrency(session, targets, concurrency, numbers, phase)
                 except BlockFault as fault:
-                    text = f"concurrency {concurrency} was not measured, since requests kept failing: {fault}"
-                    self.notes.append(text)  # not to the file: a resumed measurement tries it again
-                    self.progress.print(f"note: {text}", style="yellow")
+                    self.note(f"concurrency {concurrency} was not measured, since requests kept failing: {fault}")
 
     def _measure_concurrency(
         self, session: str, targets: Sequence[Target], concurrency: int, numbers: Sequence[int], phase: Phase
@@ -187,20 +184,17 @@ class BenchRun:
     def _measure_block(self, one: ServerBench, number: int, phase: Phase) -> Measurement:
         """Measure a block, again if requests fail in it."""
         conversations, completed = self._blocks[one.concurrency][number], phase.completed
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(ATTEMPTS):
             phase.update(completed)
             try:
                 measurement = one.measure(conversations, lambda tokens: phase.advance(tokens=tokens))
+                break
             except BlockFault as fault:
-                if attempt == ATTEMPTS:
+                if attempt + 1 == ATTEMPTS:
                     raise BlockFault(f"{one.target.name}: {fault}") from None
-                text = f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again"
-                self.note(text)
-                self.progress.print(f"note: {text}", style="yellow")
-            else:
-                self._check(one.target, measurement)
-                return measurement
-        raise AssertionError("unreachable")
+                self.note(f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again")
+        self._check(one.target, measurement)
+        return measurement
 
     def _check(self, target: Target, measurement: Measurement) -> None:
         """Check a server's counters, and note what is unexpected.
@@ -219,12 +213,6 @@ class BenchRun:
             )
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
-        tokens = sum(answer.tokens for answer in measurement.answers)
-        if drafts.generated > FOREIGN_TRAFFIC * tokens + 100:
-            self.note(
-                f"{target.name}: its counters show over {FOREIGN_TRAFFIC:g} times the tokens of the answers measured "
-                "here: others use it too, which lowers its figures"
-            )
 
 
 def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directory: Path) -> None:
@@ -279,34 +267,7 @@ def _target(name: str, url: str, model: str | None, options: RequestOptions, *, 
     if model is not None and models and model not in models:
         raise ConfigError(f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)")
     chosen = model or next(iter(models))
-    entry = models.get(chosen, {})
-    root = entry.get("root")
-    return Target(
-        name, server.url, chosen, has_heads, entry.get("owned_by") == "vllm", root if isinstance(root, str) else None
-    )
-
-
-def model_notes(targets: Sequence[Target], paths: ModelPaths | None) -> list[str]:
-    """Note servers that may serve different models, or another one than the run in whose directory they report.
-
-    No error: servers report only a name, vLLM also a path, which may be another on another machine.
-    """
-    notes = []
-    loaded = {target.name: target.root or target.model for target in targets}
-    if len(set(loaded.values())) > 1:
-        listed = ", ".join(f"{name} {model}" for name, model in loaded.items())
-        notes.append(f"the servers name different models ({listed}): the comparison holds only for the same backbone")
-    if paths is not None and paths.adapter is None:  # a merged backbone has another name
-        backbone = Path(paths.base_model).name
-        known = {target.name: target.root for target in targets if target.root is not None}
-        wanted = backbone.casefold()
-        others = [f"{name} serves {one}" for name, one in known.items() if Path(one).name.casefold() != wanted]
-        if others:
-            notes.append(
-                f"{', '.join(others)}, and the backbone of the run is {backbone}: if that is another model, delete "
-                "this report, which the run's model card would quote"
-            )
-    return notes
+    return Target(name, server.url, chosen, has_heads, models.get(chosen, {}).get("owned_by") == "vllm")
 
 
 def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None) -> RequestOptions:

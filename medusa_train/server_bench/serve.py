@@ -34,7 +34,7 @@ from medusa_train.training.process_info import free_port
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"
 EAGLE3_TOKENS = 5  # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
-TAIL_LINES = 12
+TAIL_LINES = 20
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.5
 
@@ -51,9 +51,6 @@ _OUT_OF_MEMORY = re.compile(
     r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
     re.IGNORECASE,
 )
-# vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
-_LEAK_REPORT = re.compile(r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind")
-_HEADS = re.compile(r"medusa|speculative|token_map|org_vocab_size|not initialized from checkpoint", re.IGNORECASE)
 
 
 def vllm_python() -> str:
@@ -104,33 +101,26 @@ def serve_command(
 
 
 class VLLMServer:
-    """A `vllm serve` process, in a process group of its own.
+    """A `vllm serve` process, in a process group of its own; it needs a while until it is ready.
 
     Args:
-        name: in messages. log: file for its output, replaced. has_heads: for explanations.
+        name: in messages. log: file for its output, replaced.
     """
 
-    def __init__(self, name: str, command: Sequence[str], port: int, log: Path, *, has_heads: bool) -> None:
+    def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
         self.name, self.log = name, log
         self.url = f"http://127.0.0.1:{port}/v1"
-        self._command = list(command)
-        self._has_heads = has_heads
-        self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._stopped = False
-
-    def start(self) -> None:
-        """Start the process; it needs a while until it is ready."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
-        with self.log.open("wb") as output:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
             # a session of its own: Ctrl-C reaches this process, which then stops the server
             self._process = subprocess.Popen(
-                self._command,
+                list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
                 start_new_session=True,
             )
 
@@ -144,7 +134,7 @@ class VLLMServer:
         deadline = time.monotonic() + seconds
         with progress.phase(f"starting vLLM ({self.name})", ticking=True):
             while time.monotonic() < deadline:
-                if self.exit_code is not None:
+                if self._process.poll() is not None:
                     raise ServerError(self.explain())
                 try:
                     if httpx.get(health, timeout=2.0, trust_env=False).status_code == 200:
@@ -158,14 +148,8 @@ class VLLMServer:
             f"{self.log}:\n{self._tail()}"
         )
 
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs."""
-        return None if self._process is None else self._process.poll()
-
     def has_ended(self, seconds: float) -> bool:
         """Return whether the process has ended or ends within `seconds`."""
-        assert self._process is not None
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -174,7 +158,7 @@ class VLLMServer:
 
     def explain(self) -> str:
         """Describe how the process ended, with the likely reason and the last lines of its log."""
-        code, text = self.exit_code, self._read_log()
+        code, text = self._process.poll(), self.log.read_text(encoding="utf-8", errors="replace")
         if code is not None and code < 0:
             ended = f"was killed (signal {-code}: by a user, or by the system because memory ran out)"
         else:
@@ -188,40 +172,31 @@ class VLLMServer:
                 "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args, set "
                 "serve_together=false, or on a CPU set VLLM_CPU_KVCACHE_SPACE, in GiB, to less."
             )
-        elif self._has_heads and not self._ready and any(_HEADS.search(error) for error in errors):
-            lines.append("It refuses these heads: see docs/export.md, vLLM.")
         lines.append(f"The last lines of {self.log}:\n{self._tail()}")
         return "\n".join(lines)
 
     def stop(self) -> None:
         """Ask the process to end (SIGTERM), and kill it and its children after `STOP_SECONDS`."""
-        if self._process is not None and not self._stopped:
+        if not self._stopped:
             self._signal(signal.SIGTERM)
             self.has_ended(STOP_SECONDS)
             self.kill()
 
     def kill(self) -> None:
         """Kill the process and the children that it left behind."""
-        if self._process is not None and not self._stopped:
+        if not self._stopped:
             self._signal(signal.SIGKILL)
             self._process.wait()
             self._stopped = True
 
     def _signal(self, number: int) -> None:
-        assert self._process is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the group is left
             os.killpg(self._process.pid, number)
 
-    def _read_log(self) -> str:
-        try:
-            return self.log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-
     def _tail(self) -> str:
-        """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
-        log = self._read_log().splitlines()
-        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.search(line)]
+        """The last lines of the log that are not empty."""
+        log = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line[:300] for line in log if line.strip()]
         return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
 
 
@@ -372,9 +347,7 @@ class ServerPool:
             speculative = {"method": self._model.method, "model": heads, "num_speculative_tokens": tokens}
         command = serve_command(self._model.python, self._model.backbone, port, self._model.options, speculative)
         log = self._directory / f"vllm-{name}.log"
-        server = VLLMServer(name, command, port, log, has_heads=tokens > 0)
-        self._running[tokens] = server
-        server.start()
+        self._running[tokens] = server = VLLMServer(name, command, port, log)
         server.wait_ready(self._seconds, self._progress)
 
     def _keep(self, wanted: Sequence[int]) -> None:

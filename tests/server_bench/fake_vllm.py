@@ -1,9 +1,8 @@
 """Stands in for `vllm serve`: `python fake_vllm.py -m vllm... serve MODEL --port P ...`, behaviour by FAKE_VLLM.
 
-The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), oom (no memory for the KV cache), slow
-(never ready), die (killed while it is measured, for want of memory), or engine (its engine is killed: it answers 500
-and ends). Starts after the last word are ok. Command lines are appended to the same file's `.log`, and process ids to
-its `.pids`.
+The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), slow (never ready), die (killed while it is
+measured, for want of memory), or engine (its engine is killed: it answers 500 and ends). Starts after the last word
+are ok. Command lines are appended to the same file's `.log`, and process ids to its `.pids`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,6 @@ RuntimeError: Engine core initialization failed. See root cause above.
 """
 
 
-NO_MEMORY = """(EngineCore pid=7) ERROR 11-22 14:00:00 [core.py:1] ValueError: No available memory for the cache blocks.
-RuntimeError: Engine core initialization failed. See root cause above.
-"""
-ENDS = {"refuse": REFUSAL, "oom": NO_MEMORY}
-
-
 def main() -> None:
     arguments = sys.argv[1:]
     script = Path(os.environ["FAKE_VLLM"])
@@ -47,8 +40,8 @@ def main() -> None:
         pids.write(f"{os.getpid()} {child.pid}\n")
     started = len(script.with_suffix(".pids").read_text().splitlines())
     behaviour = words[started - 1] if started <= len(words) else "ok"
-    if behaviour in ENDS:
-        print(ENDS[behaviour])
+    if behaviour == "refuse":
+        print(REFUSAL)
         sys.exit(1)
     if behaviour == "slow":
         time.sleep(300)

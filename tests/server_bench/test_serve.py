@@ -124,7 +124,6 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     text = " ".join(refused.stderr.split())
     assert "vLLM (k=2) ended with exit code 1 while starting" in text
     assert "Its first error: ValueError: Following weights were not initialized: {'token_map'}" in text
-    assert "It refuses these heads" in text
     assert "Traceback" not in text
     assert vllm.running == []
     report = json.loads((out / "served.json").read_text())  # what was complete by then
@@ -173,17 +172,6 @@ def test_an_engine_that_is_killed_while_it_is_measured(tmp_path: Path, trained: 
     assert len(vllm.started) == 3 + 2  # the first session is not measured again
     report = json.loads((out / "served.json").read_text())
     assert {cell["session"] for cell in report["cells"]} == {"plain and k=1", "plain and k=2"}
-
-
-def test_a_server_without_memory_does_not_start(tmp_path: Path, trained: Path) -> None:
-    vllm = Vllm(tmp_path, "ok oom")
-    full = run(trained, vllm, tmp_path / "out", "serve_speculative_tokens=1", "serve_together=true")
-    assert full.returncode == 1
-    text = " ".join(full.stderr.split())
-    assert "vLLM (k=1) ended with exit code 1 while starting" in text
-    assert "Its first error: ValueError: No available memory for the cache blocks" in text
-    assert "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args" in text
-    assert vllm.running == []
 
 
 def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:

@@ -29,11 +29,10 @@ def server(
     speculative = {"method": "medusa", "model": str(exports["full"].directory), "num_speculative_tokens": HEADS}
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
     command = serve_command(vllm_python, str(TINY), port, options, speculative)
-    one = VLLMServer("heads", command, port, tmp_path_factory.mktemp("server") / "log", has_heads=True)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
-        one.start()
+        one = VLLMServer("heads", command, port, tmp_path_factory.mktemp("server") / "log")
     try:
         one.wait_ready(1200, RunProgress(Console(file=io.StringIO())))
         yield one
