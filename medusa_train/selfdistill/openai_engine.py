@@ -67,28 +67,22 @@ class OpenAIEngine:
         self.model = model
         self.sampling = sampling
         self.reasoning_tags = reasoning_tags
-        self._todo: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
         self._held: deque[int] = deque()  # request ids of refused requests that are not returned yet
         self._refusals: list[str] = []  # reasons since the last answer
         self._takes_some = False  # whether there was any answer
-        self._threads: list[threading.Thread] = []
 
     @property
     def capacity(self) -> int:
-        """Maximum number of requests to all servers; those beyond the servers' current limits wait."""
+        """Maximum number of requests to all servers."""
         return self.server.capacity
 
     def submit(self, request_id: int, request: Request) -> None:
-        """Queue a request; the first ones start the worker threads."""
+        """Send a request in a thread of its own."""
         self._open += 1
-        self._todo.put((request_id, request))
-        if len(self._threads) < self.server.capacity:
-            # daemons: an interrupted run does not wait for responses
-            thread = threading.Thread(target=self._serve, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        # a daemon: an interrupted run does not wait for responses
+        threading.Thread(target=self._ask, args=(request_id, request), daemon=True).start()
 
     def next(self) -> tuple[int, Answer]:
         """Return the next answer; a refusal counts as one, unless the server refuses every request."""
@@ -121,25 +115,21 @@ class OpenAIEngine:
             )
 
     def stats(self) -> Mapping[str, str]:
-        """Return the numbers of requests that were sent again."""
-        counts = {"requests repeated": self.server.retries, "requests shortened to the context": self.server.shortened}
-        return {name: f"{count:,}" for name, count in counts.items() if count}
+        """Return the number of requests that were sent again."""
+        return {"requests repeated": f"{self.server.retries:,}"} if self.server.retries else {}
 
     def close(self) -> None:
         """Close the connections."""
         self.server.close()
 
-    def _serve(self) -> None:
-        while True:
-            request_id, request = self._todo.get()
-            self._finished.put((request_id, self._ask(request)))
-
-    def _ask(self, request: Request) -> _Outcome:
+    def _ask(self, request_id: int, request: Request) -> None:
+        outcome: _Outcome
         try:
             content = self.server.complete(self.sampling.body(self.model, request))
-            return parse_answer(content, self.reasoning_tags, self.sampling.max_new_tokens)
+            outcome = parse_answer(content, self.reasoning_tags, self.sampling.max_new_tokens)
         except BaseException as error:  # `next` raises it in the main thread
-            return error
+            outcome = error
+        self._finished.put((request_id, outcome))
 
 
 def parse_answer(content: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int) -> Answer:

@@ -83,9 +83,9 @@ def parse_metrics(page: str) -> DraftCounts | None:
             accepted[index] = accepted.get(index, 0) + int(float(number))
     if not is_vllm:
         return None
-    return DraftCounts(
-        *totals.values(), tuple(accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
-    )
+    drafts, draft_tokens = totals.values()
+    per_position = (accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
+    return DraftCounts(drafts, draft_tokens, tuple(per_position))
 
 
 @dataclass(frozen=True)
@@ -203,22 +203,19 @@ class ServerBench:
         self.target = target
         self.concurrency = concurrency
         self._options = options
-        self._client = self._connect()
+        self._client = OpenAIClient(
+            target.url,
+            key_variable=options.key_variable,
+            timeout=options.timeout,
+            retry_seconds=options.retry_seconds,
+            concurrency=concurrency,
+        )
         self._metrics = open_server(target.url, options)
 
     def close(self) -> None:
         """Close the connections; requests under way are given up."""
         self._client.close()
         self._metrics.close()
-
-    def _connect(self) -> OpenAIClient:
-        return OpenAIClient(
-            self.target.url,
-            key_variable=self._options.key_variable,
-            timeout=self._options.timeout,
-            retry_seconds=self._options.retry_seconds,
-            concurrency=self.concurrency,
-        )
 
     def warm_up(self, questions: Sequence[Question], count: int) -> None:
         """Ask for the beginnings of `count` answers, concurrently.
@@ -248,10 +245,7 @@ class ServerBench:
             BlockFault: requests were rejected or had to be repeated.
             ServerError: the server does not answer any more.
         """
-        if self._client.retries:  # after faults a client sends fewer requests at a time than `concurrency`
-            self._client.close()
-            self._client = self._connect()
-        before = self._read_counts()
+        before, retries = self._read_counts(), self._client.retries
         began = time.perf_counter()
         answers: list[ServedAnswer] = []
         skipped: list[tuple[int | str, int]] = []
@@ -271,7 +265,7 @@ class ServerBench:
         for turns in run_concurrently(converse, conversations, self.concurrency):
             answers += turns
             on_conversation(sum(answer.tokens for answer in turns))
-        if faults or self._client.retries:
+        if faults or self._client.retries > retries:
             raise BlockFault(faults[0] if faults else self._client.last_fault)
         after = self._read_counts()
         drafts = None if before is None or after is None else after.since(before)

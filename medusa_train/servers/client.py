@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from medusa_train.errors import ServerError
 from medusa_train.servers.server import Fault, OpenAIServer, RequestRejected
 
-CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
+CONCURRENCY = 64  # requests to each server
 MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
 FAILURES = 3  # in a row, after which a server counts as down
 UP = "answers again"
@@ -37,86 +37,56 @@ class Backoff:
 
 
 class Slots:
-    """The concurrency limit and health of one server. Times are those of a monotonic clock; not thread-safe.
+    """The health of one server. Times are those of a monotonic clock; not thread-safe.
 
-    The limit is halved when the server reports overload, and grows by one request per `limit` answers, up to `most`
-    (additive increase, multiplicative decrease). Faults of requests that were sent before the last change count once.
-    A server that is down is probed with one request at a time, after growing pauses.
+    After an overload or while it is down a server pauses, for growing times or as long as it asks. A server that is
+    down is then probed with one request at a time.
 
     Args:
-        most: the limit at the start, and its maximum.
+        most: maximum number of concurrent requests.
         longest_pause: maximum number of seconds that the server can ask to wait.
 
     Attributes:
-        limit, in_flight: number of concurrent requests allowed, and under way.
+        in_flight: number of requests under way.
         resume_at: no request is sent before this time.
     """
 
     def __init__(self, most: int, longest_pause: float = math.inf) -> None:
-        self.limit = float(most)
         self.in_flight = 0
         self.down = False
         self.resume_at = -math.inf
         self._most = most
         self._longest_pause = longest_pause
-        self._probe: float | None = None  # when the request was sent that tests whether the server is up again
-        self._changed_at = -math.inf
         self._backoff = Backoff()
         self._failures = 0
 
     def free(self, now: float) -> int:
         """Return how many more requests can be sent."""
-        if now < self.resume_at:
-            return 0
-        if self.down:
-            return int(self._probe is None)
-        return max(int(self.limit) - self.in_flight, 0)
+        return 0 if now < self.resume_at else max((1 if self.down else self._most) - self.in_flight, 0)
 
-    def take(self, now: float) -> float:
-        """Take a free slot; returns `now`, by which the request is known afterwards."""
-        self.in_flight += 1
-        self._probe = now if self.down else self._probe
-        return now
-
-    def give_back(self, sent: float) -> None:
-        """Free the slot of a request, before its result is reported."""
-        self.in_flight -= 1
-        self._probe = None if self._probe == sent else self._probe
-
-    def answered(self, *, accepted: bool) -> None:
-        """Report a response: the server is up. Only accepted requests raise the limit."""
-        if self.down:
-            self.down, self.resume_at = False, -math.inf
+    def answered(self) -> None:
+        """Report a response: the server is up."""
+        self.down = False
         self._backoff = Backoff()
         self._failures = 0
-        if accepted:
-            self.limit = min(self.limit + 1 / self.limit, float(self._most))
 
-    def failed(self, sent: float, now: float, fault: Fault) -> None:
+    def failed(self, now: float, fault: Fault) -> None:
         """Report a fault. The server is down if it was unreachable, or after `FAILURES` failures in a row."""
-        overloaded, asked = fault.kind == "overloaded", fault.retry_after
-        if overloaded and asked is not None:
-            self.resume_at = max(self.resume_at, now + min(asked, self._longest_pause))
-        if not overloaded:
+        if fault.kind != "overloaded":
             self._failures += 1
             if fault.kind == "failed" and self._failures < FAILURES:
                 return
-        if (overloaded or self.down) and sent < self._changed_at:
-            return
-        self._changed_at = now
-        if overloaded:
-            self.limit = max(self.limit / 2, 1.0)
-        else:
             self.down = True
-        if not overloaded or asked is None:
-            self.resume_at = max(self.resume_at, now + self._backoff.next())
+        if fault.retry_after is not None:
+            self.resume_at = max(self.resume_at, now + min(fault.retry_after, self._longest_pause))
+        elif now >= self.resume_at:  # requests that fail at the same moment count once
+            self.resume_at = now + self._backoff.next()
 
 
 class OpenAIClient:
     """Sends chats to the server with the most free slots; thread-safe.
 
-    Every server has a limit on concurrent requests that follows its answers (see `Slots`). A server that is down gets
-    no requests but one probe at a time, until it answers again.
+    A server that is overloaded or down pauses, see `Slots`.
 
     Args:
         urls: base URL with the version, `http://HOST:PORT/v1`, or several of servers with the same model.
@@ -156,11 +126,6 @@ class OpenAIClient:
         self._closed = threading.Event()
         self._gives_up_at = math.inf  # `retry_seconds` after the first fault since the last answer of any server
 
-    @property
-    def shortened(self) -> int:
-        """Number of requests whose `max_tokens` was shortened after a rejection."""
-        return sum(server.shortened for server in self._slots)
-
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request, again after faults, and return the response's JSON.
 
@@ -198,19 +163,19 @@ class OpenAIClient:
 
     def _send(self, body: Mapping[str, Any], deadline: float) -> dict[str, Any] | Fault | RequestRejected:
         """Send a request once, to the server with the most free slots."""
-        server, sent = self._take_slot(deadline)
+        server = self._take_slot(deadline)
         outcome: dict[str, Any] | Fault | RequestRejected | None = None
         try:
             outcome = server.send(body)
         except RequestRejected as rejected:
             outcome = rejected
         finally:
-            line = self._report(server, sent, outcome)
+            line = self._report(server, outcome)
         if line is not None:
             self._note(f"server {server.url}: {line}")
         return outcome
 
-    def _take_slot(self, deadline: float) -> tuple[OpenAIServer, float]:
+    def _take_slot(self, deadline: float) -> OpenAIServer:
         """Wait for a free slot of any server.
 
         Raises:
@@ -225,27 +190,26 @@ class OpenAIClient:
                     raise ServerError(f"{self.name}: no answer within {waited}; last error: {self.last_fault}")
                 free, server = max(((slots.free(now), one) for one, slots in self._slots.items()), key=lambda x: x[0])
                 if free:
-                    return server, self._slots[server].take(now)
+                    self._slots[server].in_flight += 1
+                    return server
                 # without another request, only a pause can end, or the time to give up come
                 moments = (deadline, self._gives_up_at, *(slots.resume_at for slots in self._slots.values()))
                 self._changed.wait(min((moment - now for moment in moments if now < moment < math.inf), default=None))
 
-    def _report(
-        self, server: OpenAIServer, sent: float, outcome: dict[str, Any] | Fault | RequestRejected | None
-    ) -> str | None:
+    def _report(self, server: OpenAIServer, outcome: dict[str, Any] | Fault | RequestRejected | None) -> str | None:
         """Free the slot of a request and count its outcome (None: an error that ends the run); returns a note."""
         now, slots = time.monotonic(), self._slots[server]
         with self._changed:
             was_down = slots.down
-            slots.give_back(sent)
+            slots.in_flight -= 1
             if isinstance(outcome, Fault):
                 self.retries += 1
                 self.last_fault = outcome.reason if len(self._slots) == 1 else f"{server.url}: {outcome.reason}"
                 self._gives_up_at = min(self._gives_up_at, now + self._retry_seconds)
-                slots.failed(sent, now, outcome)
+                slots.failed(now, outcome)
             elif outcome is not None:
                 self._gives_up_at = math.inf
-                slots.answered(accepted=not isinstance(outcome, RequestRejected))
+                slots.answered()
             self._changed.notify_all()
             if slots.down == was_down:
                 return None

@@ -41,8 +41,6 @@ _PROMPT = re.compile(
     r"|\"n_prompt_tokens\"\s*:\s*(\d+)",
     re.IGNORECASE,
 )
-#: A limit on the answer alone (OpenAI).
-_ANSWER = re.compile(r"at most (\d+) (?:completion|output) tokens", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,12 @@ class ContextLimit:
     """The limits in tokens that a rejection names; None for those that it does not name.
 
     Attributes:
-        context, answer: maximum of prompt and answer together, and of an answer of any request.
+        context: maximum of prompt and answer together.
         prompt: exact length of the prompt; a lower bound (vLLM: "at least") does not count.
     """
 
     context: int | None = None
     prompt: int | None = None
-    answer: int | None = None
 
 
 def parse_rejection(text: str) -> ContextLimit | None:
@@ -64,11 +61,10 @@ def parse_rejection(text: str) -> ContextLimit | None:
 
     Covers vLLM, SGLang, text-generation-inference, llama.cpp and OpenAI.
     """
-    answer = _number(_ANSWER, text)
     context = _number(_CONTEXT, text)
-    if context is None and answer is None and not _TOO_LONG.search(text):
+    if context is None and not _TOO_LONG.search(text):
         return None
-    return ContextLimit(context, _number(_PROMPT, text), answer)
+    return ContextLimit(context, _number(_PROMPT, text))
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:
@@ -235,7 +231,6 @@ class OpenAIServer:
 
     Attributes:
         context: the context length in tokens, once known.
-        shortened: number of requests whose `max_tokens` was shortened after a rejection.
 
     Raises:
         ConfigError: `url` is not a web address, or contains a password.
@@ -244,8 +239,6 @@ class OpenAIServer:
     def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
         self.url = _normalize_url(url, key_variable)
         self.context: int | None = None
-        self.shortened = 0
-        self._longest_answer: int | None = None
         self._can_tokenize = True
         self._key_variable = key_variable
         self._key = os.environ.get(key_variable, "").strip()
@@ -270,9 +263,8 @@ class OpenAIServer:
         body = dict(body)
         try:
             self._read_models(body.get("model"))
-            if "max_tokens" in body:
-                body["max_tokens"] = min((body["max_tokens"], *self._limits()))
-            wanted = body.get("max_tokens")
+            if "max_tokens" in body and self.context is not None:
+                body["max_tokens"] = min(body["max_tokens"], self.context - 1)  # a prompt has at least one token
             while True:
                 try:
                     return self._post(body)
@@ -280,9 +272,6 @@ class OpenAIServer:
                     room = self._room(body, rejected.limit)
                     if room is None:
                         raise
-                if body["max_tokens"] == wanted:
-                    with self._models_lock:
-                        self.shortened += 1
                 body["max_tokens"] = room
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
             return Fault(f"{type(error).__name__}: {error}", "failed")
@@ -363,25 +352,16 @@ class OpenAIServer:
             if isinstance(length, int) and length > 1:
                 self.context = length
 
-    def _limits(self) -> list[int]:
-        """Return the known upper limits of `max_tokens`; a prompt has at least one token."""
-        limits = [] if self.context is None else [self.context - 1]
-        return limits if self._longest_answer is None else [*limits, self._longest_answer]
-
     def _room(self, body: Mapping[str, Any], limit: ContextLimit | None) -> int | None:
         """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not fit."""
         if limit is None:
             return None
-        asked, room = body.get("max_tokens", 0), None
-        if limit.answer is not None:
-            room = self._longest_answer = limit.answer
-        elif (context := limit.context or self.context) is not None:
+        asked, self.context = body.get("max_tokens", 0), limit.context or self.context
+        if self.context is not None:
             prompt = self._count_prompt(body) if limit.prompt is None else limit.prompt
-            room = None if prompt is None else context - prompt
-            self.context = context
-        if room is not None and room < asked:
-            return room if room > 0 else None
-        guess = min((asked // 2, *self._limits()))
+            if prompt is not None and (room := self.context - prompt) < asked:
+                return room if room > 0 else None
+        guess = min(asked // 2, self.context or asked)
         return guess if guess >= SHORTEST_GUESS else None
 
     def _count_prompt(self, body: Mapping[str, Any]) -> int | None:

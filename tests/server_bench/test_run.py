@@ -17,8 +17,6 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.progress import RunProgress
-from medusa_train.selfdistill.openai_engine import ServerSampling
-from medusa_train.server_bench.measure import BlockFault, RequestOptions, ServerBench, Target, plan_blocks
 from medusa_train.server_bench.run import measure_servers
 from tests.fake_server import FakeServer, Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -127,23 +125,6 @@ def test_a_concurrency_that_overloads_the_server_is_left_out(
     assert {cell["concurrency"] for cell in report["cells"]} == {1}
     assert any(note.startswith("concurrency 2 was not measured") for note in report["meta"]["notes"])
     assert "queue is full" in printed
-
-
-def test_a_block_after_an_overload_runs_at_the_whole_concurrency(tmp_path: Path) -> None:
-    """The client sends fewer requests at a time after an overload, which the report would not show."""
-    questions = load_bench(str(write_questions(tmp_path / "few.jsonl", 8))).questions
-    options = RequestOptions(ServerSampling(0.0, 8, 1.0, None, None), 0, 20.0, 20.0, "NO_KEY")
-    with bench_server(seconds=0.05, words=2) as server:
-        bench = ServerBench(Target("plain", server.url, "m", False, True), options, 8)
-        full = error(429, "queue is full", **{"Retry-After": "0.01"})
-        server.script = lambda number, body: full if number == 0 else None
-        block = plan_blocks(questions, 8)[0]
-        with pytest.raises(BlockFault, match="queue is full"):
-            bench.measure(block[:4])
-        server.fake.busiest = 0
-        bench.measure(block[:8])
-        bench.close()
-    assert server.fake.busiest == 8
 
 
 def test_a_concurrency_that_failed_is_measured_after_all_when_resumed(

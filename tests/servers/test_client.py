@@ -171,18 +171,6 @@ def test_requests_are_spread_over_servers_by_their_free_slots() -> None:
         assert min(len(one.bodies), len(other.bodies)) >= 10
 
 
-def test_concurrency_falls_to_what_an_overloaded_server_takes() -> None:
-    def script(number: int, body: dict[str, Any]) -> Reply:
-        return error(429, "slow down") if server.busy > 4 else None
-
-    with serving(script, seconds=0.02) as server, connected(server.url, concurrency=32) as client:
-        assert ask_many(client, 32) == expected(32)
-        server.busiest = 0
-        assert ask_many(client, 32) == expected(32)
-        assert server.busiest <= 8
-        assert client.retries > 0
-
-
 def test_a_dead_server_gets_no_requests_until_it_answers_again() -> None:
     dead = True
     with (
@@ -288,44 +276,34 @@ def test_retry_after_may_be_a_date() -> None:
 
 # One server's slots, with times as numbers
 
-OVERLOADED, UNREACHABLE, FAILED = (Fault("", kind) for kind in ("overloaded", "unreachable", "failed"))
+OVERLOADED, FAILED = Fault("", "overloaded"), Fault("", "failed")
 
 
-@pytest.fixture
-def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overload_pauses_once_for_all_requests_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_BACKOFF", 0.5)
     monkeypatch.setattr(module, "MAX_BACKOFF", 30.0)
     monkeypatch.setattr(module.random, "uniform", lambda low, high: high)
-
-
-@pytest.mark.usefixtures("no_jitter")
-def test_the_limit_is_halved_once_per_round_and_grows_by_one_per_round() -> None:
-    slots = Slots(64)
-    requests = [slots.take(0.0) for _ in range(64)]
-    assert slots.free(0.0) == 0
-    for sent in requests[:20]:
-        slots.give_back(sent)
-        slots.failed(sent, 1.0, OVERLOADED)
-    assert slots.limit == 32  # 20 answers of one round halve it once
-    slots.failed(2.0, 2.0, OVERLOADED)
-    assert slots.limit == 16
-    for _ in range(16):
-        slots.answered(accepted=True)
-    assert 16.9 < slots.limit <= 17
-    slots.answered(accepted=False)
-    assert slots.limit <= 17
-    for _ in range(10_000):
-        slots.answered(accepted=True)
-    assert slots.limit == 64
+    slots = Slots(64, longest_pause=5.0)
+    for _ in range(20):
+        slots.failed(1.0, OVERLOADED)
+    assert (slots.free(1.4), slots.free(1.5)) == (0, 64)
+    slots.failed(2.0, OVERLOADED)
+    assert (slots.free(2.9), slots.free(3.0)) == (0, 64)
+    slots.failed(3.0, Fault("", "overloaded", 60.0))
+    assert (slots.free(7.9), slots.free(8.0)) == (0, 64)
+    slots.answered()
+    slots.failed(8.0, OVERLOADED)
+    assert slots.free(8.5) == 64
 
 
 def test_a_server_that_only_fails_counts_as_down_and_single_failures_do_not() -> None:
     slots = Slots(8)
     for _ in range(2):
-        slots.failed(0.0, 1.0, FAILED)
-    slots.answered(accepted=True)
+        slots.failed(1.0, FAILED)
+    slots.answered()
     for _ in range(2):
-        slots.failed(2.0, 2.0, FAILED)
+        slots.failed(2.0, FAILED)
     assert not slots.down
-    slots.failed(2.0, 2.0, FAILED)
+    slots.failed(2.0, FAILED)
     assert slots.down
+    assert slots.free(100.0) == 1

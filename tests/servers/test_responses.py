@@ -189,10 +189,6 @@ CASES = {
         "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",
         ContextLimit(8192, 9000),
     ),
-    "openai-answer": (
-        "max_tokens is too large: 20000. This model supports at most 16384 completion tokens, whereas you provided",
-        ContextLimit(answer=16384),
-    ),
     "openai-code": ('{"error": {"code": "context_length_exceeded"}}', ContextLimit()),
     "no-numbers": ("the prompt is too long", ContextLimit()),
 }

@@ -54,7 +54,6 @@ def test_a_rejection_with_both_numbers_leads_to_the_exact_length(opened: list[Op
         assert asked(fake) == [2048, 70, 99, 10]  # the context is known by then
         ask(fake, opened, 30, max_tokens=50)
         assert asked(fake)[4:] == [50]
-        assert opened[0].shortened == 2
 
 
 def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
@@ -126,11 +125,3 @@ def test_a_server_that_rejects_what_fits_by_its_own_numbers_is_not_asked_forever
         with pytest.raises(RequestRejected):
             ask(fake, opened, 3)
         assert len(fake.bodies) == 8  # 2048, 1024, ..., 16
-
-
-def test_a_limit_on_the_answer_is_remembered(opened: list[OpenAIServer]) -> None:
-    text = "max_tokens is too large: 2048. This model supports at most 512 completion tokens"
-    with serving(lambda n, body: error(400, text) if body["max_tokens"] > 512 else None) as fake:
-        ask(fake, opened, 3)
-        ask(fake, opened, 3)
-        assert asked(fake) == [2048, 512, 512]
