@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from rich.console import Console
 
@@ -21,6 +21,8 @@ from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, write_
 from medusa_train.progress import RunProgress
 
 Record = Mapping[str, Any]
+Send = Callable[[dict[str, float], int], None]
+T = TypeVar("T")
 
 #: Seconds without a record after which a console that is not a terminal shows the step that training is at.
 QUIET_SECONDS = 60.0
@@ -148,7 +150,7 @@ class ConsoleLogger(MetricLogger):
         """Start at `step` of `total_steps`."""
         self._is_terminal = console.is_terminal
         self._progress = RunProgress(console, line_seconds=QUIET_SECONDS, title=title)
-        self._phase = self._progress.phase("train", total_steps, "steps", completed=step, transient=False)
+        self._phase = self._progress.phase("train", total_steps, "steps", completed=step)
         self._phase.start()
 
     def log(self, record: Record) -> None:
@@ -158,7 +160,6 @@ class ConsoleLogger(MetricLogger):
             return
         line = describe(record)
         if record["kind"] == "train":
-            self._phase.completed = record["step"]
             line += f" | {self._phase.time_left() or '?'} left"
         self._progress.print(line, style="yellow" if record["kind"] == "skipped" else None)
 
@@ -171,7 +172,7 @@ class ConsoleLogger(MetricLogger):
         self._progress.print(line, style="yellow")
 
     def close(self) -> None:
-        """Stop the bar, which stays on the terminal."""
+        """Stop the bar."""
         self._phase.stop()
 
 
@@ -211,99 +212,73 @@ class Dashboard(MetricLogger):
 
     Args:
         console: for the warning.
-        start: returns the service's writer.
+        start: connects to the service; returns a function that sends figures of a step, and one that ends it.
     """
 
-    name: str
-
-    def __init__(self, console: Console, start: Callable[[], Any]) -> None:
+    def __init__(self, name: str, console: Console, start: Callable[[], tuple[Send, Callable[[], None]]]) -> None:
+        self._name = name
         self._console = console
-        self._writer: Any = None
-        try:
-            self._writer = start()
-        except Exception as error:  # no failure of a dashboard may end the run
-            self._drop(error)
+        self._functions: tuple[Send, Callable[[], None]] | None = None
+        self._functions = self._try(start)
 
     def log(self, record: Record) -> None:
         """Send the numbers of a record, one value per head."""
-        self._try(lambda: self._send(flat_figures(record), int(record["step"])))
+        if self._functions is not None:
+            send, _ = self._functions
+            self._try(lambda: send(flat_figures(record), int(record["step"])))
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        self._try(self._finish)
+        if self._functions is not None:
+            self._try(self._functions[1])
 
-    @abstractmethod
-    def _send(self, figures: dict[str, float], step: int) -> None: ...
-
-    @abstractmethod
-    def _finish(self) -> None: ...
-
-    def _try(self, action: Callable[[], None]) -> None:
-        if self._writer is None:
-            return
+    def _try(self, action: Callable[[], T]) -> T | None:
         try:
-            action()
-        except Exception as error:  # as above
-            self._drop(error)
-
-    def _drop(self, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        self._console.print(f"{self.name}: {reason}; continuing without {self.name}", style="yellow", markup=False)
-        self._writer = None
-
-
-class Wandb(Dashboard):
-    """Weights & Biases. WANDB_MODE applies (online, offline, disabled)."""
-
-    name = "wandb"
-
-    def __init__(self, console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None) -> None:
-        """Start or resume a run of `project`, with its files in `run_dir`/wandb."""
-
-        def start() -> Any:
-            import wandb
-
-            return wandb.init(
-                project=project,
-                entity=entity,
-                id=run_id,
-                resume="allow" if run_id else None,
-                dir=str(run_dir),
-                name=run_dir.name,
-                mode=_wandb_mode(),
-                settings=wandb.Settings(silent=True),
-            )
-
-        super().__init__(console, start)
-
-    def _send(self, figures: dict[str, float], step: int) -> None:
-        self._writer.log(figures, step=step)
-
-    def _finish(self) -> None:
-        self._writer.finish()
+            return action()
+        except Exception as error:  # no failure of a dashboard may end the run
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            line = f"{self._name}: {reason}; continuing without {self._name}"
+            self._console.print(line, style="yellow", markup=False)
+            self._functions = None
+            return None
 
 
-class TensorBoard(Dashboard):
-    """Event files for `tensorboard --logdir`; needs the package tensorboard."""
+def wandb(console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None) -> Dashboard:
+    """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb. WANDB_MODE applies."""
 
-    name = "tensorboard"
+    def start() -> tuple[Send, Callable[[], None]]:
+        import wandb
 
-    def __init__(self, console: Console, run_dir: Path, step: int = 0) -> None:
-        """Write to `run_dir`/tensorboard; a run resumed after `step` hides later events of the interrupted one."""
+        run = wandb.init(
+            project=project,
+            entity=entity,
+            id=run_id,
+            resume="allow" if run_id else None,
+            dir=str(run_dir),
+            name=run_dir.name,
+            mode=_wandb_mode(),
+            settings=wandb.Settings(silent=True),
+        )
+        return lambda figures, step: run.log(figures, step=step), run.finish
 
-        def start() -> Any:
-            from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+    return Dashboard("wandb", console, start)
 
-            return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
 
-        super().__init__(console, start)
+def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:
+    """Write event files to `run_dir`/tensorboard; a run resumed after `step` hides later ones of the earlier run."""
 
-    def _send(self, figures: dict[str, float], step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+    def start() -> tuple[Send, Callable[[], None]]:
+        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
 
-    def _finish(self) -> None:
-        self._writer.close()
+        writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+
+        def send(figures: dict[str, float], step: int) -> None:
+            for name, value in figures.items():
+                writer.add_scalar(name, value, step)
+
+        return send, writer.close
+
+    return Dashboard("tensorboard", console, start)
 
 
 def flat_figures(record: Record) -> dict[str, float]:

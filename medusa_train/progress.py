@@ -16,9 +16,9 @@ Figures that are logged (loss, accuracy) belong to `metrics_log`.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from types import TracebackType
+from typing import Any
 
 import rich.progress as rich_progress
 from rich import box
@@ -29,9 +29,8 @@ from medusa_train.hub import FETCHING
 
 #: Seconds between two lines where the output is not a terminal.
 LINE_SECONDS = 10.0
-#: Seconds between two redraws of a bar by the caller's updates, and by the clock of a ticking phase.
+#: Seconds between two redraws of a bar by the caller's updates.
 REDRAW_SECONDS = 0.1
-TICK_SECONDS = 1.0
 
 
 class RunProgress:
@@ -70,7 +69,6 @@ class RunProgress:
         *,
         completed: int = 0,
         ticking: bool = False,
-        transient: bool = True,
         inline: bool = False,
     ) -> Phase:
         """Return a context manager that shows one phase and records its wall time.
@@ -80,13 +78,12 @@ class RunProgress:
             total: number of units to do, None where it is unknown.
             unit: the name of a unit, in the plural ("turns").
             completed: units that an earlier run already did; they do not count for the time left.
-            ticking: show the elapsed time from a thread although nothing advances, for loading a model. Never for
-                a phase in which something is timed: the thread would run beside it.
-            transient: remove the bar from the terminal at the end.
+            ticking: show the elapsed time beside the bar from a thread although nothing advances, for loading a model.
+                Never for a phase in which something is timed: the thread would run beside it.
             inline: the phase is part of one that is shown already: print lines in place of a bar, the first after
                 `line_seconds`.
         """
-        return Phase(self, name, total, unit, completed=completed, ticking=ticking, transient=transient, inline=inline)
+        return Phase(self, name, total, unit, completed=completed, ticking=ticking, inline=inline)
 
     def table(self) -> Table:
         """Return the wall time of every phase and of the whole command, for the end of a command's output."""
@@ -128,49 +125,48 @@ class Phase:
         *,
         completed: int,
         ticking: bool,
-        transient: bool,
         inline: bool,
     ) -> None:
-        self.name, self.total, self.completed = name, total, completed
-        self.label = f"{progress.title}: {name}" if progress.title else name
-        self._progress, self._unit, self._ticking, self._inline = progress, unit, ticking, inline
-        self._first, self._tokens, self._detail = completed, 0, ""
-        self._started = time.perf_counter()
-        self._stop = threading.Event()
-        self._clock: threading.Thread | None = None
-        self._bar: rich_progress.Progress | None = None
-        self._last_redraw = 0.0
-        if progress.console.is_terminal and not inline:
-            # rich's refresh thread stays off: it would run beside what is timed.
-            self._bar = rich_progress.Progress(
-                *_columns(total), console=progress.console, auto_refresh=False, transient=transient
-            )
-            self._task = self._bar.add_task(self.label, total=total, completed=completed, unit=unit, detail="", left="")
+        self.name = name
+        self._progress, self._inline = progress, inline
+        self._first, self._tokens, self._detail, self._last_redraw = completed, 0, "", 0.0
+        self._has_bar = progress.console.is_terminal and not inline
+        self._bar = rich_progress.Progress(
+            *_columns(total),
+            console=progress.console,
+            auto_refresh=ticking,  # by a thread, which otherwise would run beside what is timed
+            refresh_per_second=1,
+            get_time=time.perf_counter,
+            transient=True,
+        )
+        label = f"{progress.title}: {name}" if progress.title else name
+        fields: dict[str, Any] = {"unit": unit, "figures": "", "left": ""}
+        added = self._bar.add_task(label, start=False, total=total, completed=completed, **fields)
+        self._task = self._bar.tasks[added]
+
+    @property
+    def completed(self) -> int:
+        """Number of finished units."""
+        return int(self._task.completed)
 
     @property
     def seconds(self) -> float:
         """Wall time since the phase began."""
-        return time.perf_counter() - self._started
+        return self._task.elapsed or 0.0
 
     def start(self) -> None:
         """Show the phase and start its clock; `with` does this."""
-        self._started = time.perf_counter()
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start_task(self._task.id)
         if self._inline:
             self._progress.reset_clock()
-        else:
-            self._show()
-        if self._ticking:
-            self._clock = threading.Thread(target=self._tick, name=f"progress of {self.name}", daemon=True)
-            self._clock.start()
+            return
+        if self._has_bar:
+            self._bar.start()
+        self._show()
 
     def stop(self) -> None:
         """Record the wall time and stop showing the phase; `with` does this."""
-        self._stop.set()
-        if self._clock is not None:
-            self._clock.join()
-        if self._bar is not None:
+        if self._has_bar:
             self._bar.stop()
         recorded = self._progress.seconds
         recorded[self.name] = recorded.get(self.name, 0.0) + self.seconds
@@ -189,19 +185,22 @@ class Phase:
 
     def update(self, completed: int, detail: str | None = None) -> None:
         """Set the number of finished units and, unless None, the figures shown beside it."""
-        self.completed = completed
+        self._task.completed = completed
         if detail is not None:
             self._detail = detail
         self._show()
 
     def line(self) -> str:
         """Return the state of the phase as one line of text."""
-        if self.total is None:
-            done = [f"{self.completed:,} {self._unit}".rstrip()] if self.completed else []
-            return f"{self.label}: {', '.join([*done, *self._figures(), f'{duration(self.seconds)} so far'])}"
-        done = [f"{self.completed:,}/{self.total:,} {self._unit}".rstrip()]
-        left = [f"{self.time_left()} left"] if self.time_left() else []
-        return f"{self.label}: {', '.join([*done, *self._figures(), *left])}"
+        task, parts = self._task, self._figures()
+        done = f"{self.completed:,}" + ("" if task.total is None else f"/{task.total:,.0f}")
+        if task.total is not None or self.completed:
+            parts.insert(0, f"{done} {task.fields['unit']}".rstrip())
+        if task.total is None:
+            parts.append(f"{duration(self.seconds)} so far")
+        elif self.time_left():
+            parts.append(f"{self.time_left()} left")
+        return f"{task.description}: {', '.join(parts)}"
 
     def _figures(self) -> list[str]:
         rate = [f"{self._tokens / max(self.seconds, 1e-9):,.0f} tokens/s"] if self._tokens else []
@@ -209,37 +208,31 @@ class Phase:
 
     def time_left(self) -> str:
         """Return the time left at the rate of this phase so far; empty before anything is done."""
-        done = self.completed - self._first
-        if self.total is None or done <= 0:
-            return ""
-        return duration(self.seconds / done * max(self.total - self.completed, 0))
+        done, total = self.completed - self._first, self._task.total
+        return "" if total is None or done <= 0 else duration(self.seconds / done * max(total - self.completed, 0))
 
     def _show(self) -> None:
-        if self._bar is None:
+        if not self._has_bar:
             self._progress.print_if_due(self.line())
             return
         left = f"{self.time_left()} left" if self.time_left() else ""
-        self._bar.update(self._task, completed=self.completed, detail=", ".join(self._figures()), left=left)
+        self._task.fields.update(figures=", ".join(self._figures()), left=left)
         now = time.perf_counter()
         if now - self._last_redraw >= REDRAW_SECONDS:
             self._last_redraw = now
             self._bar.refresh()
 
-    def _tick(self) -> None:
-        while not self._stop.wait(TICK_SECONDS):
-            self._show()
-
 
 def _columns(total: int | None) -> list[rich_progress.ProgressColumn]:
     name = rich_progress.TextColumn("{task.description}", style="bold", markup=False)
-    detail = rich_progress.TextColumn("{task.fields[detail]}", markup=False)
+    figures = rich_progress.TextColumn("{task.fields[figures]}", markup=False)
     if total is None:
-        return [name, detail, rich_progress.TimeElapsedColumn()]
+        return [name, figures, rich_progress.TimeElapsedColumn()]
     return [
         name,
         rich_progress.BarColumn(bar_width=24),
         rich_progress.TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
-        detail,
+        figures,
         rich_progress.TimeElapsedColumn(),
         rich_progress.TextColumn("{task.fields[left]}"),
     ]

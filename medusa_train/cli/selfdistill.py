@@ -175,10 +175,8 @@ def _run(
     answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo)
     engine = open_engine(cfg, dtype, answers, partial(console.print, highlight=False, soft_wrap=True))
     try:
-        phase = RunProgress(console).phase(
-            "conversations", len(prompts), completed=len(prompts) - len(todo), transient=False
-        )
-        with phase:
+        progress = RunProgress(console)
+        with progress.phase("conversations", len(prompts), completed=len(prompts) - len(todo)) as phase:
             stats = distill(
                 prompts,
                 engine,

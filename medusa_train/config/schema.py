@@ -652,9 +652,7 @@ class SelfDistillConfig(Config):
     server_url: TextList | None = key(
         None, "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model", min_length=1
     )
-    concurrency: Int = key(
-        64, "maximum number of concurrent requests to each server; fewer while it answers 429 or 503", ge=1, le=1024
-    )
+    concurrency: Int = key(64, "maximum number of concurrent requests to each server", ge=1, le=1024)
     request_timeout: Float = key(600.0, "timeout of a request in seconds", gt=0)
     retry_seconds: Float = key(900.0, "failed requests are retried for up to this many seconds", ge=0)
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key")

@@ -18,7 +18,7 @@ from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.losses.objective import Objective
-from medusa_train.metrics_log import Dashboard, MetricLoggers, TensorBoard, Wandb, open_metric_loggers
+from medusa_train.metrics_log import MetricLoggers, open_metric_loggers, tensorboard, wandb
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
@@ -143,9 +143,9 @@ def _open_loggers(
         return MetricLoggers([])
     console = progress.console
     write_config(with_template(cfg, tokenizer), out)
-    dashboards: list[Dashboard] = [TensorBoard(console, out, state.step)] if cfg.use_tensorboard else []
+    dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
-        dashboards.append(Wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
+        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
     with writing(out):
         return open_metric_loggers(
             out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title

@@ -257,14 +257,14 @@ class Trainer:
         state = self.state
         state.data = self.loader.state_dict()
         beside = {} if state.tree is None else {TREE: state.tree}
-        with self.progress.phase("checkpoints", inline=True, ticking=True):
+        with self.progress.phase("checkpoints", inline=True):
             snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world)
             self.world.run_on_main(lambda: self.store.save(state.step, snapshot, state.best_step, beside))
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
         """Likewise, the weights alone; those that the last checkpoint refers to are kept for resuming from it."""
-        with self.progress.phase("checkpoints", inline=True, ticking=True):
+        with self.progress.phase("checkpoints", inline=True):
             weights = take_weights(self.draft, self.recipe, self.world)
             self.world.run_on_main(lambda: self.store.save_best(self.state.step, weights, {self._resumable_best}))
 
