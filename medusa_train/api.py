@@ -37,8 +37,8 @@ def load(
         model: run directory or directory of heads; defaults to the newest run under runs/.
         base_model: directory or Hugging Face hub name of the backbone; defaults to the one that the heads were trained
             with. Given without `model`, the backbone decodes plainly, without heads.
-        tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic": a tree for every step, chosen by
-            the heads' confidences; the text is the same.
+        tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes and depth
+            "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
         dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast bfloat16 matrix
             products, else float16 on a GPU and float32 on a CPU.
         chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the tokenizer's.
@@ -81,9 +81,8 @@ def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | No
 
 def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    from medusa_train.checkpoint.load_model import load_with_draft, require_dynamic_trees
+    from medusa_train.checkpoint.load_model import load_with_draft
     from medusa_train.inference.model import Model
 
     loaded = load_with_draft(paths, dtype, compiled=compiled)
-    require_dynamic_trees(loaded, paths)
     return Model(loaded.backbone, loaded.proposer, loaded.tree, paths.chat_template, paths.chat_template_kwargs)

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.resolve import DYNAMIC, FIXED, ModelPaths
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import resolve_path
 from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import CheckpointError
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposer
-from medusa_train.models.drafts.combined import DynamicDraft, MergedDraft
+from medusa_train.models.drafts.base import Draft, Limits, Proposer
+from medusa_train.models.drafts.combined import MergedDraft
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
-from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 
 
@@ -31,14 +31,14 @@ class LoadedModel:
 
     Attributes:
         lookup: a draft without training, alone or beside the heads.
-        dynamic: how the tree of every step is chosen in place of `tree`; None: `tree` is used.
+        dynamic: the size of trees that the draft chooses in every step in place of `tree`; None: `tree` is used.
     """
 
     backbone: Backbone
     draft: Draft | None
     tree: Tree | None
     lookup: LookupDraft | None = None
-    dynamic: DynamicTrees | None = None
+    dynamic: Limits | None = None
 
     @property
     def proposer(self) -> Proposer | None:
@@ -48,9 +48,10 @@ class LoadedModel:
     @property
     def heads(self) -> Proposer | None:
         """The trained part of `proposer`: heads, with dynamic trees if there are any."""
-        if self.draft is None or self.dynamic is None:
+        if self.dynamic is None:
             return self.draft
-        return DynamicDraft(self.draft, self.dynamic)
+        assert isinstance(self.draft, Eagle3Draft)  # `resolve_model` refuses others
+        return self.draft.with_dynamic_trees(self.dynamic)
 
     @property
     def fixed_proposer(self) -> Proposer | None:
@@ -74,9 +75,8 @@ def load_with_draft(
 
     Raises:
         BackboneError: the backbone cannot be loaded.
-        CheckpointError: the heads or the tree cannot be read, or do not fit the backbone. That dynamic trees are
-            missing is no error here, see `require_dynamic_trees`.
-        MedusaError: these heads can have no dynamic trees.
+        CheckpointError: the heads or the tree cannot be read, or do not fit the backbone.
+        MedusaError: dynamic trees are deeper than the draft.
     """
     if paths.adapter is None:
         backbone = load_base_model(paths, dtype)
@@ -97,7 +97,8 @@ def load_with_draft(
     lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)
     if draft is None:
         return LoadedModel(backbone, None, None, lookup)
-    model = LoadedModel(backbone, draft, load_tree(paths, draft.num_heads), lookup, load_dynamic_trees(paths))
+    tree = load_tree(paths, draft.num_heads)
+    model = LoadedModel(backbone, draft, tree, lookup, dynamic_size(paths, tree))
     assert model.proposer is not None  # refuses what does not go together
     return model
 
@@ -139,19 +140,12 @@ def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
     return tree
 
 
-def load_dynamic_trees(paths: ModelPaths) -> DynamicTrees | None:
-    """Load how trees are chosen in every step; None if fixed ones are asked for, or the file has no such entry."""
-    return DynamicTrees.load(paths.tree) if paths.dynamic and paths.tree is not None else None
-
-
-def require_dynamic_trees(model: LoadedModel, paths: ModelPaths) -> None:
-    """Raise CheckpointError where dynamic trees were asked for, but there are none."""
-    if paths.dynamic and model.dynamic is None:
-        where = paths.home if paths.tree is None else paths.tree
-        raise CheckpointError(
-            f"tree {DYNAMIC}: {where} holds no confidences of these heads; fit the tree again with "
-            f"`medusa-eval --calibrate --model {paths.home}`, or use --tree {FIXED}"
-        )
+def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
+    """Return the size of dynamic trees, by default that of the fixed `tree`; None for the fixed tree."""
+    if paths.dynamic is None:
+        return None
+    size = paths.dynamic.partition(":")[2]
+    return Limits(*map(int, size.split("x"))) if size else Limits(tree.size, tree.max_depth)
 
 
 def compile_backbone(backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True) -> None:

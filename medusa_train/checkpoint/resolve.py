@@ -6,6 +6,7 @@ Reads no weights and imports no torch, so that a command refuses a wrong path wi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,10 +27,8 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
-#: Values of the key `tree` that are no files: the tree of tree.json, or a tree chosen in every step.
-FIXED, DYNAMIC = "fixed", "dynamic"
-#: Prefix of a Markov bias among the tensors of Medusa heads.
-MARKOV_PREFIX = "markov."
+#: Values of the key `tree` that are no files: the tree of tree.json, or another tree in every step, of a given size.
+FIXED, DYNAMIC = "fixed", re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
@@ -52,7 +51,7 @@ class ModelPaths:
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
-        dynamic: choose the tree of every step, by the entry `dynamic` of the tree.json.
+        dynamic: "dynamic", or with nodes and depth "dynamic:32x5", if the draft chooses another tree in every step.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
 
@@ -66,7 +65,7 @@ class ModelPaths:
     trust_remote_code: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     lookup: LookupChoice | None = None
-    dynamic: bool = False
+    dynamic: str | None = None
     threshold: float | None = None
 
     @property
@@ -96,23 +95,14 @@ class ModelPaths:
             raise CheckpointError(f"draft {lookup.name}: the heads in {self.heads} are {kind}; {_advice(kind, lookup)}")
         return replace(self, lookup=lookup)
 
-    def with_dynamic_trees(self) -> ModelPaths:
-        """Return the paths with trees that are chosen in every step.
-
-        Raises:
-            CheckpointError: there are no heads, or heads that read the guesses before them.
-        """
+    def with_dynamic_trees(self, tree: str) -> ModelPaths:
+        """Return the paths with trees that are chosen in every step. Raises CheckpointError unless the draft can."""
         if self.heads is None:
-            raise CheckpointError(f"tree {DYNAMIC}: {self.base_model} has no heads; name a run with --model")
-        kind = heads_kind(self.heads)
-        if any(name.startswith(MARKOV_PREFIX) for name in _safetensors_names(self.heads / SAFETENSORS)):
-            kind += " with a Markov bias (medusa_markov_rank)"
-        if not DRAFT_CONFIGS.get(kind, DraftConfig).guesses_at_once:
-            raise CheckpointError(
-                f"tree {DYNAMIC}: chooses among the guesses of all heads, but those in {self.heads} are {kind}, which "
-                f"read the guesses before them; use --tree {FIXED}"
-            )
-        return replace(self, dynamic=True)
+            raise CheckpointError(f"tree {tree}: {self.base_model} has no heads; name a run with --model")
+        if not DRAFT_CONFIGS.get(kind := heads_kind(self.heads), DraftConfig).dynamic_trees:
+            able = " or ".join(name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees)
+            raise CheckpointError(f"tree {tree}: needs {able}, but {self.heads} is {kind}; use --tree {FIXED}")
+        return replace(self, dynamic=tree)
 
     def with_threshold(self, threshold: float | None) -> ModelPaths:
         """Return the paths with another threshold of drafting; raises CheckpointError for heads that have none."""
@@ -155,7 +145,8 @@ def resolve_model(
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if `base_model` is
             given.
         base_model: directory or hub name; None: the backbone that the heads were trained with.
-        tree: tree file; None or "fixed": tree.json beside the heads; "dynamic": a tree for every step.
+        tree: tree file; None or "fixed": tree.json beside the heads; "dynamic" or "dynamic:32x5": a tree for every
+            step, as large and deep as the fixed one or as given.
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
@@ -166,8 +157,8 @@ def resolve_model(
         BackboneError: the backbone's path does not exist.
     """
     paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
-    if str(tree) == DYNAMIC and (lookup is None or lookup.heads is not None):
-        paths = paths.with_dynamic_trees()
+    if DYNAMIC.fullmatch(str(tree)) and (lookup is None or lookup.heads is not None):
+        paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
     if needs_backbone and resolve_path(paths.base_model) is None and looks_like_path(paths.base_model):
         advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
@@ -182,7 +173,7 @@ def resolve_model(
 
 def names_tree_file(tree: str | Path | None) -> TypeGuard[str | Path]:
     """Return whether a value of the key `tree` is a file."""
-    return tree is not None and str(tree) not in (FIXED, DYNAMIC)
+    return tree is not None and str(tree) != FIXED and not DYNAMIC.fullmatch(str(tree))
 
 
 def runs_directory() -> Path:
@@ -319,7 +310,7 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
         return home / "tree.json" if (home / "tree.json").is_file() else None
     path = resolve_path(tree)
     if path is None:
-        raise CheckpointError(f"tree {str(tree)!r}: no such file")
+        raise CheckpointError(f"tree {str(tree)!r}: no such file, and not {FIXED}, dynamic or dynamic:NODESxDEPTH")
     return path
 
 

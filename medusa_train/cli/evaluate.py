@@ -81,7 +81,7 @@ def evaluate(
     ] = None,
     tree: Annotated[
         str | None,
-        typer.Option(help="fixed (the run's tree.json, default), dynamic (another tree in every step), or a file."),
+        typer.Option(help="fixed (the run's tree.json, default), dynamic or dynamic:32x5 (EAGLE-3), or a file."),
     ] = None,
     draft: Annotated[
         str | None,

@@ -45,7 +45,7 @@ class DraftConfig(BaseModel):
         trains_jointly: whether it can be trained together with the backbone.
         exports: the layouts in which other programs read it.
         merges: whether the guesses of drafts without training can be added to its own.
-        guesses_at_once: whether its guesses are all known before a tree is chosen.
+        dynamic_trees: whether it can choose a tree of its own in every step.
         lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
     """
 
@@ -57,7 +57,7 @@ class DraftConfig(BaseModel):
     trains_jointly: ClassVar[bool] = False
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
     merges: ClassVar[bool] = True
-    guesses_at_once: ClassVar[bool] = False
+    dynamic_trees: ClassVar[bool] = False
     lr_multiplier: ClassVar[float] = 1.0
 
     num_heads: Int
@@ -106,7 +106,7 @@ class MedusaConfig(DraftConfig):
 
     prefix = "medusa_"
     title = "Medusa"
-    trains_jointly = guesses_at_once = True
+    trains_jointly = True
     exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
     lr_multiplier = 4.0  # Medusa, Shared Settings
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
@@ -186,7 +186,6 @@ class AmphistaConfig(DraftConfig):
 
     prefix = "amphista."
     title = "Amphista"
-    guesses_at_once = True
     training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
     num_heads: Int = key(
@@ -262,6 +261,7 @@ class Eagle3Config(DraftConfig):
 
     prefix = "eagle3."
     title = "EAGLE-3"
+    dynamic_trees = True
     exports = ("vllm", "sglang", "speculators")
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 

@@ -25,8 +25,8 @@ from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
 PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = "plain", "tree", "generate", "prompt_lookup", "assisted"
-#: Measured beside dynamic trees: the fixed tree, and one whose steps take about as long as theirs.
-FIXED_TREE, EQUAL_LATENCY_TREE = "fixed_tree", "fixed_tree_of_equal_latency"
+#: Measured beside dynamic trees.
+FIXED_TREE = "fixed_tree"
 #: Measured beside a merged draft: each of its parts.
 HEADS_ALONE, LOOKUP_ALONE = "heads_alone", "lookup_alone"
 
@@ -167,17 +167,14 @@ class Reference:
 
 
 def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
-    """Return what to measure beside a model's proposals: fixed trees beside dynamic ones, parts of a merged draft."""
+    """Return what to measure beside a model's proposals: the fixed tree, and the parts of a merged draft."""
     references: dict[str, Reference] = {}
     if model.tree is None or model.fixed_proposer is None:
         return references
     loop = "the same decoding loop with"
     if model.dynamic is not None:
-        trees = {FIXED_TREE: model.tree, EQUAL_LATENCY_TREE: model.dynamic.equal_latency}
-        for name, tree in trees.items():
-            if tree is not None and (name == FIXED_TREE or tree != model.tree):
-                what = f"{loop} the same tree of {tree.size} nodes in every step"
-                references[name] = Reference(model.fixed_proposer, tree, what)
+        what = f"{loop} the same tree of {model.tree.size} nodes in every step"
+        references[FIXED_TREE] = Reference(model.fixed_proposer, model.tree, what)
     if model.heads is not None and model.lookup is not None:
         trees_of = "dynamic trees" if model.dynamic is not None else f"a tree of {model.tree.size} nodes"
         references[HEADS_ALONE] = Reference(model.heads, model.tree, f"{loop} the heads alone, {trees_of}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_train.checkpoint.load_model import LoadedModel, load_dynamic_trees, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES
 from medusa_train.choose_decoding import choose_dtype
@@ -73,7 +73,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
 def refit_tree(
     cfg: EvalConfig, model: LoadedModel, paths: ModelPaths, bench_tokens: int, progress: RunProgress
 ) -> tuple[LoadedModel, ModelPaths] | None:
-    """Choose the tree again if tree.json was fitted with other settings, or lacks the dynamic trees that are asked for.
+    """Choose the tree again if tree.json was fitted with other settings.
 
     What the heads guess hardly depends on dtype, device and compilation: only steps are timed again where the traces
     were kept. With other weights (merged, or another quantization) the backbone answers again.
@@ -87,19 +87,15 @@ def refit_tree(
     Returns:
         The model with the new tree, and the paths with its file; None if the tree stays.
     """
-    if model.draft is None or (paths.tree is None and not paths.dynamic):
+    if model.draft is None or paths.tree is None:
         return None
     settings = DecodingSettings.of(model.backbone)
-    fitted = None if paths.tree is None else DecodingSettings.load(paths.tree)
-    if paths.dynamic and model.dynamic is None:
-        reason = f"{paths.tree or paths.home}: no confidences for dynamic trees"
-    elif fitted is None:
+    if (fitted := DecodingSettings.load(paths.tree)) is None:
         progress.print(f"{paths.tree}: does not say for which dtype and device it was fitted; using it as it is")
         return None
-    elif not (differences := settings.differences(fitted)):
+    if not (differences := settings.differences(fitted)):
         return None
-    else:
-        reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"
+    reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"
     if names_tree_file(cfg.tree):
         progress.print(f"{reason}; using it as named by tree")
         return None
@@ -124,7 +120,8 @@ def refit_tree(
         return None
     progress.print(f"chosen: {choice.describe()}")
     paths = replace(paths, tree=save(choice, traced, cfg, paths))
-    return replace(model, tree=choice.best.tree, dynamic=load_dynamic_trees(paths)), paths
+    tree = choice.best.tree
+    return replace(model, tree=tree, dynamic=dynamic_size(paths, tree)), paths
 
 
 def refit_tokens(cfg: EvalConfig, bench_tokens: int) -> int:

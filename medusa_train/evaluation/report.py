@@ -236,12 +236,7 @@ def _draft(meta: Mapping[str, Any]) -> str:
     """Say what proposed the guesses."""
     parts = []
     if (dynamic := meta.get("dynamic_trees")) is not None:
-        used, nodes = len(dynamic["temperatures"]), dynamic["sizes"][-1]["nodes"]
-        parts.append(
-            f"dynamic trees of up to {nodes} nodes, {used} of {_count(meta['heads'], 'head')}"
-            if used
-            else "dynamic trees, which decode without heads here"
-        )
+        parts.append(f"dynamic trees of {_count(dynamic['size'], 'node')}, up to {dynamic['depth']} deep")
     elif meta["heads"] is not None:
         parts.append(f"tree of {_count(meta['tree_nodes'], 'node')}, {_count(meta['heads'], 'head')}")
     if meta.get("draft") is not None:
@@ -297,8 +292,8 @@ def _tokens_per_step_note(report: Report) -> str:
         return note + parts if "heads_alone" in report.overall["baselines"] else note
     if report.meta.get("dynamic_trees") is not None:
         return (
-            "Tokens per step: measured on this bench, with a tree of its own in every step. The fixed trees of the "
-            "same heads were measured in turns with it."
+            "Tokens per step: measured on this bench, with a tree of its own in every step. The fixed tree was "
+            "measured in turns with it."
         )
     calibration = report.extra.get("calibration") or {}
     expected = calibration.get("tokens_per_step")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import LoadedModel, require_dynamic_trees
-from medusa_train.checkpoint.resolve import DYNAMIC, ModelPaths, names_tree_file
+from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
@@ -101,7 +101,6 @@ def evaluate(
         if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-        require_dynamic_trees(model, paths)
         records, skipped = time_bench(cfg, bench, model, paths, dtype, log, progress)
     trace_records(records, model, progress)
 
@@ -151,7 +150,7 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
     if cfg.draft is not None:
         yield cfg.draft
     if paths.dynamic:
-        yield DYNAMIC
+        yield paths.dynamic.replace(":", "-")
     elif names_tree_file(cfg.tree) and paths.tree is not None:
         yield f"{paths.tree.stem}-{zlib.crc32(paths.tree.read_bytes()):08x}"
     if paths.threshold is not None:

@@ -69,7 +69,7 @@ def collect_metadata(
         "early_stop": 0.0 if has_static_steps or draft is None else draft.threshold,
         "tree_nodes": "dynamic" if model.dynamic is not None else None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
-        "dynamic_trees": None if model.dynamic is None else model.dynamic.record(),
+        "dynamic_trees": None if model.dynamic is None else model.dynamic._asdict(),
         "tree_file": None if paths.tree is None else short_path(str(paths.tree)),
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
@@ -101,7 +101,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         **model_settings(paths),
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "tree": None if paths.tree is None else paths.tree.read_text(encoding="utf-8"),
-        **({"dynamic": True} if paths.dynamic else {}),
+        **({"dynamic": paths.dynamic} if paths.dynamic else {}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),
         "backbone": paths.backbone_form,
         "chat_template": paths.chat_template,

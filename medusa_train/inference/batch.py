@@ -47,8 +47,8 @@ class BatchDecoder:
 
     Rows accept paths of different lengths and finish at different times. A finished row leaves the batch, which goes
     on with fewer rows, and new ones may join. The tokens of a row do not depend on the other rows, except that matrix
-    products of another shape round differently, and that drafts which size the trees of all rows together (dynamic
-    trees, Kangaroo's early stop) change how many random numbers a sampled row draws. Its distribution stays the same.
+    products of another shape round differently, and that Kangaroo's early stop, which all rows share, changes how many
+    random numbers a sampled row draws. Its distribution stays the same.
 
     Args:
         backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default the empty tree.

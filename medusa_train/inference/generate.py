@@ -349,8 +349,7 @@ def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) ->
     vocab_size = (None if draft is None else draft.draft_vocab_size) or backbone.vocab_size
     if tree.width > vocab_size:
         raise MedusaError(f"the tree uses guesses up to rank {tree.width - 1} of a vocabulary of {vocab_size} tokens")
-    # dynamic trees may use no head: static buffers must then have the shape of a plain step
-    return (tree if proposal_limits(draft, tree).size else Tree.empty()).to(backbone.device)
+    return tree.to(backbone.device)
 
 
 def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:

@@ -24,7 +24,6 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import TreeCandidate, cross_validate, joint_trees
-from medusa_train.tree_search.fit_dynamic import DynamicFit, fit_dynamic_trees
 from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy
 from medusa_train.trees.tree import Tree
 
@@ -63,7 +62,6 @@ class TreeChoice:
         accuracy: top-1 to top-10 accuracy per head, [K][10].
         about: number of conversations, answers and tokens that this is based on.
         settings: with which the steps were timed.
-        dynamic: the dynamic trees; None if they could not be fitted.
     """
 
     best: TreeCandidate
@@ -71,27 +69,16 @@ class TreeChoice:
     accuracy: Sequence[Sequence[float]]
     about: Mapping[str, int]
     settings: DecodingSettings
-    dynamic: DynamicFit | None = None
 
     def describe(self) -> str:
-        """Say which tree was chosen and what it is expected to bring, and what dynamic trees would bring."""
+        """Say which tree was chosen and what it is expected to bring."""
         best, nodes = self.best, self.best.tree.size
         step = f"{best.step_ms:.2f} ms per step in {self.settings.dtype}"
-        if nodes:
-            fixed = (
-                f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step (simulated on "
-                f"{self.about['tokens']:,} greedy tokens, each with a tree that was fitted to others), {step}"
-            )
-        else:
-            fixed = f"plain decoding, {step}; no tree is clearly faster here"
-        if self.dynamic is None:
-            return fixed
-        if not self.dynamic.trees.heads:
-            return f"{fixed}; tree: dynamic would decode without heads, which is faster here"
-        expected = self.dynamic.expected
+        if not nodes:
+            return f"plain decoding, {step}; no tree is clearly faster here"
         return (
-            f"{fixed}; tree: dynamic would take {expected.tokens_per_step:.2f} tokens per step (simulated on the same "
-            f"answers), with {expected.nodes:.1f} nodes and {expected.step_ms:.2f} ms on average"
+            f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step (simulated on "
+            f"{self.about['tokens']:,} greedy tokens, each with a tree that was fitted to others), {step}"
         )
 
     def save(self, path: Path) -> None:
@@ -116,7 +103,6 @@ class TreeChoice:
                 for one in self.sizes
             ],
             **self.settings.record(),
-            **({} if self.dynamic is None else self.dynamic.record()),
         }
 
 
@@ -161,18 +147,12 @@ def choose_tree(
     # both rounds timed the deep tree of that size, so drift between them cancels out
     nodes = chosen.tree.size
     best = replace(chosen, step_ms=joint[nodes].step_ms * chosen.step_ms / again[joint[nodes].tree])
-    dynamic = None
-    if draft.guesses_at_once:
-        with progress.phase("fitting trees", ticking=True):
-            by_size = [joint[size] for size in latency]
-            dynamic = fit_dynamic_trees(traces, by_size, timed, lambda n: joint_trees(traces, [n])[n])
     return TreeChoice(
         best,
         [best if size == nodes else one for size, one in joint.items()],
         head_accuracy(traces),
         {"conversations": len(conversations), "answers": len(traces), "tokens": traced.tokens},
         DecodingSettings.of(backbone),
-        dynamic,
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from medusa_train.tree_search.traces import AcceptedLength, Trace, head_accuracy, tokens_per_step
-from medusa_train.trees.dynamic import paths_by_product
 from medusa_train.trees.tree import Ranks, Tree
 
 _REFITS = 3
@@ -108,6 +108,33 @@ def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: 
     accuracy = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in head_accuracy(traces)[:max_depth]]
     paths = [path for _, path in itertools.islice(paths_by_product(accuracy), max(sizes, default=0))]
     return {size: Tree.from_paths(paths[:size]) for size in sizes}
+
+
+def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple[float, Ranks]]:
+    """Yield paths with the product of the probabilities of their guesses, the largest first; parents precede children.
+
+    A product never exceeds its parent's, so the first n paths are a tree, and no tree of n nodes has a larger sum.
+
+    Args:
+        probabilities: of every head's draft tokens by rank, each at most 1, in any order.
+    """
+    levels = [sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0]) for row in probabilities]
+    queue: list[tuple[float, Ranks, int, float]] = []  # minus the product, path, position in level, parent's product
+
+    def push(parent: Ranks, product: float, position: int) -> None:
+        level = levels[len(parent)]
+        if position < len(level):
+            value, rank = level[position]
+            heapq.heappush(queue, (-product * value, (*parent, rank), position, product))
+
+    if levels:
+        push((), 1.0, 0)
+    while queue:
+        negative, path, position, above = heapq.heappop(queue)
+        yield -negative, path
+        push(path[:-1], above, position + 1)
+        if len(path) < len(levels):
+            push(path, -negative, 0)
 
 
 def cross_validate(

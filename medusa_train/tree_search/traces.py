@@ -8,7 +8,7 @@ import random
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_train.checkpoint.resolve import ModelPaths, heads_files
@@ -26,12 +25,12 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_file
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.drafts.combined import MAX_RANK, log_probs_at
 from medusa_train.models.features import Rows
 from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.models.loading import model_directory
 from medusa_train.trees.tree import Ranks, Tree
 
+MAX_RANK = 10  # lower-ranked draft tokens are never worth a node (published trees end at rank 9)
 MAX_ROWS = 16  # answers that are generated at once
 MAX_CACHE_BYTES = 2**31  # of their keys and values
 
@@ -50,13 +49,10 @@ class Trace:
         ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among the guesses of head k
             when token p is the root; -1 past `MAX_RANK` or past the end of the answer.
         targets: [tokens], for how many heads the answer has a token to compare with.
-        log_probs: float32 [tokens, K, R], of each head's best guesses by rank; -inf where it has no token to compare
-            with. None if they were not kept.
     """
 
     ranks: list[list[int]]
     targets: list[int]
-    log_probs: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
     def path(self, start: int) -> Ranks:
         """The ranks of the following tokens up to the first miss: the path that an unlimited tree would accept."""
@@ -248,16 +244,13 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
     first = len(prompt) - 1  # the position from which heads guess when answer[0] is the root
     count, heads = len(answer), draft.num_heads
     ranks = torch.full((count, heads), -1, dtype=torch.long)
-    log_probs = np.full((count, heads, MAX_RANK), -np.inf, np.float32)
     all_states = draft.teacher_forced_states(feats, Rows.from_tokens(inputs))
     for k, states in zip(range(1, min(heads, count - 1) + 1), all_states, strict=False):
         head = draft.lm_head(k)
         read = states[0, first : first + count - k]
-        logits = head.logits(read)
-        guesses = head.guesses(read, logits, MAX_RANK)
+        guesses = head.guesses(read, head.logits(read), MAX_RANK)
         ranks[: count - k, k - 1] = rank_of(guesses, head.rows_of(tokens[0, len(prompt) + k :])).cpu()
-        log_probs[: count - k, k - 1, : guesses.shape[1]] = log_probs_at(logits, guesses).cpu().numpy()
-    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)], log_probs)
+    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)])
 
 
 def rank_of(guesses: Tensor, targets: Tensor) -> Tensor:
@@ -306,7 +299,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def save_traces(path: Path, traced: TracedAnswers, key: Key) -> None:
-    """Write traces as a compressed NumPy archive, about 50 KB per 1,000 tokens of five heads."""
+    """Write traces as a compressed NumPy archive, a few KB per 1,000 tokens of five heads."""
     traces = traced.traces
     arrays: dict[str, Any] = {
         "key": json.dumps(key),
@@ -315,9 +308,6 @@ def save_traces(path: Path, traced: TracedAnswers, key: Key) -> None:
         "tokens": np.array([len(trace.ranks) for trace in traces], np.int32),
         "ranks": np.concatenate([np.array(trace.ranks, np.int8) for trace in traces]),
     }
-    log_probs = [trace.log_probs for trace in traces if trace.log_probs is not None]
-    if len(log_probs) == len(traces):
-        arrays["log_probs"] = np.concatenate(log_probs).astype(np.float16)
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
@@ -335,12 +325,11 @@ def load_traces(path: Path, key: Key) -> TracedAnswers | None:
             if json.loads(str(arrays["key"])) != key:
                 return None
             ranks, tokens, answers = arrays["ranks"], arrays["tokens"], arrays["answers"]
-            log_probs = arrays["log_probs"].astype(np.float32) if "log_probs" in arrays else None
             prompt = arrays["prompt"].tolist()
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
     heads, traces = ranks.shape[1], []
     for start, end in pairwise([0, *np.cumsum(tokens).tolist()]):
         targets = [min(heads, end - 1 - position) for position in range(start, end)]
-        traces.append(Trace(ranks[start:end].tolist(), targets, None if log_probs is None else log_probs[start:end]))
+        traces.append(Trace(ranks[start:end].tolist(), targets))
     return TracedAnswers([traces[start:end] for start, end in pairwise([0, *np.cumsum(answers).tolist()])], prompt)

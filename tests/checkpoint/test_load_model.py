@@ -1,5 +1,4 @@
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,11 @@ from medusa_train.api import load
 from medusa_train.checkpoint.load_model import compile_cache_dir, load_tree, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
-from medusa_train.models.drafts.combined import DynamicDraft
-from medusa_train.trees.dynamic import DynamicTrees, StepSize
+from medusa_train.models.drafts.base import Limits
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import fake_run
+from tests.evaluation.tiny_model import write_run
 
 
 def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
@@ -57,15 +57,13 @@ def test_the_compile_cache_is_in_the_run_or_in_the_users_directory(
 
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(run_dir, run)
-    with pytest.raises(CheckpointError, match=r"tree dynamic: .*tree.json holds no confidences of these heads"):
-        load(run, tree="dynamic", dtype="float32")
-    dynamic = DynamicTrees((1.0, 0.5), (StepSize(0, 10.0, 1.0), StepSize(8, 10.5, 2.0)))
-    Tree.chain(2).save(run / "tree.json", dynamic=dynamic.record())
-    loaded = load_with_draft(resolve_model(str(run), None, "dynamic"), "float32")
-    assert isinstance(loaded.proposer, DynamicDraft)
-    assert (loaded.dynamic, loaded.tree, loaded.fixed_proposer) == (dynamic, Tree.chain(2), loaded.draft)
+    base = resolve_model(str(run_dir), None, None).base_model
+    run = write_run(tmp_path / "run", Path(base), draft="eagle3")
+    for tree, size in (("dynamic", Limits(6, 2)), ("dynamic:9x3", Limits(9, 3))):
+        loaded = load_with_draft(resolve_model(str(run), None, tree), "float32")
+        assert isinstance(loaded.proposer, Eagle3Draft)
+        assert isinstance(loaded.draft, Eagle3Draft)
+        assert (loaded.proposer.dynamic, loaded.draft.dynamic, loaded.fixed_proposer) == (size, None, loaded.draft)
     prompts = ("Say ay.", "Say oh.")
     fixed, chosen = load(run, dtype="float32"), load(run, tree="dynamic", dtype="float32")
     assert [chosen.generate(one, 24, raw=True) for one in prompts] == [

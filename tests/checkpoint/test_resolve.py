@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from medusa_train.checkpoint.heads import read_heads
 from medusa_train.checkpoint.resolve import ModelPaths, heads_files, heads_layout, newest_run, resolve_model
@@ -190,49 +189,29 @@ def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(tmp
         resolve("medusa+prompt_lookup", None)
 
 
-def test_dynamic_trees_need_heads_that_guess_all_at_once(tmp_path: Path) -> None:
+def test_dynamic_trees_need_an_eagle3_draft(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run")
-    assert resolve_model(str(run), None, "dynamic").dynamic
-    assert not resolve_model(str(run), None, "fixed").dynamic
-    for tree in ("dynamic", "fixed", None):
-        assert resolve_model(str(run), None, tree).tree == run / "tree.json"
     lookup = LookupChoice.from_keys("prompt_lookup", None)  # chooses its trees itself
-    assert not resolve_model(str(run), None, "dynamic", lookup=lookup).dynamic
+    assert resolve_model(str(run), None, "dynamic", lookup=lookup).dynamic is None
     with pytest.raises(CheckpointError, match="some/model has no heads"):
         resolve_model(None, "some/model", "dynamic")
+    with pytest.raises(CheckpointError, match=r"tree dynamic:9x3: needs eagle3, but .*heads is medusa; use"):
+        resolve_model(str(run), None, "dynamic:9x3")
     shutil.rmtree(run / "heads")
-    (run / "heads").mkdir()
-    (run / "heads" / "draft.safetensors").touch()
-    for kind in ("hydra", "kangaroo"):
-        (run / "heads" / "config.json").write_text(json.dumps({"draft": kind}), encoding="utf-8")
-        with pytest.raises(CheckpointError, match=f"are {kind}, which read the guesses before them; use --tree fixed"):
-            resolve_model(str(run), None, "dynamic")
-    (run / "heads" / "config.json").write_text('{"draft": "amphista"}', encoding="utf-8")
-    assert resolve_model(str(run), None, "dynamic").dynamic
+    write(run / "heads", {}, {"draft": "eagle3"}, "draft.safetensors")
+    for tree, dynamic in (("dynamic", "dynamic"), ("dynamic:9x3", "dynamic:9x3"), ("fixed", None), (None, None)):
+        paths = resolve_model(str(run), None, tree)
+        assert (paths.tree, paths.dynamic) == (run / "tree.json", dynamic)
+    with pytest.raises(CheckpointError, match="'dynamic:0x3': no such file, and not fixed, dynamic or dynamic:NODES"):
+        resolve_model(str(run), None, "dynamic:0x3")
 
 
 def test_a_threshold_needs_heads_that_stop_drafting(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run")
     assert resolve_model(str(run), None, None).threshold is None
     for name, base in ((str(run), None), (None, "some/model")):
-        with pytest.raises(
-            CheckpointError, match=r"stops the drafting of Kangaroo, but .* has (medusa|no heads)"
-        ):
+        with pytest.raises(CheckpointError, match=r"stops the drafting of Kangaroo, but .* has (medusa|no heads)"):
             resolve_model(name, base, None, threshold=0.5)
     (run / "heads" / "draft.safetensors").touch()
     (run / "heads" / "config.json").write_text('{"draft": "kangaroo"}', encoding="utf-8")
     assert resolve_model(str(run), None, None, threshold=0.0).threshold == 0.0
-
-
-def test_dynamic_trees_refuse_heads_with_a_markov_bias_by_their_tensors(tmp_path: Path) -> None:
-    """The kind is medusa, and fitting the tree again, as a missing entry advises, would never give one."""
-    run = fake_run(tmp_path / "run")
-    bias = {f"markov.{name}.weight": torch.ones(11, 2) for name in ("embedding", "output")}
-    write(run / "heads", {**reference_tensors(), **bias}, {}, "medusa_lm_head.safetensors")
-    lookup = LookupChoice.from_keys("medusa+prompt_lookup", None)
-    for added in (None, lookup):
-        with pytest.raises(CheckpointError, match=r"with a Markov bias \(medusa_markov_rank\), which read the guesses"):
-            resolve_model(str(run), None, "dynamic", lookup=added)
-    assert resolve_model(str(run), None, "fixed", lookup=lookup).heads == run / "heads"
-    write(run / "heads", reference_tensors(), {}, "medusa_lm_head.safetensors")
-    assert resolve_model(str(run), None, "dynamic").dynamic

@@ -16,7 +16,6 @@ from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose
-from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone, write_run
 
@@ -87,11 +86,6 @@ def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: 
     assert record["calibration"]["conversations"] == 6
     assert record["nodes"] == len(record["medusa_choices"])
     assert record["form"]["dtype"] == "float32"
-    dynamic = DynamicTrees.load(directory / "tree.json")
-    assert dynamic is not None
-    assert dynamic.heads <= 3
-    assert [size.nodes for size in dynamic.sizes] == [0, 2, 6]
-    assert "tree: dynamic would" in shown
 
 
 def refit(directory: Path, dtype: str = "float32", **keys: object) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
@@ -126,31 +120,17 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     assert DecodingSettings.load(tree) == form
     assert tree.read_bytes() != before
     assert refit(directory)[0] is None  # now it fits
-    assert refit(directory, tree="dynamic")[0] is None
 
     traces = (directory / "tree_traces.npz").read_bytes()
     (tmp_path / "chats.jsonl").unlink()  # nothing is answered again
     result, shown = refit(directory, dtype="bfloat16")
     assert "(dtype float32, now bfloat16): choosing it again from the 144 tokens kept" in shown
     assert result is not None
-    assert DynamicTrees.load(tree) is not None
     assert DecodingSettings.load(tree) == replace(form, dtype="bfloat16")
     assert (directory / "tree_traces.npz").read_bytes() == traces
     with (tmp_path / "backbone" / "config.json").open("a") as file:
         file.write("\n")
     assert "the run's data to fit it again are not available" in refit(directory)[1]
-
-
-@pytest.mark.usefixtures("small")
-def test_a_tree_of_an_earlier_version_is_fitted_again_for_dynamic_trees(tmp_path: Path) -> None:
-    directory = write_run_with_data(tmp_path)
-    form = DecodingSettings.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
-    Tree.chain(2).save(directory / "tree.json", **form.record())
-    assert refit(directory, tree="fixed")[0] is None
-    result, shown = refit(directory, tree="dynamic")
-    assert "tree.json: no confidences for dynamic trees: fitting it again" in shown
-    assert result is not None
-    assert result[0].dynamic == DynamicTrees.load(directory / "tree.json") is not None
 
 
 def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path: Path) -> None:

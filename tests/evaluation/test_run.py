@@ -1,7 +1,6 @@
 import io
 import json
 import re
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.evaluation import calibrate
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
@@ -23,8 +22,7 @@ from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
-from medusa_train.trees.dynamic import DynamicTrees, StepSize
-from medusa_train.trees.tree import Tree
+from tests.evaluation.tiny_model import write_run
 
 
 @pytest.fixture(autouse=True)
@@ -94,23 +92,20 @@ def test_drafts_without_training_are_timed_like_heads(
         assert re.search(rf"^ {name.replace('_', ' ')} +\d", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("batch_size", "draft"), [(1, None), (2, None), (1, "medusa+prompt_lookup")])
-def test_dynamic_trees_are_timed_beside_fixed_ones(
-    batch_size: int, draft: str | None, run_dir: Path, bench_file: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("tree", "batch_size", "draft"),
+    [("dynamic", 1, None), ("dynamic:8x3", 2, None), ("dynamic", 1, "eagle3+lookahead")],
+)
+def test_dynamic_trees_are_timed_beside_the_fixed_one(
+    tree: str, batch_size: int, draft: str | None, backbone_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:
-    run_copy = tmp_path / "run"
-    shutil.copytree(run_dir, run_copy)
-    keys = {"tree": "dynamic", "dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
-    with pytest.raises(CheckpointError, match=r"holds no confidences.*--calibrate"):  # and no data to fit them to
-        run(bench_file, run_copy, tmp_path / "out", **keys)
-    sizes = (StepSize(0, 10.0, 1.0), StepSize(8, 10.1, 2.0))
-    dynamic = DynamicTrees((0.2, 0.2), sizes, Tree.chain(3))
-    Tree.cartesian([2, 2]).save(run_copy / "tree.json", dynamic=dynamic.record())
-    report, _ = run(bench_file, run_copy, tmp_path / "out", draft=draft, **keys)
+    model = write_run(tmp_path / "run", backbone_dir, draft="eagle3")
+    keys = {"tree": tree, "dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
+    report, _ = run(bench_file, model, tmp_path / "out", draft=draft, **keys)
     overall, meta = report["overall"], report["meta"]
     assert overall["acceleration_rate"] >= 1.0
     assert overall["equal_answers"] + overall["tie_answers"] == 4
-    fixed = {"fixed_tree", "fixed_tree_of_equal_latency", *({"heads_alone", "lookup_alone"} if draft else ())}
+    fixed = {"fixed_tree", *({"heads_alone", "lookup_alone"} if draft else ())}
     assert set(report["baselines"]) == {"plain", "generate", *fixed}
     for name in fixed:
         baseline = report["baselines"][name]
@@ -120,10 +115,11 @@ def test_dynamic_trees_are_timed_beside_fixed_ones(
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
     assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"
-    assert meta["dynamic_trees"]["temperatures"] == [0.2, 0.2]
+    size, depth = (6, 2) if tree == "dynamic" else (8, 3)
+    assert meta["dynamic_trees"] == {"size": size, "depth": depth}
     assert "tree" not in report
     summary = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert "dynamic trees of up to 8 nodes, 2 of 3 heads" in summary
+    assert f"dynamic trees of {size} nodes, up to {depth} deep" in summary
     assert "| fixed tree |" in summary
 
 

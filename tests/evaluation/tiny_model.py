@@ -10,8 +10,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa_train.checkpoint.heads import save_heads
-from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.checkpoint.heads import save_draft
+from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
@@ -62,11 +62,10 @@ def write_backbone(directory: Path) -> Path:
     return directory
 
 
-def write_run(run: Path, backbone_dir: Path, num_heads: int = 3) -> Path:
+def write_run(run: Path, backbone_dir: Path, num_heads: int = 3, draft: str = "medusa") -> Path:
     backbone = load_backbone(str(backbone_dir), dtype="float32")
-    draft = MedusaDraft.from_backbone(backbone, num_heads=num_heads)
     (run / "heads").mkdir(parents=True)
-    save_heads(draft, run / "heads", str(backbone_dir))
+    save_draft(DRAFTS[draft].from_backbone(backbone, num_heads=num_heads), run / "heads", str(backbone_dir))
     (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
     Tree.cartesian([2, 2]).save(run / "tree.json")
     return run

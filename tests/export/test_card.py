@@ -59,7 +59,7 @@ def test_chains_of_other_modes_are_left_out(make_run: Callable[..., Path]) -> No
     assert body.count("| mtbench |") == 1
 
 
-@pytest.mark.parametrize("other", [{"draft": "rest (datastore text.txt)"}, {"dynamic_trees": {"largest": 63}}])
+@pytest.mark.parametrize("other", [{"draft": "rest (datastore text.txt)"}, {"dynamic_trees": {"size": 32, "depth": 5}}])
 def test_other_drafts_and_trees_are_left_out(make_run: Callable[..., Path], other: dict[str, object]) -> None:
     run = make_run()
     path = run / "eval" / "mtbench" / "report.json"

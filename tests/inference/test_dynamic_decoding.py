@@ -1,154 +1,128 @@
-"""Dynamic trees: output equality, losslessness of sampling, what they choose, and which drafts they refuse."""
+"""Dynamic trees of EAGLE-3: the nodes against an enumeration of all paths, equal output, lossless sampling."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch import BatchDecoder
-from medusa_train.inference.generate import Decoder
-from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal, Proposer
-from medusa_train.models.drafts.combined import DynamicDraft, MergedDraft
+from medusa_train.models.drafts import eagle3
+from medusa_train.models.drafts.base import Limits, Proposal, Proposer
+from medusa_train.models.drafts.combined import MergedDraft
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
-from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
-from medusa_train.trees.dynamic import DynamicTrees, StepSize
-from medusa_train.trees.tree import Tree
+from medusa_train.trees.kv_cache import BatchCache
+from medusa_train.trees.tree import Ranks, Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
 from tests.inference.test_drafts import PROMPTS, TREE, random_draft
 
-#: A node is worth its time from a probability of 0.02 on, in a batch of four rows from 0.07 on.
-SIZES = (StepSize(0, 10.0, 1.0), StepSize(4, 10.4, 1.5), StepSize(16, 12.0, 2.4))
-TREES = DynamicTrees((1.0, 0.7, 0.7), SIZES)
-#: All trees have 10 nodes, in batches of any size.
-LARGE = DynamicTrees((1.0, 0.7), (StepSize(0, 10.0, 1.0), StepSize(9, 10.0, 1.5), StepSize(10, 10.0, 1.5)))
-NAMES = ["medusa", "amphista", "medusa+prompt_lookup"]
+SIZE = Limits(9, 3)
 
 
-def make_draft(name: str, backbone: Backbone, trees: DynamicTrees = TREES) -> Proposer:
-    heads, plus, _ = name.partition("+")
-    draft = DynamicDraft(random_draft(heads, backbone, spread=0.1), trees)
-    return MergedDraft(draft, PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4)) if plus else draft
+def dynamic_draft(backbone: Backbone, size: Limits = SIZE) -> Eagle3Draft:
+    draft = random_draft("eagle3", backbone, spread=0.05)
+    assert isinstance(draft, Eagle3Draft)
+    return draft.with_dynamic_trees(size)
 
 
-def record_proposals(draft: Proposer, monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
-    """All proposals from now on."""
-    proposals: list[Proposal] = []
-    propose = draft.propose
+def enumerated(draft: Eagle3Draft, backbone: Backbone, text: list[int], size: Limits, k: int) -> dict[Ranks, float]:
+    """The paths of tokens that EAGLE-2 chooses below the last token of `text`, with their probabilities."""
+
+    def children(path: Ranks) -> dict[Ranks, float]:
+        rows = Rows.from_tokens(torch.tensor([[*text, *path]]))
+        feats = backbone.run(rows.tokens, need=draft.needs)
+        states = list(draft.teacher_forced_states(feats, rows))[len(path)]
+        head = draft.lm_head(1)
+        best = head.logits(states[0, len(text) - 2]).softmax(-1).topk(k)
+        tokens = head.tokens_of(best.indices).tolist()
+        return {(*path, token): p for p, token in zip(best.values.tolist(), tokens, strict=True)}
+
+    level, drafted = {(): 1.0}, dict[Ranks, float]()
+    for _ in range(size.depth):
+        expanded = sorted(level, key=level.__getitem__, reverse=True)[:k]
+        level = {path: level[one] * p for one in expanded for path, p in children(one).items()}
+        drafted |= level
+    return {path: drafted[path] for path in sorted(drafted, key=drafted.__getitem__, reverse=True)[: size.size]}
+
+
+@pytest.mark.parametrize("size", [Limits(9, 3), Limits(2, 2), Limits(40, 3), Limits(5, 1)])
+@pytest.mark.parametrize(("family", "reduced"), [("llama", False), ("gemma2", False), ("qwen3", True)])
+def test_nodes_are_those_of_an_enumeration_of_all_paths(
+    family: str, reduced: bool, size: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gemma2 caps its logits, which changes probabilities and not ranks."""
+    monkeypatch.setattr(eagle3, "EXPANDED", 3)
+    backbone = random_backbone(family)
+    draft = dynamic_draft(backbone, size)
+    if reduced:
+        tokens = torch.arange(60, 3, -2)
+        head = draft.lm_head(1).restrict_to(tokens)
+        draft = Eagle3Draft.from_backbone(backbone, 3, vocab_size=len(tokens), token_map=tokens)
+        draft.lm_heads[0].weight.data.copy_(head.weight)
+        draft = draft.with_dynamic_trees(size)
+    prompts, roots = torch.tensor([[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]]), [5, 6, 8]
+    cache = BatchCache(backbone.num_layers, 40)
+    feats = backbone.run(prompts, cache=cache, need=draft.needs)
+    cache.commit_rows([4, 4, 4])
+    state = draft.start(feats, prompts, [4, 4, 4], cache)
+    proposal = draft.propose(state, torch.tensor(roots), TREE)
+    shapes = set()
+    for row, root in enumerate(roots):
+        tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
+        paths = [tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)]
+        expected = enumerated(draft, backbone, [*prompts[row].tolist(), root], size, min(3, size.size))
+        assert tokens[0] == root
+        assert set(paths) == set(expected)
+        assert len(paths) == min(size.size, 3 + 9 * (size.depth - 1))
+        shapes.add(tuple(tree.parent_list))
+    assert len(shapes) > 1 or len(paths) in (2, 3, 21)
+
+
+def test_equal_products_go_to_the_parent() -> None:
+    """A draft that is certain of every token: a chain, of which no node is missing."""
+    backbone = random_backbone("llama")
+    draft = dynamic_draft(backbone, Limits(3, 3))
+    draft.lm_heads[0].weight.data.mul_(1e6)
+    feats, tokens = backbone.run(torch.tensor([[3, 14, 15]]), need=draft.needs), torch.tensor([[3, 14, 15]])
+    state = draft.start(feats, tokens, [3], backbone.new_cache(30))
+    assert draft.propose(state, torch.tensor([5]), TREE).tree.row(0).parent_list == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "phi3-longrope"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
+    merged: bool, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = random_backbone(family)
+    heads = dynamic_draft(backbone)
+    proposals, propose = [], heads.propose
 
     def spy(*given: object) -> Proposal:
         proposals.append(propose(*given))  # type: ignore[arg-type]
         return proposals[-1]
 
-    monkeypatch.setattr(draft, "propose", spy)
-    return proposals
-
-
-def sizes_of(proposals: list[Proposal]) -> set[int]:
-    return {proposal.tree.size for proposal in proposals}
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "phi3-longrope"])
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
-    name: str, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backbone = random_backbone(family)
-    draft = make_draft(name, backbone)
-    proposals = record_proposals(draft, monkeypatch)
+    monkeypatch.setattr(heads, "propose", spy)
+    draft: Proposer = MergedDraft(heads, PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4)) if merged else heads
     alone, _ = check_equals_plain(backbone, draft, PROMPTS, TREE, 30)
     assert sum(sum(out.accepted) for out in alone) > 5
-    assert len(sizes_of(proposals)) > 3
+    assert {one.tree.size for one in proposals} == {9}
+    rows = itertools.chain.from_iterable(map(one.tree.row, range(len(one.tokens))) for one in proposals)
+    assert len({tuple(row.parent_list) for row in rows}) > 3
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
+def test_sampled_text_follows_the_backbones_distribution() -> None:
     backbone = five_token_backbone()
-    decoder = BatchDecoder(backbone, make_draft(name, backbone, LARGE), Tree.cartesian([2, 2]))
+    decoder = BatchDecoder(backbone, dynamic_draft(backbone, Limits(6, 2)), Tree.cartesian([2, 2]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 300
 
 
-def test_trees_do_not_depend_on_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step's guesses are the same under every seed, though the samples of that step differ."""
-    backbone = random_backbone("llama")
-    draft = make_draft("medusa", backbone)
-    proposals = record_proposals(draft, monkeypatch)
-    greedy = Decoder(backbone).generate(PROMPTS[0], 2, ()).tokens
-    seeds = [seed for seed in range(60) if first_sample(backbone, seed) == greedy[0]]
-    samples = [
-        Decoder(backbone, draft).generate(PROMPTS[0], 2, (), Sampling(1.0), torch.Generator().manual_seed(seed)).tokens
-        for seed in seeds
-    ]
-    assert len({tuple(tokens) for tokens in samples}) > 1
-    guesses = {(*one.tokens[0].tolist(), *one.tree.row(0).parent_list) for one in proposals}
-    assert len(guesses) == 1
-
-
-def first_sample(backbone: Backbone, seed: int) -> int:
-    generator = torch.Generator().manual_seed(seed)
-    return Decoder(backbone).generate(PROMPTS[0], 1, (), Sampling(1.0), generator).tokens[0]
-
-
-def test_plain_decoding_where_heads_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama")
-    never = make_draft("medusa", backbone, DynamicTrees((), (StepSize(0, 10.0, 1.0),)))
-    proposals = record_proposals(never, monkeypatch)
-    out = Decoder(backbone, never, TREE).generate(PROMPTS[0], 12)
-    assert out.tokens == Decoder(backbone).generate(PROMPTS[0], 12).tokens
-    assert proposals == []  # no head is computed
-    dear = make_draft("medusa", backbone, DynamicTrees((1.0,), (StepSize(0, 10.0, 1.0), StepSize(4, 99.0, 1.1))))
-    proposals = record_proposals(dear, monkeypatch)
-    assert Decoder(backbone, dear, TREE).generate(PROMPTS[0], 12).tokens == out.tokens
-    assert sizes_of(proposals) == {0}
-
-
-def reduced_heads(backbone: Backbone, tokens: torch.Tensor | None) -> MedusaDraft:
-    """Noisy heads over `tokens`."""
-    draft = MedusaDraft.from_backbone(backbone, 3, vocab_size=None if tokens is None else len(tokens), token_map=tokens)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return draft.eval()
-
-
-@pytest.mark.parametrize("tokens", [None, torch.arange(60, 3, -2)], ids=["all", "reduced"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_each_row_has_its_own_heads_guesses_on_the_chosen_paths(family: str, tokens: torch.Tensor | None) -> None:
-    """gemma2 caps its logits, which changes confidences and not ranks."""
-    backbone = random_backbone(family)
-    draft = reduced_heads(backbone, tokens)
-    texts = torch.tensor([[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]])
-    feats = backbone.run(texts)
-    dynamic = DynamicDraft(draft, TREES)
-    state = dynamic.start(feats, texts, [4, 4, 4], backbone.new_cache(20))
-    proposal = dynamic.propose(state, torch.tensor([5, 6, 8]), TREE)
-    heads = zip(range(1, 4), draft.teacher_forced_states(feats, Rows.from_tokens(texts)), strict=True)
-    logits = torch.stack([draft.lm_head(k).logits(states[:, -1]) for k, states in heads], dim=1)  # [B, heads, V]
-    best = logits.log_softmax(-1).topk(10)
-    paths = TREES.choose(TREES.calibrated(best.values.detach().numpy()).tolist())
-    assert len(paths[0]) > 3
-    assert len({tuple(row) for row in paths}) > 1
-    for row, root in enumerate([5, 6, 8]):
-        ids = [int(best.indices[row, len(path) - 1, path[-1]]) for path in paths[row]]
-        assert proposal.tokens[row].tolist() == [root, *(i if tokens is None else int(tokens[i]) for i in ids)]
-        tree = proposal.tree.row(row)
-        assert tree.depth_list[1:] == [len(path) for path in paths[row]]
-        assert tree.parent_list[1:] == [paths[row].index(path[:-1]) + 1 if path[1:] else 0 for path in paths[row]]
-
-
-@pytest.mark.parametrize("kind", ["hydra", "kangaroo", "medusa-markov"])
-def test_heads_that_read_guesses_are_refused(kind: str) -> None:
-    with pytest.raises(MedusaError, match="use tree: fixed"):
-        DynamicDraft(random_draft(kind, random_backbone("llama")), TREES)
-
-
-def test_trees_of_more_heads_than_there_are_are_refused() -> None:
-    draft = random_draft("medusa", random_backbone("llama"))
-    with pytest.raises(MedusaError, match="4 deep, but there are 3 heads"):
-        DynamicDraft(draft, DynamicTrees((1.0,) * 4, SIZES))
+def test_trees_deeper_than_the_draft_are_refused() -> None:
+    with pytest.raises(MedusaError, match="the dynamic trees are 4 deep, but the draft has 3 heads"):
+        dynamic_draft(random_backbone("llama"), Limits(9, 4))

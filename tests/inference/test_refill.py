@@ -15,7 +15,8 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Draft, Proposer
-from medusa_train.models.drafts.combined import DynamicDraft, MergedDraft
+from medusa_train.models.drafts.combined import MergedDraft
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -25,14 +26,14 @@ from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.test_batch import QUEUE as SHORT_QUEUE
 from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
-from tests.inference.test_dynamic_decoding import LARGE, TREES
+from tests.inference.test_dynamic_decoding import SIZE
 from tests.inference.test_lookup_decoding import BRANCHES, LOOP
 
 #: Also texts with repeated n-grams, which lookups copy.
 QUEUE = [BRANCHES, *SHORT_QUEUE[:6], LOOP, *SHORT_QUEUE[6:10]]
 LOOKUPS = ["prompt_lookup", "rest", "lookahead"]
 MERGED = ["medusa+prompt_lookup", "hydra+++rest", "amphista+lookahead"]
-DYNAMIC = ["dynamic medusa", "dynamic amphista", "dynamic medusa+prompt_lookup"]
+DYNAMIC = ["dynamic eagle3", "dynamic eagle3+prompt_lookup"]
 OTHERS = ["medusa-reduced", "amphista-without-layers"]
 #: When rows join: at once as rows end, two at a time, or one before each step, the first one to a single row.
 SCHEDULES: tuple[dict[str, int], ...] = ({"wanted": 1}, {"wanted": 2}, {"first": 1})
@@ -45,8 +46,8 @@ def make_draft(name: str, backbone: Backbone) -> Proposer:
         return make_lookup(lookup, backbone)
     draft: Proposer = make_heads(heads if plus and lookup else name.removeprefix("dynamic "), backbone)
     if name.startswith("dynamic "):
-        assert isinstance(draft, Draft)
-        draft = DynamicDraft(draft, TREES)
+        assert isinstance(draft, Eagle3Draft)
+        draft = draft.with_dynamic_trees(SIZE)
     return MergedDraft(draft, make_lookup(lookup, backbone)) if plus and lookup else draft
 
 
@@ -105,8 +106,7 @@ def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(name
         for schedule in SCHEDULES:
             together, sizes = streamed(BatchDecoder(backbone, draft, TREE), length, eos, **schedule, queue=QUEUE)
             assert results(together) == results(plain)
-            if name not in DYNAMIC:  # their trees depend on the number of rows
-                assert [out.accepted for out in together] == [out.accepted for out in alone]
+            assert [out.accepted for out in together] == [out.accepted for out in alone]
             assert max(sizes) == 3
 
 
@@ -154,7 +154,7 @@ def test_prompts_of_one_token_join_each_other() -> None:
 
 
 @pytest.mark.parametrize("rule", [Sampling(1.5), Sampling(0.8, top_p=0.9), Typical(1.0)])
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS, *LOOKUPS, *MERGED])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS, *LOOKUPS, *MERGED, *DYNAMIC])
 def test_samples_do_not_depend_on_when_a_row_joined(name: str, rule: Rule) -> None:
     backbone = random_backbone("mistral-window")
     draft = make_draft(name, backbone)
@@ -194,14 +194,12 @@ class RefillingDecoder(BatchDecoder):
         return [answers[n] for n in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup", "dynamic medusa"])
+@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup"])
 def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
     """Drafts whose trees depend on the other rows."""
     backbone = five_token_backbone()
     draft: Proposer
-    if name == "dynamic medusa":
-        draft = DynamicDraft(random_draft("medusa", backbone, spread=0.1), LARGE)
-    elif name == "prompt_lookup":
+    if name == "prompt_lookup":
         draft = PromptLookupDraft(max_ngram=1, max_tokens=2, nodes=3, min_probability=0.3)
     else:
         draft = random_draft(name, backbone)
@@ -234,7 +232,7 @@ class ClosedDraft(MedusaDraft):
 def test_a_draft_that_takes_no_further_rows_completes_its_batches(wrapped: bool) -> None:
     backbone = random_backbone("llama")
     heads = ClosedDraft.from_backbone(backbone, 3)
-    draft = MergedDraft(DynamicDraft(heads, TREES), PromptLookupDraft()) if wrapped else heads
+    draft = MergedDraft(heads, PromptLookupDraft()) if wrapped else heads
     decoder = BatchDecoder(backbone, draft, TREE)
     assert not decoder.can_refill
     assert BatchDecoder(backbone, draft, Tree.empty()).can_refill != wrapped  # the heads alone are not used then

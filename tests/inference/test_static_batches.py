@@ -241,7 +241,7 @@ def test_prompts_of_similar_length_share_a_prefill_pass(monkeypatch: pytest.Monk
     assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(expected)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup", "dynamic medusa"])
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup", "dynamic eagle3"])
 def test_drafts_that_choose_their_trees_decode_without(name: str, caplog: pytest.LogCaptureFixture) -> None:
     backbone = random_backbone("llama")
     draft = make_draft(name, backbone)

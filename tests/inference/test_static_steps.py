@@ -24,8 +24,6 @@ from medusa_train.inference.static.graphs import (
 )
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.drafts.combined import DynamicDraft
-from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner
@@ -78,14 +76,6 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     assert paths(answers(backbone, draft, tree)) == paths(expected)
     # one per number of columns that attention reads: 16, 32, 48, and 64 for nodes after the last position
     assert runner.captures == (3 if kind == "plain" else 4)
-
-
-def test_dynamic_trees_that_use_no_head_are_plain_decoding() -> None:
-    backbone = random_backbone("llama")
-    expected = answers(backbone)
-    backbone.step_runner = StepRunner()
-    draft = DynamicDraft(random_draft("medusa", backbone), DynamicTrees((), (StepSize(0, 10.0, 1.0),)))
-    assert paths(answers(backbone, draft, TREE)) == paths(expected)
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), Tree.from_paths([(0,)])], ids=["chain", "single"])

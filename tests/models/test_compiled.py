@@ -19,6 +19,7 @@ from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form
+from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
@@ -225,16 +226,17 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
         backbone, num_heads=3, **({} if kind is Eagle3Draft else {"exit_layer": 1, "threshold": 0.3})
     )
     prompts, tree = [list(range(3, 30)), [7, 8]], Tree.cartesian([3, 2])
-    before = [Decoder(backbone, draft, tree).generate(prompt, 40, ()) for prompt in prompts]
+    decoders = [Decoder(backbone, one, tree) for one in (draft, draft.with_dynamic_trees(Limits(9, 3)))]
+    before = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert any(any(out.accepted) for out in before)
     backbone.decoding_need = draft.needs
     backbone.compile_passes()
-    decoder = Decoder(backbone, draft, tree)
     passes = backbone.compiled
     assert passes is not None
     compiled = Mock(wraps=passes)
     backbone.compiled = compiled
-    after = [decoder.generate(prompt, 40, ()) for prompt in prompts]
+    decoders = [Decoder(backbone, decoder.draft, tree) for decoder in decoders]
+    after = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert [(out.tokens, out.accepted) for out in after] == [(out.tokens, out.accepted) for out in before]
     assert compiled.call_count == sum(out.steps for out in after)
 

@@ -28,7 +28,6 @@ from medusa_train.tree_search.choose import (
 )
 from medusa_train.tree_search.fit import TreeCandidate
 from medusa_train.tree_search.traces import Trace, TracedAnswers, trace_conversations
-from medusa_train.trees.dynamic import DynamicTrees
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads
@@ -135,9 +134,6 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert {name: record[name] for name in ("tokens_per_step", "step_ms")}.items() <= chosen.items()
     assert record["form"]["dtype"] == "float32"
     assert [len(row) for row in record["head_accuracy"]] == [10] * 3
-    dynamic = DynamicTrees.load(tmp_path / "tree.json")
-    assert dynamic is not None
-    assert [size.nodes for size in dynamic.sizes] == [0, 2, 5]
     with pytest.raises(MedusaError, match="3 or more conversations with an answer, got 2"):
         choose_tree(backbone, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
 

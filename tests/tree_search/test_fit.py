@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from medusa_train.tree_search.fit import (
     independent_trees,
     joint_trees,
     most_frequent,
+    paths_by_product,
 )
 from medusa_train.tree_search.traces import AcceptedLength, Trace
 from medusa_train.trees.tree import Tree
@@ -160,3 +162,16 @@ def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.M
     assert cross_validate(conversations, [4]) == {4: 1.0}
     assert len(seen) == 3
     assert sorted(judged) == sorted(id(one[0]) for one in conversations)
+
+
+@pytest.mark.parametrize("levels", [[[0.2, 0.5, 0.1], [0.3, 0.3]], [[0.0, 1.0], [1.0, 0.0]]])
+def test_paths_come_by_product_after_their_parents(levels: list[list[float]]) -> None:
+    found = list(paths_by_product(levels))
+    assert [product for product, _ in found] == sorted((product for product, _ in found), reverse=True)
+    assert {path for _, path in found} == {
+        path for depth in (1, 2) for path in itertools.product(*(range(len(level)) for level in levels[:depth]))
+    }
+    for place, (product, path) in enumerate(found):
+        assert product == pytest.approx(math.prod(levels[depth][rank] for depth, rank in enumerate(path)))
+        assert len(path) == 1 or path[:-1] in [earlier for _, earlier in found[:place]]
+    assert list(paths_by_product([])) == []

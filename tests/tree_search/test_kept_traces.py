@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.tree_search.traces import (
-    TracedAnswers,
     load_traces,
     save_traces,
     trace_conversations,
@@ -28,17 +25,8 @@ def test_traces_are_read_as_they_were_written(tmp_path: Path) -> None:
     traced = trace_conversations(backbone, noisy_heads(backbone), [[[3, 1, 4], [9]], [[2, 6, 5]]], max_new_tokens=20)
     assert [len(one) for one in traced.conversations] == [2, 1]
     save_traces(path, traced, {"heads": "a"})
-    kept = load_traces(path, {"heads": "a"})
-    assert kept == traced
-    assert kept is not None
-    for one, two in zip(kept.traces, traced.traces, strict=True):
-        assert one.log_probs == pytest.approx(two.log_probs, rel=1e-3)
-    without = TracedAnswers([[replace(one, log_probs=None)] for one in traced.traces], [1])
+    assert load_traces(path, {"heads": "a"}) == traced
     assert load_traces(path, {"heads": "b"}) is None
-    save_traces(path, without, {})
-    kept = load_traces(path, {})
-    assert kept is not None
-    assert kept.traces[0].log_probs is None
     path.write_bytes(path.read_bytes()[:50])
     assert load_traces(path, {}) is None
     assert load_traces(tmp_path / "none.npz", {}) is None

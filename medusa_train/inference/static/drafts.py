@@ -283,7 +283,8 @@ _FIXED_SHAPES: dict[type[Proposer], type[FixedShapeDraft]] = {
 
 def has_fixed_shape(draft: Proposer | None) -> bool:
     """Return whether a draft fills the tree that it is given, instead of choosing the shape itself."""
-    return isinstance(draft, tuple(_FIXED_SHAPES))
+    chooses = isinstance(draft, Eagle3Draft) and draft.dynamic is not None
+    return isinstance(draft, tuple(_FIXED_SHAPES)) and not chooses
 
 
 def fixed_shape_draft(draft: Proposer, backbone: Backbone, tree: Tree, cache: StaticCache) -> FixedShapeDraft:

@@ -55,7 +55,6 @@ class AmphistaDraft(LMHeadsDraft):
         dtype: dtype of the parameters; by default the backbone's.
     """
 
-    guesses_at_once = True
     can_append_rows = True
     setting_names = (
         *("num_heads", "auto_blocks", "position_encoding", "adaptation_layers", "sampled_token"),
@@ -173,10 +172,6 @@ class AmphistaDraft(LMHeadsDraft):
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         guesses = self.lm_head(1).tokens_of(best[:, tree.candidate_index])
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
-
-    def all_head_logits(self, state: AmphistaState, roots: Tensor, count: int) -> Tensor:
-        """Return the logits of heads 1..count, [count, B, V] (reduced vocabulary: [count, B, N])."""
-        return self.lm_head(1).transform(self._head_logits(self._read(state, roots), state.stacked, count))
 
     def advance(
         self, state: AmphistaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]

@@ -165,8 +165,6 @@ class Draft(Proposer, nn.Module):
         num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the activations of one
             before it computes the next one.
-        guesses_at_once: whether the draft tokens of all heads are known before any node of the tree is chosen, so that
-            `all_head_logits` gives them.
         setting_names: attributes that are `settings`.
         threshold: confidence up to which drafting stops; 0: never.
     """
@@ -174,7 +172,6 @@ class Draft(Proposer, nn.Module):
     setting_names: tuple[str, ...] = ()
     threshold: float = 0.0
     independent_heads: bool = False
-    guesses_at_once: bool = False
 
     # Construction
 
@@ -229,14 +226,6 @@ class Draft(Proposer, nn.Module):
         """Return the matrix and logit transform of head k = 1..K."""
 
     # Decoding
-
-    def all_head_logits(self, state: Any, roots: Tensor, count: int) -> Tensor:
-        """Return the logits of heads 1..count, [count, B, V], whatever the nodes before; only with `guesses_at_once`.
-
-        Args:
-            state, roots: as in `propose`, in place of which it is called.
-        """
-        raise NotImplementedError(f"the heads of {type(self).__name__} read the guesses before them")
 
     def prepack_weights(self) -> bool:
         """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from transformers.models.llama.modeling_llama import (
 
 from medusa_train.config.drafts import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
+from medusa_train.errors import MedusaError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import SlotCache
-from medusa_train.models.drafts.base import Proposal
+from medusa_train.models.drafts.base import Limits, Proposal
 from medusa_train.models.drafts.layer_cache import LayerCache, UnreadRows
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
@@ -32,10 +34,13 @@ from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import exact_buffers
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.masks import additive_mask, document_mask, mask_with_prefix
+from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.
 NUM_STATES = 3
+#: Nodes of each level of a dynamic tree whose children are drafted, and how many children each of them gets.
+EXPANDED = 10
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines of rotary positions
 Attend = Callable[[LlamaAttention, Tensor, Angles], Tensor]
@@ -67,10 +72,14 @@ class Eagle3Draft(LMHeadsDraft):
         norm_before_residual: the layer's residual is its normalised state, as in some published drafts.
         layer: entries of config.json in which the layer differs from the backbone's, for drafts of other trainers.
         dtype: dtype of the parameters; by default the backbone's.
+
+    Attributes:
+        dynamic: nodes and levels of dynamic trees; None: the trees that are given to `propose`.
     """
 
     can_append_rows = True
     setting_names = ("num_heads", "train_steps")
+    dynamic: Limits | None = None
 
     def __init__(
         self,
@@ -193,6 +202,8 @@ class Eagle3Draft(LMHeadsDraft):
 
     def propose(self, state: UnreadRows, roots: Tensor, tree: Tree) -> Proposal:
         """Fill the tree level by level: the layer runs over all nodes of a level that have children at once."""
+        if self.dynamic is not None:
+            return self._propose_dynamic(state, roots, self.dynamic)
         inner = tree.by_level.inner[1:]  # the root is committed already
         visible = tree.ancestors[inner][:, inner]
 
@@ -224,6 +235,57 @@ class Eagle3Draft(LMHeadsDraft):
             x = x[:, level.parents]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)
+
+    def with_dynamic_trees(self, size: Limits) -> Eagle3Draft:
+        """Return a draft with the same weights that chooses a tree of this size for each row and step.
+
+        Raises:
+            MedusaError: the trees are deeper than `num_heads`.
+        """
+        if size.depth > self.num_heads:
+            raise MedusaError(f"the dynamic trees are {size.depth} deep, but the draft has {self.num_heads} heads")
+        draft = copy(self)
+        draft.dynamic = size
+        return draft
+
+    def limits(self, tree: Tree) -> Limits:
+        """Return the limits of proposals; a dynamic tree needs room for the nodes whose children are drafted."""
+        if self.dynamic is None:
+            return super().limits(tree)
+        nodes, depth = self.dynamic
+        return Limits(max(nodes, (depth - 1) * min(EXPANDED, nodes)), depth)
+
+    def _propose_dynamic(self, state: UnreadRows, roots: Tensor, size: Limits) -> Proposal:
+        """Propose one tree per row (EAGLE-2, Expansion Phase and Reranking Phase).
+
+        A node's value is the product of the draft's probabilities along its path. The most valuable nodes of each level
+        get their most probable children, and the most valuable of all nodes are proposed. No node is worth more than
+        its parent, which comes first among equals, so these are a tree. It depends on the text alone, never on what is
+        drawn in the same step, and has as many nodes in all rows. Its shape is read on the host: one synchronization.
+        """
+        batch = torch.arange(len(roots), device=roots.device)[:, None]
+        x, nodes, parents = self._read(state, roots)[:, None], roots[:, None], torch.zeros_like(roots)[:, None]
+        values = torch.zeros_like(parents, dtype=torch.promote_types(x.dtype, torch.float32))  # logarithms
+        visible = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=roots.device)
+        drafted, count = [(nodes, parents, values)], 1
+        for depth in range(size.depth):
+            if depth:
+                x = state.caches[0].run_level(self.midlayer, self.join(nodes, x), depth, visible)
+            logits = self.lm_head(1).transform(self.lm_heads[0](self.norm(x))).to(values.dtype)
+            best = logits.topk(min(EXPANDED, size.size, logits.shape[-1]))  # [B, m, k]
+            log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)
+            k, tokens = log_probs.shape[2], self.lm_head(1).tokens_of(best.indices.flatten(1))
+            drafted.append((tokens, parents.repeat_interleave(k, 1), (values[..., None] + log_probs).flatten(1)))
+            values, expanded = drafted[-1][2].topk(k)
+            nodes, parents, above = tokens.gather(1, expanded), count + expanded, expanded // k
+            count += tokens.shape[1]
+            own = torch.eye(k, dtype=torch.bool, device=roots.device).expand(len(roots), -1, -1)
+            x, visible = x[batch, above], torch.cat([visible[batch, above], own], dim=2)
+        state.caches[0].drop_levels()
+        tokens, parents, values = (torch.cat(parts, dim=1) for parts in zip(*drafted, strict=True))
+        chosen = values.sort(dim=1, descending=True, stable=True).indices[:, : size.size + 1].sort(dim=1).values
+        shape = torch.searchsorted(chosen, parents.gather(1, chosen)).tolist()
+        return Proposal(tokens.gather(1, chosen), RowTrees([[-1, *row[1:]] for row in shape], roots.device))
 
     def advance(
         self, state: UnreadRows, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]

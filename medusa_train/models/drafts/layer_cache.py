@@ -64,12 +64,13 @@ class LayerCache:
 
         Args:
             depth: of the nodes below the last committed position.
-            visible: bool [m, p + m]: which of the p nodes of earlier levels, and of these, each attends to.
+            visible: bool [m, p + m], or [B, m, p + m] if rows differ: which of the p nodes of earlier levels, and of
+                these, each attends to.
         """
-        cache, before = self._cache, visible.shape[1] - visible.shape[0]
-        positions = cache.row_lengths(states.device) + torch.full((1, len(visible)), depth - 1, device=states.device)
+        cache, (m, columns) = self._cache, visible.shape[-2:]
+        positions = cache.row_lengths(states.device) + torch.full((1, m), depth - 1, device=states.device)
         mask = mask_with_prefix(cache, additive_mask(visible, states.dtype))
-        cache.pending_offset = before
+        cache.pending_offset = columns - m
         out = layer.extend(states, positions, cache, mask)
         cache.pending_offset = 0
         return out

@@ -82,7 +82,6 @@ class MedusaDraft(Draft):
         self.markov: MarkovBias | None = None
         if markov_rank:
             self.markov = MarkovBias(vocab_size, self.draft_vocab_size, markov_rank, dtype)
-        self.guesses_at_once = self.markov is None
         self._stack()
 
     # Construction
@@ -225,10 +224,6 @@ class MedusaDraft(Draft):
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         guesses = self._lm_head(1).tokens_of(best.index_select(1, tree.candidate_index))
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
-
-    def all_head_logits(self, state: MedusaState, roots: Tensor, count: int) -> Tensor:
-        """Return the logits of heads 1..count, [count, B, V] (reduced vocabulary: [count, B, N])."""
-        return self._lm_head(1).transform(self._raw_logits(state, count))
 
     def advance(
         self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]

@@ -16,10 +16,8 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft, Proposal, Proposer
-from medusa_train.models.drafts.combined import DynamicDraft
 from medusa_train.models.features import Rows
 from medusa_train.tree_search.traces import trace_answer
-from medusa_train.trees.dynamic import DynamicTrees, StepSize
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.losses.formula import objective as plain_objective
@@ -28,7 +26,6 @@ from tests.losses.plain import accumulated
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])  # in no order
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])
-TREES = DynamicTrees((1.0, 0.7, 0.7), (StepSize(0, 10.0, 1.0), StepSize(4, 10.4, 1.5), StepSize(16, 12.0, 2.4)))
 SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "medusa-shared": {"num_heads": 3, "share_lm_head": True},
@@ -163,23 +160,6 @@ def test_decoding_is_that_of_heads_which_never_guess_other_tokens(
     traces = [trace_answer(backbone, heads, PROMPTS[0], plain[0]) for heads in (draft, whole)]
     assert traces[0] == traces[1]
     assert any(rank > 0 for ranks in traces[0].ranks for rank in ranks)
-    assert traces[0].log_probs == pytest.approx(traces[1].log_probs, abs=1e-5)
-
-
-def test_dynamic_trees_of_amphista_hold_tokens_of_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = with_bias("gemma2")
-    draft = make_draft("amphista", backbone, spread=0.1)
-    whole = DynamicDraft(widened("amphista", draft, backbone), TREES)
-    dynamic = DynamicDraft(draft, TREES)
-    assert dynamic.draft_vocab_size == len(KEPT)
-    proposals = record_proposals(dynamic, monkeypatch)
-    for prompt in PROMPTS:
-        out = Decoder(backbone, dynamic).generate(prompt, 24)
-        assert out.tokens == Decoder(backbone).generate(prompt, 24).tokens
-        assert out.accepted == Decoder(backbone, whole).generate(prompt, 24).accepted
-    guessed = {token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()}
-    assert guessed <= set(KEPT.tolist())
-    assert len(guessed) > 4
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa-shared", "hydra", "amphista"])
