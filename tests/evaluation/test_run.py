@@ -22,6 +22,7 @@ from medusa_train.evaluation.speed import SpeedTest
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
+from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_run
 
 
